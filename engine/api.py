@@ -1,0 +1,112 @@
+"""What goes into the engine and what comes out: plain data, in token ids and numbers only."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class QueueFullError(RuntimeError):
+    """The engine's queue has no room for these sequences."""
+
+
+class InvalidRequestError(ValueError):
+    """The engine refuses these sequences: they can never run as asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one sequence; an `n > 1` request submits n of them with n seeds.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is a 64-bit key
+    (0 <= seed < 2**64): every draw of the sequence is a function of it and of token positions.
+    `logprobs` is the number of alternatives reported beside each emitted token (None: no logprobs),
+    taken from the target's raw logits. `num_speculative_tokens` caps this request's drafts
+    (None: the engine's k).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    num_speculative_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """One sequence to decode."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw logprobs of one emitted token: its own, and the best alternatives, best first.
+
+    Where the chosen token is among `top`, its entry is the same float as `logprob`.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """New tokens of one sequence; `finish_reason` is set on its last output.
+
+    A token that stopped the sequence (eos or a stop id) is the last of `token_ids`, and
+    `stop_token_id` names it. `error` says why a sequence finished with reason "error".
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_draft_tokens: int = 0  # drafted for this sequence so far
+    num_accepted_tokens: int = 0  # of those, accepted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What came up, for the start-up summary and `/v1/models`."""
+
+    device: str
+    target_dtype: str
+    draft_dtype: str | None
+    vocab_size: int
+    max_model_len: int
+    num_pages: int
+    page_size_tokens: int
+    cache_bytes: int
+    max_num_seqs: int
+    num_speculative_tokens: int
+    proposer: str | None
+    load_s: float
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges now, and counters since the engine started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_used: int = 0  # held by live sequences; pages that only cache a prefix are not counted
+    pages_total: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)  # [k] draft i was proposed
+    accepted_per_position: list[int] = field(default_factory=list)  # [k] draft i was accepted

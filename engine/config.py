@@ -1,0 +1,49 @@
+"""What the engine is told at start. Plain frozen data, so that a bare GPU box can build one by hand."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One model of the pair, as a local directory that transformers can load."""
+
+    path: str
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    proposer: str = "draft_model"  # a name of engine.proposers.PROPOSERS
+    num_speculative_tokens: int = 4  # k; 0 decodes plainly
+    ngram_min_tokens: int = 1  # shortest suffix the ngram proposer looks up
+    ngram_max_tokens: int = 4  # longest suffix it tries first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    page_size_tokens: int = 16
+    num_pages: int | None = None  # None: derived from memory_fraction
+    memory_fraction: float = 0.5  # of the memory that is free once both models are loaded
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int = 32  # requests that run at once
+    max_num_batched_tokens: int = 512  # rows of one target forward
+    max_queue_len: int = 256  # requests that wait for a seat; more are turned away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    target: ModelConfig
+    draft: ModelConfig | None = None
+    device: str = "cpu"  # cpu | cuda | cuda:N
+    vocab_size: int | None = None  # real vocabulary; None: the target's logits width
+    max_model_len: int | None = None  # tokens of prompt and output; None: what the target supports
+    eos_token_ids: tuple[int, ...] = ()
+    num_threads: int | None = None  # CPU threads of torch; None: torch's own choice
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

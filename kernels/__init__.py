@@ -1,0 +1,1 @@
+"""Triton kernels of speculative verification, each with its plain-torch reference. Tensors only."""

@@ -1,0 +1,1 @@
+"""The HTTP front end: text in, text out, over one engine process."""
