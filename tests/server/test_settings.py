@@ -1,0 +1,146 @@
+"""Settings: what they accept, and which source wins."""
+
+from pathlib import Path
+
+import pytest
+
+from outrider.server.settings_loader import SettingsError, load_settings, setting_keys
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "pair.toml"
+    path.write_text("[server]\nport = 1\nhost = 'file'\nlog_level = 'debug'\nserved_model_name='f'")
+    return path
+
+
+def test_flags_win_over_set_over_environment_over_file_over_defaults(config: Path) -> None:
+    settings = load_settings(
+        config,
+        assignments=["server.port=3", "server.host=set"],
+        flags={"server.port": 4, "server.host": None},
+        environ={
+            "OUTRIDER_SERVER__PORT": "2",
+            "OUTRIDER_SERVER__HOST": "env",
+            "OUTRIDER_SERVER__LOG_LEVEL": "error",
+        },
+    ).server
+    assert (settings.port, settings.host, settings.log_level) == (4, "set", "error")
+    assert settings.served_model_name == "f"
+    assert settings.max_prompts_times_n == 128
+
+
+@pytest.mark.parametrize(
+    ("assignment", "nearest"),
+    [
+        ("speculation.num_speculativ_tokens=3", "speculation.num_speculative_tokens"),
+        ("server.num_threads=2", "engine.num_threads"),
+        ("port=2", "server.port"),
+        ("cache.pages=9", "cache.num_pages"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one(assignment: str, nearest: str) -> None:
+    with pytest.raises(SettingsError, match=f"did you mean `{nearest}`"):
+        load_settings(assignments=[assignment], environ={})
+
+
+def test_unknown_keys_are_found_in_file_and_environment(tmp_path: Path) -> None:
+    path = tmp_path / "typo.toml"
+    path.write_text("[speculation]\nproposser = 'ngram'")
+    with pytest.raises(SettingsError, match=r"typo\.toml: unknown key .*`speculation\.proposer`"):
+        load_settings(path, environ={})
+    path.write_text("[speculations]\nproposer = 'ngram'")
+    with pytest.raises(SettingsError, match=r"unknown section .*`speculation`"):
+        load_settings(path, environ={})
+    with pytest.raises(SettingsError, match=r"OUTRIDER_SERVER__PROT.*`server\.port`"):
+        load_settings(environ={"OUTRIDER_SERVER__PROT": "1"})
+
+
+def test_environment_names_without_a_section_are_not_ours() -> None:
+    load_settings(environ={"OUTRIDER_PORT": "tcp://10.0.0.1:80", "OUTRIDER_HOME": "/x"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("speculation.num_speculative_tokens", "33"),
+        ("speculation.num_speculative_tokens", "many"),
+        ("speculation.proposer", "medusa"),
+        ("target.device", "gpu"),
+        ("target.dtype", "int4"),
+        ("server.port", "65536"),
+        ("server.shutdown_timeout_s", "nan"),
+        ("cache.memory_fraction", "0"),
+    ],
+)
+def test_a_bad_value_is_refused_naming_key_value_and_source(key: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=f"--set {key}={text}: `{key}` is '{text}'"):
+        load_settings(assignments=[f"{key}={text}"], environ={})
+
+
+def test_api_keys_given_as_text_are_a_list_and_never_shown() -> None:
+    for text in ("one, two", '["one", "two"]'):
+        keys = load_settings(assignments=[f"server.api_keys={text}"], environ={}).server.api_keys
+        assert [key.get_secret_value() for key in keys] == ["one", "two"]
+        assert "one" not in repr(keys)
+    with pytest.raises(SettingsError) as error:
+        load_settings(environ={"OUTRIDER_SERVER__API_KEYS": '["secret'})
+    assert "secret" not in str(error.value)
+
+
+def test_none_resets_an_optional_setting(tmp_path: Path) -> None:
+    path = tmp_path / "pages.toml"
+    path.write_text("[cache]\nnum_pages = 64")
+    assert load_settings(path, environ={}).cache.num_pages == 64
+    assert load_settings(path, ["cache.num_pages=none"], environ={}).cache.num_pages is None
+
+
+def test_a_target_of_ones_own_needs_a_draft_of_ones_own() -> None:
+    assert load_settings(environ={}).draft_model == "smollm2-135m-instruct-slice"
+    with pytest.raises(SettingsError, match=r"draft\.model is not set"):
+        load_settings(assignments=["target.model=a/b"], environ={})
+    for plain in ("speculation.proposer=ngram", "speculation.num_speculative_tokens=0"):
+        settings = load_settings(assignments=["target.model=a/b", plain], environ={})
+        assert not settings.speculates_with_draft
+
+
+def test_draft_on_another_device_than_the_target_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"draft\.device"):
+        load_settings(assignments=["target.device=cuda:1", "draft.device=cpu"], environ={})
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings(environ={}).server.port = 1  # type: ignore[misc]
+
+
+def test_broken_config_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.toml: No such file"):
+        load_settings(tmp_path / "none.toml", environ={})
+    path = tmp_path / "broken.toml"
+    path.write_text("[server\n")
+    with pytest.raises(SettingsError, match=r"broken\.toml is not valid TOML"):
+        load_settings(path, environ={})
+    path.write_text("server = 3")
+    with pytest.raises(SettingsError, match=r"`server` is a section"):
+        load_settings(path, environ={})
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_file_in_configs_loads(path: Path) -> None:
+    load_settings(path, environ={})
+
+
+def test_there_is_a_config_for_each_proposer() -> None:
+    proposers = {load_settings(path, environ={}).speculation.proposer for path in CONFIGS}
+    assert proposers == {"draft_model", "ngram", "none"}
+
+
+def test_every_setting_says_what_it_is() -> None:
+    from outrider.server.settings import Settings
+
+    for key in setting_keys():
+        section, name = key.split(".")
+        assert Settings.model_fields[section].annotation.model_fields[name].description, key
