@@ -18,42 +18,50 @@ class Section(BaseModel):
 class ServerSettings(Section):
     """The HTTP front end."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
+    )
     served_model_name: str | None = Field(
-        None, min_length=1, description="Name in /v1/models and `model`; unset: target.model."
+        default=None,
+        min_length=1,
+        description="Name in /v1/models and `model`; unset: target.model.",
     )
     api_keys: tuple[SecretStr, ...] = Field(
-        (), description="Bearer keys, one of which every route but /health asks for; none: open."
+        default=(),
+        description="Bearer keys, one of which every route but /health asks for; none: open.",
     )
     max_body_bytes: int = Field(
-        4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
+        default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )
     max_prompts_times_n: int = Field(
-        128, ge=1, description="Most sequences of one request: prompts times n."
+        default=128, ge=1, description="Most sequences of one request: prompts times n."
     )
     shutdown_timeout_s: float = Field(
-        30.0, ge=0, description="Seconds that running requests get to finish at shutdown."
+        default=30.0, ge=0, description="Seconds that running requests get to finish at shutdown."
     )
     status_interval_s: float = Field(
-        5.0, ge=0, description="Seconds between status lines under load; 0 prints none."
+        default=5.0, ge=0, description="Seconds between status lines under load; 0 prints none."
     )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
-        "info", description="Least severe log lines to print."
+        default="info", description="Least severe log lines to print."
     )
 
 
 class _ModelSettings(Section):
     dtype: Dtype = Field(
-        "auto",
+        default="auto",
         description="Weights and arithmetic; auto: on cuda the checkpoint's own, on cpu bfloat16 "
         "where the processor has bfloat16 instructions, else float32.",
     )
     revision: str | None = Field(
-        None, min_length=1, description="Branch, tag or commit of a hub id; unset: its main branch."
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit of a hub id; unset: its main branch.",
     )
     trust_remote_code: bool = Field(
-        False, description="Run Python code that comes with the model. Only for models you trust."
+        default=False,
+        description="Run Python code that comes with the model. Only for models you trust.",
     )
 
 
@@ -61,12 +69,12 @@ class TargetSettings(_ModelSettings):
     """The model whose output is served."""
 
     model: str = Field(
-        DEFAULT_TARGET,
+        default=DEFAULT_TARGET,
         min_length=1,
         description="A built-in name, a local directory, a GGUF file, or a hub id.",
     )
     device: Device = Field(
-        "auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
+        default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
     )
 
 
@@ -74,13 +82,13 @@ class DraftSettings(_ModelSettings):
     """The small model that runs ahead; read when speculation.proposer is draft_model."""
 
     model: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="As target.model, with the same tokenizer. Unset: the slice of the default "
         "target; any other target needs a draft of its own.",
     )
     device: Device | None = Field(
-        None, description="The target's, which it must equal: both share one page table."
+        default=None, description="The target's, which it must equal: both share one page table."
     )
 
 
@@ -88,17 +96,20 @@ class SpeculationSettings(Section):
     """How far, and by what, the target is run ahead of."""
 
     proposer: Literal["draft_model", "ngram", "none"] = Field(
-        "draft_model",
+        default="draft_model",
         description="draft_model: the draft; ngram: prompt lookup, no second model; none: plain.",
     )
     num_speculative_tokens: int = Field(
-        4, ge=0, le=32, description="Most drafts of a request in a step (k); 0 decodes plainly."
+        default=4,
+        ge=0,
+        le=32,
+        description="Most drafts of a request in a step (k); 0 decodes plainly.",
     )
     ngram_min_tokens: int = Field(
-        1, ge=1, description="ngram: shortest suffix that is looked up, in tokens."
+        default=1, ge=1, description="ngram: shortest suffix that is looked up, in tokens."
     )
     ngram_max_tokens: int = Field(
-        4, ge=1, description="ngram: longest suffix that is looked up, in tokens."
+        default=4, ge=1, description="ngram: longest suffix that is looked up, in tokens."
     )
 
     @model_validator(mode="after")
@@ -114,27 +125,32 @@ class SpeculationSettings(Section):
 class CacheSettings(Section):
     """The paged KV cache."""
 
-    page_size_tokens: int = Field(16, ge=1, le=1024, description="Tokens of one page.")
+    page_size_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens of one page.")
     num_pages: int | None = Field(
-        None, ge=2, description="Pages of the pool; unset: as many as memory_fraction allows."
+        default=None,
+        ge=2,
+        description="Pages of the pool; unset: as many as memory_fraction allows.",
     )
     memory_fraction: float = Field(
-        0.5, gt=0, le=1, description="Share of the memory left after loading that pages may take."
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of the memory left after loading that pages may take.",
     )
     prefix_caching: bool = Field(
-        True, description="Keep pages of finished requests and share equal prefixes."
+        default=True, description="Keep pages of finished requests and share equal prefixes."
     )
 
 
 class SchedulerSettings(Section):
     """Who runs, and how much of it in one step."""
 
-    max_num_seqs: int = Field(32, ge=1, description="Sequences that run at once.")
+    max_num_seqs: int = Field(default=32, ge=1, description="Sequences that run at once.")
     max_num_batched_tokens: int = Field(
-        512, ge=1, description="Rows of one target forward, prefill and drafts together."
+        default=512, ge=1, description="Rows of one target forward, prefill and drafts together."
     )
     max_queue_len: int = Field(
-        256, ge=0, description="Sequences that may wait; more are turned away with 503."
+        default=256, ge=0, description="Sequences that may wait; more are turned away with 503."
     )
 
 
@@ -142,10 +158,12 @@ class EngineSettings(Section):
     """The engine process."""
 
     max_model_len: int | None = Field(
-        None, ge=2, description="Tokens of prompt and output together; unset: what the target has."
+        default=None,
+        ge=2,
+        description="Tokens of prompt and output together; unset: what the target has.",
     )
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of torch; unset: torch's own choice."
+        default=None, ge=1, description="CPU threads of torch; unset: torch's own choice."
     )
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.server.settings import Settings
 from outrider.server.settings_loader import SettingsError, load_settings, setting_keys
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -139,8 +140,6 @@ def test_there_is_a_config_for_each_proposer() -> None:
 
 
 def test_every_setting_says_what_it_is() -> None:
-    from outrider.server.settings import Settings
-
     for key in setting_keys():
         section, name = key.split(".")
         assert Settings.model_fields[section].annotation.model_fields[name].description, key
