@@ -1,41 +1,277 @@
 """The server's handle on an engine: submit sequences, receive their tokens, watch it live."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import dataclasses
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection
+from itertools import zip_longest
 from typing import Literal, Protocol
 
-from outrider.engine.api import EngineInfo, EngineStats, NewRequest, RequestOutput
+from outrider.engine.api import (
+    EngineInfo,
+    EngineStats,
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    RequestOutput,
+)
+from outrider.engine.messages import (
+    Abort,
+    Admitted,
+    Failed,
+    FromEngine,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Submit,
+    ToEngine,
+)
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
+Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 class EngineUnavailableError(RuntimeError):
-    """The engine is not (or no longer) there: starting, restarting or failed."""
+    """The engine is not (or no longer) there: starting, restarting, failed or stopped."""
+
+
+class OutputStream(Protocol):
+    """Outputs of sequences that were submitted together, interleaved, until all have finished."""
+
+    def __aiter__(self) -> "OutputStream": ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    async def aclose(self) -> None:
+        """Abort what has not finished. Harmless after the end, and a second time."""
+        ...
 
 
 class EngineClient(Protocol):
-    """One engine, in this process or in its own."""
+    """One engine, in this process or in its own.
 
-    state: EngineState
-    info: EngineInfo | None  # set once the engine has been ready
-    stats: EngineStats
+    `state` goes from "starting" to "ready"; from there to "restarting" when the engine dies, and
+    back to "ready". "failed" (it could not start, or keeps dying) and "stopped" are final: make a
+    new client. `status_reason` says why the state is neither "starting" nor "ready".
+    """
 
-    async def start(self) -> EngineInfo:
-        """Bring the engine up; raises EngineUnavailableError with the engine's own words."""
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def status_reason(self) -> str | None: ...
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Set once the engine has been ready."""
         ...
 
-    async def generate(self, requests: list[NewRequest]) -> AsyncIterator[RequestOutput]:
-        """Submit sequences together; yield their outputs, interleaved, until all have finished.
+    @property
+    def stats(self) -> EngineStats:
+        """Gauges as of the last step; counters since the client started, restarts included."""
+        ...
 
-        Returns once the engine has admitted them. Raises QueueFullError, InvalidRequestError or
-        EngineUnavailableError before that, and EngineUnavailableError from the iterator if the
-        engine dies under way. Closing the iterator aborts what has not finished.
+    async def start(self) -> EngineInfo:
+        """Bring the engine up; raises EngineUnavailableError with the engine's own words.
+
+        Call `stop` afterwards in every case, cancellation included.
+        """
+        ...
+
+    async def generate(self, requests: list[NewRequest]) -> OutputStream:
+        """Submit sequences together; returns once the engine has admitted them.
+
+        Raises QueueFullError, InvalidRequestError or EngineUnavailableError before that, and
+        EngineUnavailableError from the stream if the engine dies under way. Close the stream when
+        done with it; cancelling a task that waits on it closes it too.
         """
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Stop sequences early; their pages are free within a step. Unknown ids are ignored."""
+        """Stop sequences early: pages are free within a step, and each sequence's stream gets a
+        last output with finish reason "abort". Unknown and finished ids are ignored.
+        """
         ...
 
     async def stop(self) -> None:
-        """Stop the engine and leave nothing of it behind."""
+        """Stop the engine and leave nothing of it behind; streams under way raise."""
         ...
+
+
+class _Stream:
+    def __init__(self, abort: Callable[[Collection[str]], None], request_ids: list[str]) -> None:
+        self._abort = abort
+        self._queue: asyncio.Queue[RequestOutput | EngineUnavailableError | None] = asyncio.Queue()
+        self.request_ids = request_ids
+        self.unfinished = set(request_ids)
+        self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def put(self, output: RequestOutput) -> None:
+        self._queue.put_nowait(output)
+        if output.finish_reason is not None:
+            self.unfinished.discard(output.request_id)
+            if not self.unfinished:
+                self._queue.put_nowait(None)
+
+    def fail(self, error: Exception) -> None:
+        """Turn the submission away, or end the stream with this error if it was admitted."""
+        self.unfinished.clear()
+        if not self.admission.done():
+            self.admission.set_exception(error)
+        elif isinstance(error, EngineUnavailableError):
+            self._queue.put_nowait(error)
+            self._queue.put_nowait(None)
+
+    def __aiter__(self) -> "_Stream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if item is None:
+            self._queue.put_nowait(None)  # the end stays the end
+            raise StopAsyncIteration
+        if isinstance(item, EngineUnavailableError):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        if self.unfinished:
+            self._abort(self.unfinished)
+            self.unfinished.clear()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
+
+
+class Dispatcher(ABC):
+    """What every client does, whatever carries the messages: match them to their streams."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.state: EngineState = "starting"
+        self.status_reason: str | None = None
+        self.info: EngineInfo | None = None
+        self._progress = progress
+        self._up: asyncio.Future[EngineInfo] | None = None  # what `start` waits for
+        self._last_words = ""  # of an engine that said that it cannot go on
+        self._submitted: deque[_Stream] = deque()  # not answered yet; answers come in this order
+        self._running: dict[str, _Stream] = {}  # request id -> stream, admitted and not finished
+        self._stats = EngineStats()  # of the engine that runs now
+        self._past_stats = EngineStats()  # of those before it
+
+    @property
+    def stats(self) -> EngineStats:
+        return _add_counters(self._past_stats, self._stats)
+
+    async def start(self) -> EngineInfo:
+        self._up = asyncio.get_running_loop().create_future()
+        self._launch()
+        return await self._up
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+    @abstractmethod
+    def _launch(self) -> None:
+        """Set the engine off; its messages go to `_receive`, its end to `_down`."""
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None:
+        """Hand a message to the transport without waiting."""
+
+    async def generate(self, requests: list[NewRequest]) -> OutputStream:
+        if self.state != "ready":
+            raise EngineUnavailableError(self.status_reason or "the engine is still starting")
+        ids = [request.request_id for request in requests]
+        if not ids or len(set(ids)) < len(ids):
+            raise InvalidRequestError(f"a submission needs sequences with distinct ids, not {ids}")
+        in_use = {i for stream in self._submitted for i in stream.unfinished} | self._running.keys()
+        if taken := in_use.intersection(ids):
+            raise InvalidRequestError(f"sequences with these ids are running already: {taken}")
+        stream = _Stream(self._drop, ids)
+        self._submitted.append(stream)
+        self._send(Submit(requests))
+        try:
+            await stream.admission
+        except asyncio.CancelledError:
+            await stream.aclose()
+            raise
+        return stream
+
+    async def abort(self, request_ids: list[str]) -> None:
+        running = {i: stream for i in request_ids if (stream := self._running.get(i))}
+        if running:
+            self._drop(running)
+        for request_id, stream in running.items():
+            stream.put(RequestOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
+
+    def _drop(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+        self._send(Abort(list(request_ids)))
+
+    def _receive(self, message: FromEngine) -> None:
+        """Act on a message of the engine. Outputs of unknown ids are of sequences dropped here."""
+        match message:
+            case Outputs(outputs, stats):
+                self._stats = stats
+                for output in outputs:
+                    if stream := self._running.get(output.request_id):
+                        stream.put(output)
+                        if output.finish_reason is not None:
+                            del self._running[output.request_id]
+            case Admitted(request_ids):
+                stream = self._take_submitted(request_ids)
+                self._running |= dict.fromkeys(stream.unfinished, stream)
+                if not stream.admission.done():  # done: cancelled, and dropped or about to be
+                    stream.admission.set_result(None)
+            case Refused(request_ids, reason, text):
+                error = QueueFullError if reason == "queue_full" else InvalidRequestError
+                self._take_submitted(request_ids).fail(error(text))
+            case Loading(stage, done, total):
+                if self._progress:
+                    self._progress(stage, done, total)
+            case Ready(info):
+                self.info, self.state, self.status_reason = info, "ready", None
+                if self._up and not self._up.done():
+                    self._up.set_result(info)
+            case Failed(text):
+                self._last_words = text
+
+    def _take_submitted(self, request_ids: list[str]) -> _Stream:
+        if not self._submitted or self._submitted[0].request_ids != request_ids:
+            raise RuntimeError(f"the engine answered a submission that was not made: {request_ids}")
+        return self._submitted.popleft()
+
+    def _down(self, state: EngineState, reason: str) -> None:
+        """Enter a state without an engine; what was under way ends with the reason."""
+        self.state, self.status_reason = state, reason
+        streams = {*self._submitted, *self._running.values()}
+        self._submitted.clear()
+        self._running.clear()
+        for stream in streams:
+            stream.fail(EngineUnavailableError(reason))
+        self._past_stats, self._stats = self.stats, EngineStats()
+        if self._up and not self._up.done():
+            self._up.set_exception(EngineUnavailableError(reason))
+
+
+_GAUGES = {"num_running", "num_waiting", "pages_used", "pages_total"}
+
+
+def _add_counters(past: EngineStats, now: EngineStats) -> EngineStats:
+    totals: dict[str, int | list[int]] = {}
+    for field in dataclasses.fields(EngineStats):
+        before, since = getattr(past, field.name), getattr(now, field.name)
+        if field.name in _GAUGES:
+            totals[field.name] = since
+        elif isinstance(since, list):
+            totals[field.name] = [a + b for a, b in zip_longest(before, since, fillvalue=0)]
+        else:
+            totals[field.name] = before + since
+    return EngineStats(**totals)  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""The engine process: brings an engine up, then takes messages and steps until told to leave.
+
+Started by `ProcessEngine` as `python -P -m outrider.engine.process ENDPOINT LOG_LEVEL`, with the
+`EngineConfig` as one line of JSON on a stdin that the parent keeps open for as long as it lives.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import zmq
+
+from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError, RequestOutput
+from outrider.engine.config import EngineConfig
+from outrider.engine.messages import (
+    Abort,
+    Admitted,
+    Failed,
+    FromEngine,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
+
+if TYPE_CHECKING:
+    from outrider.engine.loop import Engine, Progress
+
+log = logging.getLogger("outrider.engine.process")
+
+
+class Channel(Protocol):
+    """The engine's end of the line to its client."""
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        """Take every message that has arrived, in order; with `wait`, wait for one."""
+        ...
+
+    def send(self, message: FromEngine) -> None:
+        """Hand a message over without waiting for the client to read it."""
+        ...
+
+
+def load_engine(config: EngineConfig, progress: "Progress") -> "Engine":
+    progress("libraries", 0, 1)  # importing torch and transformers takes seconds
+    from outrider.engine.loop import Engine
+
+    progress("libraries", 1, 1)
+    return Engine(config, progress)
+
+
+def run(make_engine: "Callable[[Progress], Engine]", channel: Channel) -> bool:
+    """Load and serve; whatever goes wrong is logged and sent as Failed. True: left as asked."""
+    try:
+        engine = make_engine(lambda stage, done, total: channel.send(Loading(stage, done, total)))
+        channel.send(Ready(engine.info))
+        serve(engine, channel)
+    except Exception as error:
+        log.exception("the engine stops")
+        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        return False
+    return True
+
+
+def serve(engine: "Engine", channel: Channel) -> None:
+    """Alternate between messages and steps; without work, wait. Returns on Shutdown."""
+    while True:
+        for message in channel.receive(wait=not engine.has_work()):
+            match message:
+                case Submit(requests):
+                    _submit(engine, channel, requests)
+                case Abort(request_ids):
+                    engine.abort(request_ids)
+                case Shutdown():
+                    return
+        outputs = engine.step() if engine.has_work() else []
+        if not engine.has_work():
+            engine.check_integrity()
+        channel.send(Outputs(outputs, engine.stats()))
+
+
+def _submit(engine: "Engine", channel: Channel, requests: list[NewRequest]) -> None:
+    ids = [request.request_id for request in requests]
+    try:
+        engine.submit(requests)
+    except QueueFullError as error:
+        channel.send(Refused(ids, "queue_full", str(error)))
+    except InvalidRequestError as error:
+        channel.send(Refused(ids, "invalid", str(error)))
+    except Exception as error:  # ours, not the client's: these requests fail, the others go on
+        log.exception("could not take requests %s", ids)
+        engine.abort(ids)
+        reason = f"{type(error).__name__}: {error}"
+        channel.send(Admitted(ids))
+        channel.send(
+            Outputs(
+                [
+                    RequestOutput(request_id=i, token_ids=[], finish_reason="error", error=reason)
+                    for i in ids
+                ],
+                engine.stats(),
+            )
+        )
+    else:
+        channel.send(Admitted(ids))
+
+
+class _SocketChannel:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        if wait:
+            self._socket.poll()
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            try:
+                messages.append(self._decoder.decode(data))
+            except Exception as error:  # whatever the bytes did to the decoder, they are no message
+                log.warning("ignored %d bytes that are no message: %s", len(data), error)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+
+def _leave_with_parent(lifeline_fd: int) -> None:
+    """Exit when the parent does, however it ends and whatever this process is busy with."""
+
+    def watch() -> None:
+        while os.read(lifeline_fd, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    if sys.platform == "linux":
+        # The thread needs the GIL to act; the kernel does not.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _read_line(fd: int) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if not (data := os.read(fd, 65536)):
+            break
+        line += data
+    return bytes(line)
+
+
+def main(make_engine: "Callable[[EngineConfig, Progress], Engine]" = load_engine) -> int:
+    endpoint, log_level = sys.argv[1:]
+    logging.basicConfig(
+        level=log_level,
+        format="%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s",
+    )
+    # Nothing that runs in here may read from the lifeline or hand it on to a child.
+    lifeline_fd = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    config = msgspec.json.decode(_read_line(lifeline_fd), type=EngineConfig)
+    _leave_with_parent(lifeline_fd)
+
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.set_hwm(0)  # a slow client must not hold the batch up
+        socket.connect(endpoint)
+        served = run(lambda progress: make_engine(config, progress), _SocketChannel(socket))
+    return 0 if served else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""What every client promises, over both transports, with a scripted engine behind them."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import pytest
+
+from outrider.engine.api import (
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    SamplingParams,
+)
+from outrider.engine.client import EngineClient, EngineUnavailableError, OutputStream
+from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from outrider.engine.in_process import InProcessEngine
+from outrider.engine.process_engine import ProcessEngine
+
+from . import scripted_engine
+from .scripted_engine import SCRIPT
+
+pytestmark = pytest.mark.anyio
+Progress = Callable[[str, int, int], None]
+
+
+class ScriptedProcessEngine(ProcessEngine):
+    _command = (sys.executable, "-P", scripted_engine.__file__)
+
+
+def scripted_in_process(config: EngineConfig, progress: Progress | None = None) -> InProcessEngine:
+    return InProcessEngine(config, progress, make_engine=cast(Any, scripted_engine.ScriptedEngine))
+
+
+def config(path: str = "model") -> EngineConfig:
+    return EngineConfig(target=ModelConfig(path=path), scheduler=SchedulerConfig(max_queue_len=4))
+
+
+def request(request_id: str, *, max_tokens: int = 3, script: str | None = None) -> NewRequest:
+    return NewRequest(
+        request_id=request_id,
+        prompt_token_ids=[SCRIPT[script] if script else 0, 9],
+        params=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+async def collect(stream: OutputStream) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    async for output in stream:
+        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
+
+
+async def pages_used_become(client: EngineClient, expected: int) -> None:
+    while client.stats.pages_used != expected:
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=[scripted_in_process, ScriptedProcessEngine])
+def make_client(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+async def client(make_client: Any) -> AsyncIterator[EngineClient]:
+    client: EngineClient = make_client(config())
+    async with asyncio.timeout(10):
+        await client.start()
+        yield client
+        await client.stop()
+
+
+async def test_start_reports_progress_and_what_came_up(make_client: Any) -> None:
+    seen: list[tuple[str, int, int]] = []
+    client: EngineClient = make_client(config(), lambda *step: seen.append(step))
+    assert client.state == "starting"
+    with pytest.raises(EngineUnavailableError, match="starting"):
+        await client.generate([request("a")])
+    info = await client.start()
+    assert info == client.info
+    assert info.vocab_size == 100
+    assert ("target", 1, 1) in seen
+    assert (client.state, client.status_reason) == ("ready", None)
+    await client.stop()
+
+
+async def test_sequences_of_a_submission_are_interleaved_and_end(client: EngineClient) -> None:
+    stream = await client.generate([request("a", max_tokens=2), request("b", max_tokens=4)])
+    outputs = [output async for output in stream]
+    assert [o.token_ids[0] for o in outputs if o.request_id == "a"] == [0, 1]
+    assert [o.token_ids[0] for o in outputs if o.request_id == "b"] == [0, 1, 2, 3]
+    assert [o.request_id for o in outputs][:2] == ["a", "b"]
+    assert [o.finish_reason for o in outputs].count("length") == 2
+    assert [output async for output in stream] == []
+
+
+async def test_submissions_run_side_by_side(client: EngineClient) -> None:
+    streams = [await client.generate([request(f"r{i}", max_tokens=20)]) for i in range(4)]
+    got = await asyncio.gather(*map(collect, streams))
+    assert got == [{f"r{i}": list(range(20))} for i in range(4)]
+
+
+async def test_a_slow_consumer_holds_nobody_up_and_misses_nothing(client: EngineClient) -> None:
+    slow = await client.generate([request("slow", max_tokens=200)])
+    first = await anext(slow)
+    assert await collect(await client.generate([request("fast", max_tokens=300)]))
+    assert first.token_ids + (await collect(slow))["slow"] == list(range(200))
+
+
+async def test_a_full_queue_takes_all_or_none(client: EngineClient) -> None:
+    running = await client.generate([request("a", max_tokens=500), request("b", max_tokens=500)])
+    with pytest.raises(QueueFullError, match="the queue is full"):
+        await client.generate([request("c"), request("d"), request("e")])
+    assert client.stats.pages_used <= 2
+    await collect(await client.generate([request("c"), request("d")]))
+    await running.aclose()
+
+
+async def test_an_invalid_submission_is_refused_in_the_engines_words(client: EngineClient) -> None:
+    with pytest.raises(InvalidRequestError, match="an invalid prompt"):
+        await client.generate([request("a"), request("b", script="invalid")])
+    assert await collect(await client.generate([request("a")])) == {"a": [0, 1, 2]}
+
+
+async def test_ids_in_use_are_refused(client: EngineClient) -> None:
+    running = await client.generate([request("a", max_tokens=500)])
+    with pytest.raises(InvalidRequestError, match="running already"):
+        await client.generate([request("a")])
+    with pytest.raises(InvalidRequestError, match="distinct"):
+        await client.generate([request("b"), request("b")])
+    await running.aclose()
+    assert await collect(await client.generate([request("a")])) == {"a": [0, 1, 2]}
+
+
+async def test_a_bug_in_taking_a_request_fails_that_request_alone(client: EngineClient) -> None:
+    other = await client.generate([request("other", max_tokens=30)])
+    stream = await client.generate([request("a", script="submit_bug")])
+    last = [output async for output in stream][-1]
+    assert last.finish_reason == "error"
+    assert last.error == "TypeError: a bug in submit"
+    assert await collect(other) == {"other": list(range(30))}
+
+
+async def test_closing_a_stream_frees_its_pages(client: EngineClient) -> None:
+    stream = await client.generate([request("a", max_tokens=10**6), request("b", max_tokens=1)])
+    await pages_used_become(client, 1)
+    await stream.aclose()
+    await pages_used_become(client, 0)
+    assert client.stats.num_running == 0
+    await stream.aclose()
+    assert [output async for output in stream] == []
+
+
+async def test_cancelling_a_consumer_frees_its_pages(client: EngineClient) -> None:
+    stream = await client.generate([request("a", max_tokens=10**6)])
+    consumer = asyncio.create_task(collect(stream))
+    await pages_used_become(client, 1)
+    consumer.cancel()
+    await asyncio.wait({consumer})
+    assert consumer.cancelled()
+    await pages_used_become(client, 0)
+
+
+async def test_cancelling_a_submission_frees_its_pages(client: EngineClient) -> None:
+    submission = asyncio.create_task(client.generate([request("a", max_tokens=10**6)]))
+    await asyncio.sleep(0)  # it has been sent, and its answer cannot have been read yet
+    submission.cancel()
+    await asyncio.wait({submission})
+    assert submission.cancelled()
+    assert await collect(await client.generate([request("a")])) == {"a": [0, 1, 2]}
+    await pages_used_become(client, 0)
+
+
+async def test_abort_ends_one_sequence_of_a_submission(client: EngineClient) -> None:
+    stream = await client.generate([request("a", max_tokens=10**6), request("b", max_tokens=5)])
+    await client.abort(["a", "unknown"])
+    reasons = {o.request_id: o.finish_reason async for o in stream}
+    assert reasons == {"a": "abort", "b": "length"}
+    await pages_used_become(client, 0)
+    await client.abort(["a"])
+
+
+async def test_counters_and_gauges_follow_the_engine(client: EngineClient) -> None:
+    await collect(await client.generate([request("a", max_tokens=7)]))
+    await pages_used_become(client, 0)
+    assert client.stats.generation_tokens == 7
+    assert client.stats.drafted_per_position == [7, 0]
+
+
+async def test_a_start_that_fails_says_why_in_the_engines_words(make_client: Any) -> None:
+    client: EngineClient = make_client(config("missing"))
+    with pytest.raises(EngineUnavailableError, match="FileNotFoundError: no model in missing"):
+        await client.start()
+    assert client.state == "failed"
+    assert "no model in missing" in (client.status_reason or "")
+    await client.stop()
+
+
+async def test_stop_ends_streams_with_an_error(client: EngineClient) -> None:
+    stream = await client.generate([request("a", max_tokens=10**6)])
+    await client.stop()
+    with pytest.raises(EngineUnavailableError, match="stopped"):
+        await collect(stream)
+    with pytest.raises(EngineUnavailableError, match="stopped"):
+        await client.generate([request("a")])
+    assert client.state == "stopped"
+
+
+async def test_stop_before_start_and_twice_is_harmless(make_client: Any) -> None:
+    client: EngineClient = make_client(config())
+    await client.stop()
+    await client.stop()
+    assert client.state == "stopped"
+
+
+@pytest.mark.parametrize(("script", "words"), [("step_bug", "a bug in step"), ("leak", "leaked")])
+async def test_an_engine_that_cannot_go_on_ends_its_streams(
+    client: EngineClient, script: str, words: str
+) -> None:
+    other = await client.generate([request("other", max_tokens=10**6)])
+    stream = await client.generate([request("a", script=script, max_tokens=1)])
+    if script == "leak":
+        assert await collect(stream) == {"a": [0]}
+        await client.abort(["other"])
+        last = [output async for output in other][-1]
+        assert last.finish_reason == "abort"
+        while client.state == "ready":
+            await asyncio.sleep(0.001)
+        assert words in (client.status_reason or "")
+    else:
+        with pytest.raises(EngineUnavailableError, match=words):
+            await collect(stream)
+        with pytest.raises(EngineUnavailableError, match=words):
+            await collect(other)
