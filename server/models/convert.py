@@ -1,0 +1,109 @@
+"""Conversions into directories that transformers loads: from GGUF, and by taking first layers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from outrider.server.models.store import ModelError
+from outrider.server.progress import ReportProgress
+
+WEIGHTS = "model.safetensors"
+_SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+# GGUF's general.file_type; everything else is quantised, and bfloat16 holds what it is worth.
+_UNQUANTISED_DTYPES = {0: "float32", 1: "float16"}
+# Names of tokenizer.ggml.pre. transformers knows a list of these and leaves any other name with
+# GPT-2's splitting, without a word, which is right for GPT-2 alone. The second group splits digits
+# off first (as llama.cpp does); names in neither group that come out with GPT-2's are refused.
+_GPT2_SPLIT = {"gpt-2", "mpt", "olmo"}
+_DIGITS_THEN_GPT2_SPLIT = {"smollm", "starcoder", "refact"}
+
+
+def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> None:
+    """Fill `folder` with the dequantised weights, config and tokenizer of a GGUF file.
+
+    Raises ModelError where the file cannot be read, or its tokenizer not be rebuilt exactly.
+    """
+    # Seconds to import, and needed on the first start only.
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    stage = f"Converting {source.name}"
+    progress(stage, 0, 0)
+    try:
+        fields = GGUFReader(source).fields
+        file_type = fields["general.file_type"].contents() if "general.file_type" in fields else -1
+        pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else None
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        _fix_pre_tokenizer(tokenizer.backend_tokenizer, pre, source)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
+            quantization_config=GgufConfig(dequantize=True),  # else save_pretrained raises
+        )
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ModelError(f"cannot convert {source}: {error}") from error
+    finally:
+        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    progress(stage, 1, 1)
+
+
+def _fix_pre_tokenizer(backend: Any, pre: str | None, source: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or pre in _GPT2_SPLIT:
+        return
+    if pre not in _DIGITS_THEN_GPT2_SPLIT:
+        raise ModelError(
+            f"cannot convert {source}: how its tokenizer splits text ({pre or 'not stated'}) is "
+            "not known, and a guess would change what the model reads; use the model's original "
+            "directory or hub id instead"
+        )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+
+
+def layer_slice(source: Path, folder: Path, num_layers: int) -> None:
+    """Fill `folder` with the first `num_layers` layers of `source` and what is not in layers.
+
+    A draft at no cost: it shares embeddings, final norm and head with the target it is cut from.
+    """
+    import safetensors.torch
+    from safetensors import safe_open
+
+    config = json.loads((source / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:num_layers]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with safe_open(source / WEIGHTS, "pt") as weights:
+        kept = {
+            name: weights.get_tensor(name)
+            for name in weights.keys()  # noqa: SIM118 (not a mapping)
+            if _layer_of(name) < num_layers
+        }
+    safetensors.torch.save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+    for name in _SIDE_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _layer_of(tensor_name: str) -> int:
+    """`7` of `model.layers.7.mlp.up_proj.weight`; -1 for what belongs to no layer."""
+    parts = tensor_name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1

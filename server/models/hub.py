@@ -1,0 +1,59 @@
+"""Models from a hub, by id and revision, through the hub's own cache."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from outrider.server.models.store import ModelError
+
+# Weights as safetensors only: a pickle checkpoint runs code when it is opened.
+_DATA_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]
+_CODE_FILES = ["*.py"]
+
+
+def snapshot(
+    hub_id: str, revision: str | None, *, with_code: bool = False, cached_only: bool = False
+) -> Path:
+    """The directory of `hub_id` at `revision`, downloaded where it is not in the hub's cache.
+
+    Raises ModelError, which says whether the id, the revision, the access or the network is wrong.
+    """
+    where = f"{hub_id} at revision {revision}" if revision else hub_id
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=_DATA_FILES + (_CODE_FILES if with_code else []),
+                local_files_only=cached_only,
+            )
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"access to {hub_id} is restricted: ask for it on the model's page, then log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"the hub has {hub_id}, but no revision {revision!r} of it") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub has no model {hub_id!r} that you may see; check the spelling, and log in "
+            "with `hf auth login` if it is private"
+        ) from error
+    except HFValidationError as error:
+        raise ModelError(f"{hub_id!r} is no hub id: {error}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if cached_only:
+            raise ModelError(f"{where} is not in the hub's cache on this machine") from error
+        raise ModelError(
+            f"cannot download {where}, and it is not complete in the hub's cache: {error}. Check "
+            "the network, or give a local directory"
+        ) from error

@@ -1,0 +1,169 @@
+"""The pair that the settings name, found, checked and described for the engine."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from outrider.server.models.compatibility import Vocabulary, shared_vocab_size
+from outrider.server.models.resolve import resolve
+from outrider.server.models.store import ModelError
+from outrider.server.progress import ReportProgress, ignore_progress
+from outrider.server.settings import DraftSettings, Settings, TargetSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Local directories of a target and its draft, which share a tokenizer."""
+
+    target: Path
+    draft: Path | None  # None: nothing to load besides the target
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress) -> Pair:
+    """Fetch, convert and check what the settings name. Raises ModelError."""
+    target = _directory("target.model", settings.target.model, settings.target, progress)
+    config = _config(target, settings.target)
+    tokenizer = _tokenizer(target, settings.target)
+    vocabulary = _vocabulary(config, tokenizer)
+    vocab_size = vocabulary.size
+    draft = None
+    if settings.speculates_with_draft and settings.draft_model is not None:
+        draft = _directory("draft.model", settings.draft_model, settings.draft, progress)
+        draft_vocabulary = _vocabulary(
+            _config(draft, settings.draft), _tokenizer(draft, settings.draft)
+        )
+        with _told("draft.model", settings.draft_model):
+            vocab_size = shared_vocab_size(vocabulary, draft_vocabulary)
+    return Pair(target, draft, vocab_size, _eos_token_ids(target, config, tokenizer))
+
+
+def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
+    """What the engine is told: the settings, with nothing left to look up."""
+    device = resolve_device(settings.target.device)
+    speculates = settings.speculation.proposer != "none"
+    return EngineConfig(
+        target=_model_config(pair.target, settings.target, device),
+        draft=_model_config(pair.draft, settings.draft, device) if pair.draft else None,
+        device=device,
+        vocab_size=pair.vocab_size,
+        eos_token_ids=pair.eos_token_ids,
+        max_model_len=settings.engine.max_model_len,
+        num_threads=settings.engine.num_threads,
+        speculation=SpeculationConfig(
+            proposer=settings.speculation.proposer if speculates else "draft_model",
+            num_speculative_tokens=settings.speculation.num_speculative_tokens * speculates,
+            ngram_min_tokens=settings.speculation.ngram_min_tokens,
+            ngram_max_tokens=settings.speculation.ngram_max_tokens,
+        ),
+        cache=CacheConfig(**settings.cache.model_dump()),
+        scheduler=SchedulerConfig(**settings.scheduler.model_dump()),
+    )
+
+
+def resolve_device(device: str) -> str:
+    """`auto` made definite: cuda where there is one, else cpu."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` made definite on cpu; on cuda it stays, for the checkpoint's own dtype."""
+    if dtype != "auto" or device != "cpu":
+        return dtype
+    return "bfloat16" if _cpu_has_bfloat16() else "float32"
+
+
+def _cpu_has_bfloat16() -> bool:
+    # Without these instructions bfloat16 is emulated, several times slower than float32.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(line.split())
+    return False
+
+
+def _model_config(
+    directory: Path, settings: TargetSettings | DraftSettings, device: str
+) -> ModelConfig:
+    return ModelConfig(
+        path=str(directory),
+        dtype=resolve_dtype(settings.dtype, device),
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _directory(
+    key: str, model: str, settings: TargetSettings | DraftSettings, progress: ReportProgress
+) -> Path:
+    with _told(key, model):
+        return resolve(
+            model,
+            settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+            progress=progress,
+        )
+
+
+@contextlib.contextmanager
+def _told(key: str, model: str) -> Iterator[None]:
+    """Say which setting a model's error comes from."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{key} = {model!r}: {error}") from error
+
+
+def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=settings.trust_remote_code
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"cannot load the tokenizer of {directory}: {error}") from error
+
+
+def _config(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
+    """The text part of a model's config; a multimodal one has other parts beside it."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"cannot read the config of {directory}: {error}") from error
+    return config.get_text_config()
+
+
+def _vocabulary(config: Any, tokenizer: Any) -> Vocabulary:
+    return Vocabulary(
+        token_ids=tokenizer.get_vocab(),
+        special_ids=frozenset(tokenizer.all_special_ids)
+        | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special},
+        width=config.vocab_size,
+    )
+
+
+def _eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends an answer: what generation stops at, and the tokenizer's own end."""
+    generation = directory / "generation_config.json"
+    stated = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+    if stated is None:
+        stated = getattr(config, "eos_token_id", None)
+    found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
+    return tuple(sorted({int(token_id) for token_id in found if token_id is not None}))

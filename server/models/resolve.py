@@ -1,0 +1,121 @@
+"""From what a user names as a model to a local directory that transformers loads."""
+
+import difflib
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from outrider.server.models import builtin, hub, store
+from outrider.server.models.convert import gguf_to_directory
+from outrider.server.models.store import ModelError
+from outrider.server.progress import ReportProgress, ignore_progress
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Raise when the conversion of GGUF files changes what it writes.
+_GGUF_RECIPE = 1
+
+
+def resolve(
+    model: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    progress: ReportProgress = ignore_progress,
+) -> Path:
+    """The directory of `model`, fetched and converted where that is needed.
+
+    `model` is a built-in name, a local directory, a GGUF file or a hub id, tried in this order;
+    `revision` is for hub ids only. Raises ModelError.
+    """
+    path = Path(model).expanduser()
+    is_local = model in builtin.BUILTINS or path.exists() or _looks_like_path(model)
+    if is_local and revision is not None:
+        raise ModelError(
+            f"revision {revision!r} is set for {model!r}, which is local; only hub ids have "
+            "revisions: remove it"
+        )
+    if model in builtin.BUILTINS:
+        return builtin.obtain(builtin.BUILTINS[model], progress)
+    if not is_local:
+        if not _HUB_ID.fullmatch(model):
+            raise ModelError(_unknown(model))
+        directory = hub.snapshot(model, revision, with_code=trust_remote_code)
+        return _checked(directory, model)
+    if not path.exists():
+        raise ModelError(f"{model!r} does not exist (looked at {path.absolute()})")
+    if path.is_dir():
+        return _checked(path.absolute(), model)
+    if path.suffix.lower() == ".gguf":
+        return _convert_gguf(path.resolve(), progress)
+    raise ModelError(
+        f"{model!r} is a file, but no GGUF file; give a model directory, a .gguf file, or a hub id"
+    )
+
+
+def find(model: str, revision: str | None = None) -> Path:
+    """The directory of `model` if it is on this machine already; fetches nothing."""
+    path = Path(model).expanduser()
+    if model in builtin.BUILTINS:
+        found = store.find(model, builtin.BUILTINS[model].source)
+    elif path.is_file():
+        found = store.find(*_gguf_entry(path.resolve()))
+    elif path.exists() or not _HUB_ID.fullmatch(model):
+        return resolve(model, revision)
+    else:
+        found = hub.snapshot(model, revision, cached_only=True)
+    if found is None:
+        raise ModelError(f"{model} is not in the store; `outrider models fetch {model}` gets it")
+    return found
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
+
+
+def _unknown(model: str) -> str:
+    known = list(builtin.BUILTINS)
+    nearest = difflib.get_close_matches(model, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"built in: {', '.join(known)}"
+    return (
+        f"no model {model!r}; {hint} Else give a directory or .gguf file that exists, or a hub id "
+        "(owner/name)"
+    )
+
+
+def _gguf_entry(path: Path) -> tuple[str, str]:
+    """Name and source in the store; a file that is changed or replaced is another entry."""
+    state = path.stat()
+    source = f"{path}, {state.st_size} bytes, mtime {state.st_mtime_ns}, recipe {_GGUF_RECIPE}"
+    return f"{path.stem}-{hashlib.sha256(source.encode()).hexdigest()[:12]}", source
+
+
+def _convert_gguf(path: Path, progress: ReportProgress) -> Path:
+    name, source = _gguf_entry(path)
+    return store.build(
+        name, source, lambda folder: gguf_to_directory(path, folder, progress), progress
+    )
+
+
+def _checked(directory: Path, model: str) -> Path:
+    """`directory`, if it has what a load needs; else a ModelError that says what is missing."""
+    names = {file.name for file in directory.iterdir()}
+    if "config.json" not in names:
+        kind = "a LoRA adapter, not a whole model" if "adapter_config.json" in names else None
+        raise ModelError(f"{model!r} is not a model directory: {kind or 'it has no config.json'}")
+    if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}:
+        raise ModelError(f"{model!r} has no tokenizer (tokenizer.json or tokenizer.model)")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ModelError(
+            f"{model!r} has no .safetensors weights; pickle checkpoints (.bin, .pt) are not "
+            "loaded, since opening one can run code: convert it with transformers' save_pretrained"
+        )
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        if missing := sorted(wanted - names):
+            raise ModelError(
+                f"{model!r} is incomplete: {len(missing)} of {len(wanted)} weight files are "
+                f"missing, {missing[0]} the first"
+            )
+    return directory

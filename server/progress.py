@@ -1,0 +1,53 @@
+"""Progress of long work, for people: bars on a terminal, plain lines elsewhere."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+# (stage, done, total): `total` 0 while it is not known; done == total > 0 ends the stage.
+ReportProgress = Callable[[str, int, int], None]
+
+
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """A ReportProgress for callers that show nothing."""
+
+
+class ProgressDisplay:
+    """A ReportProgress that shows one bar a stage, or one line a stage without a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bars: Progress | None = None
+        self._stages: dict[str, TaskID | None] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._stages:
+            self._stages[stage] = self._begin(stage)
+        task = self._stages[stage]
+        if self._bars is not None and task is not None:
+            self._bars.update(task, completed=done, total=total or None)
+
+    def _begin(self, stage: str) -> TaskID | None:
+        if not self._console.is_terminal:
+            self._console.print(stage, highlight=False, markup=False)
+            return None
+        if self._bars is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bars = Progress(*columns, console=self._console)
+            self._bars.start()
+        return self._bars.add_task(stage, total=None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
