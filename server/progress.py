@@ -1,5 +1,6 @@
 """Progress of long work, for people: bars on a terminal, plain lines elsewhere."""
 
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,8 @@ class ProgressDisplay:
     """A ReportProgress that shows one bar a stage, or one line a stage without a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        # The stream itself, not whatever sys.stderr is later: conversions redirect that.
+        self._console = console or Console(file=sys.stderr)
         self._bars: Progress | None = None
         self._stages: dict[str, TaskID | None] = {}
 

