@@ -1,0 +1,108 @@
+"""Philox4x32-10 (Salmon et al., SC 2011), counter-based: a draw is a function of key and counter.
+
+A draw's key is its request's seed. Its counter is (base, offset, purpose, token // 4), where
+(base, offset) is (anchor, position - anchor) for the rules `token` and `block`, anchor being the
+position of the step's first draft, and (position, 0) for `match`. Anchors strictly increase, so
+no counter comes twice within a request; keyed by position alone, `block` is not lossless over
+several steps. Batch row, slot, padding and k never enter a counter.
+"""
+
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+
+MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+FIXED_BITS = 40  # probabilities are summed as int64 multiples of 2**-40: any order, the same bits
+FIXED_ONE = float(2**FIXED_BITS)
+
+
+class Purpose(IntEnum):
+    """What a draw is for; part of its counter, so that no two purposes share noise."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    FINAL = 2
+
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox_reference(
+    seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
+) -> Words:
+    """Four 32-bit words, held in int64, for int64 tensors that broadcast together."""
+    k0, k1 = seed & MASK32, (seed >> 32) & MASK32
+    c0, c1, c2, c3 = c0 & MASK32, c1 & MASK32, c2 & MASK32, c3 & MASK32
+    for _ in range(10):
+        # The products wrap in int64; the mask recovers their unsigned halves.
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((b >> 32) & MASK32) ^ c1 ^ k0
+        c2 = ((a >> 32) & MASK32) ^ c3 ^ k1
+        c1, c3 = b & MASK32, a & MASK32
+        k0, k1 = (k0 + _WEYL[0]) & MASK32, (k1 + _WEYL[1]) & MASK32
+    return c0, c1, c2, c3
+
+
+def uniform_reference(word: torch.Tensor) -> torch.Tensor:
+    """(w >> 9 + 1/2) / 2**23: exact in float32, never 0 and never 1."""
+    return ((word >> 9).float() + 0.5) * 2.0**-23
+
+
+def log_exponential_reference(word: torch.Tensor) -> torch.Tensor:
+    """log of a unit exponential variate; minus this is a Gumbel variate.
+
+    All 32 bits count: the smallest of V variates decides, and 23 bits would tie them at large V.
+    """
+    v = ((word.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0)))  # -log1p(-v), where 1 - v would round v away
+    return torch.where(v < 0.01, series, -torch.log(1.0 - v)).log()
+
+
+def pick_reference(w_high: torch.Tensor, w_low: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """floor(w * total / 2**40) with the 40-bit w = w_high : w_low[31:24]; total < 2**42."""
+    w = (w_high << 8) | (w_low >> 24)
+    high, low = total >> 20, total & 0xFFFFF
+    return (w * high + ((w * low) >> 20)) >> 20
+
+
+@triton.jit
+def philox(seed, c0, c1, c2, c3):
+    c0, c1, c2, c3 = c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32)
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    m0 = tl.full((), 0xD2511F53, tl.uint32)
+    m1 = tl.full((), 0xCD9E8D57, tl.uint32)
+    w0 = tl.full((), 0x9E3779B9, tl.uint32)
+    w1 = tl.full((), 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(10):
+        a0, a2 = c0, c2
+        c0 = tl.umulhi(a2, m1) ^ c1 ^ k0
+        c2 = tl.umulhi(a0, m0) ^ c3 ^ k1
+        c1 = a2 * m1
+        c3 = a0 * m0
+        k0 = k0 + w0
+        k1 = k1 + w1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def uniform(word):
+    return ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def log_exponential(word):
+    v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0)))
+    return tl.log(tl.where(v < 0.01, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def pick(w_high, w_low, total):
+    w = (w_high.to(tl.int64) << 8) | (w_low >> 24).to(tl.int64)
+    return (w * (total >> 20) + ((w * (total & 0xFFFFF)) >> 20)) >> 20

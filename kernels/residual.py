@@ -1,0 +1,148 @@
+"""K3: the rows that the decision left open, block by block.
+
+Of each such row, the mass of max(P p - q, 0) and of p, as int64 multiples of 2**-40; of a `match`
+request, its best token under the noise of the row's position.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from outrider.kernels.decide import Drafts, Plan, row_index_reference
+from outrider.kernels.philox import FIXED_ONE, Purpose, log_exponential_reference, philox_reference
+from outrider.kernels.row_state import RowStates
+from outrider.kernels.sampling import (
+    STATE_LOG_Z,
+    Rule,
+    Sampling,
+    log_prob_reference,
+    num_blocks,
+)
+from outrider.kernels.scan import blocks_reference
+
+NO_ID = 0x7FFFFFFF
+
+
+class Masses(NamedTuple):
+    """Defined where the plan asks for the row; `residual` of a `match` row holds packed bests."""
+
+    residual: torch.Tensor  # [B, K + 1, num_blocks] int64
+    target: torch.Tensor  # [B, K + 1, num_blocks] int64
+
+
+def weights_reference(
+    target: torch.Tensor,
+    token_ids: torch.Tensor,
+    target_state: torch.Tensor,
+    draft: torch.Tensor | None,
+    draft_state: torch.Tensor | None,
+    draft_id: torch.Tensor,
+    has_draft: torch.Tensor,
+    log_scale: torch.Tensor,
+    inv_t: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fixed-point max(P p - q, 0) and p. Shape: target, draft [R, ...]; the rest a row each."""
+    lead = (-1,) + (1,) * (target.ndim - 1)
+    log_p = log_prob_reference(target, token_ids, target_state, inv_t)
+    p = log_p.exp()
+    scaled = (log_p + log_scale.reshape(lead)).exp()
+    is_draft = token_ids == draft_id.reshape(lead)
+    residual = torch.where(is_draft, 0.0, scaled)  # one-hot: P p(X) - 1 <= 0
+    if draft is not None and draft_state is not None:
+        q = log_prob_reference(draft, token_ids, draft_state, inv_t).exp()
+        one_hot = draft_state[:, STATE_LOG_Z].isnan().reshape(lead)
+        residual = torch.where(one_hot, residual, (scaled - q).clamp_min(0.0))
+    residual = torch.where(has_draft.reshape(lead), residual, scaled)
+    return (residual * FIXED_ONE).long(), (p * FIXED_ONE).long()
+
+
+def pack_best_reference(score: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 whose order is (score ascending, token id descending); NaN counts as -inf."""
+    bits = torch.where(score.isnan(), -torch.inf, score).view(torch.int32).long()
+    ordered = torch.where(bits >= 0, bits, bits ^ NO_ID)
+    return (ordered << 32) | (NO_ID - token_ids)
+
+
+def unpack_best_reference(packed: torch.Tensor) -> torch.Tensor:
+    return NO_ID - (packed & 0xFFFFFFFF)
+
+
+def best_reference(
+    target: torch.Tensor,
+    state: torch.Tensor,
+    position: torch.Tensor,
+    sampling: Sampling,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Best token of each block under Gumbel noise, packed. Shape: [R, nb, BLOCK] -> [R, nb]."""
+    ids = torch.arange(target[0].numel(), device=target.device)
+    log_p = log_prob_reference(
+        target, ids.view(target.shape[1:]), state, sampling.inverse_temperature()
+    )
+    group = ids[: -(-vocab_size // 4)]
+    words = philox_reference(
+        sampling.seed[:, None],
+        position[:, None],
+        torch.zeros_like(group),
+        torch.full_like(group, Purpose.FINAL),
+        group,
+    )
+    noise = log_exponential_reference(torch.stack(words, -1).flatten(1))
+    score = torch.full_like(target, -torch.inf).flatten(1)
+    size = min(noise.shape[1], score.shape[1])
+    score[:, :size] = log_p.flatten(1)[:, :size] - noise[:, :size]
+    return pack_best_reference(score, ids).view(target.shape).amax(-1)
+
+
+def residual_reference(
+    logits: torch.Tensor,
+    rows: RowStates,
+    cu_rows: torch.Tensor,
+    drafts: Drafts,
+    plan: Plan,
+    sampling: Sampling,
+    position: torch.Tensor,
+    vocab_size: int,
+) -> Masses:
+    """Read the rows that the plan names. `position` [B] is that of a request's row 0."""
+    batch, width = plan.log_scale.shape
+    k = drafts.num_drafts
+    shape = (batch, width, num_blocks(vocab_size))
+    masses = Masses(
+        torch.zeros(shape, dtype=torch.int64, device=logits.device),
+        torch.zeros(shape, dtype=torch.int64, device=logits.device),
+    )
+    offset = torch.arange(width, device=logits.device)
+    b, j = ((plan.rows_to_read[:, None] >> offset) & 1).nonzero(as_tuple=True)
+    if not len(b):
+        return masses
+    row = row_index_reference(cu_rows, drafts)[b, j]
+    of_match = (sampling.rule == Rule.MATCH)[b]
+    pick = of_match.nonzero().squeeze(-1)
+    if len(pick):
+        bp, jp, rp = b[pick], j[pick], row[pick]
+        x = blocks_reference(logits[rp], vocab_size)
+        own = sampling.take(bp)
+        best = best_reference(x, rows.state[rp], position[bp] + jp, own, vocab_size)
+        masses.residual[bp, jp] = best
+    rest = (~of_match).nonzero().squeeze(-1)
+    if len(rest):
+        bp, jp, rp = b[rest], j[rest], row[rest]
+        x = blocks_reference(logits[rp], vocab_size)
+        ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
+        draft = draft_state = None
+        slot = jp.clamp_max(max(width - 2, 0))
+        if drafts.logits is not None and drafts.state is not None and width > 1:
+            narrow = drafts.logits[bp, slot, :vocab_size].float()
+            pad = x[0].numel() - narrow.shape[1]
+            draft = torch.nn.functional.pad(narrow, (0, pad), value=-torch.inf).view(x.shape)
+            draft_state = drafts.state[bp, slot]
+        ids_of_drafts = drafts.token_ids[bp, slot] if width > 1 else torch.full_like(bp, -1)
+        inv_t = sampling.inverse_temperature()[bp]
+        residual, target = weights_reference(
+            x, ids, rows.state[rp], draft, draft_state, ids_of_drafts, jp < k[bp],
+            plan.log_scale[bp, jp], inv_t,
+        )  # fmt: skip
+        masses.residual[bp, jp] = residual.sum(-1)
+        masses.target[bp, jp] = target.sum(-1)
+    return masses

@@ -1,0 +1,78 @@
+"""What every kernel of verification shares: sampling parameters, row states, block size."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096  # tokens of one block of a row; part of what a draw means, so never tuned by batch
+MAX_DRAFTS = 32
+
+# Columns of a row state: what turns a raw logit into a log-probability (see log_prob_reference).
+STATE_MAX, STATE_LOG_Z, STATE_THRESHOLD, STATE_CUTOFF = range(4)
+STATE_WIDTH = 4
+
+
+class Rule(IntEnum):
+    """How drafts are verified; a request's own choice. Greedy requests ignore it."""
+
+    TOKEN = 0
+    BLOCK = 1
+    MATCH = 2
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters, one entry a request, on the logits' device."""
+
+    temperature: torch.Tensor  # [B] float32, 0 = greedy
+    top_k: torch.Tensor  # [B] int32, 0 = off
+    top_p: torch.Tensor  # [B] float32, 1 = off
+    min_p: torch.Tensor  # [B] float32, 0 = off
+    seed: torch.Tensor  # [B] int64, the bits of the request's uint64 key
+    rule: torch.Tensor  # [B] int32, a Rule
+
+    def take(self, index: torch.Tensor) -> "Sampling":
+        return Sampling(*(field[index] for field in self))
+
+    def inverse_temperature(self) -> torch.Tensor:
+        return 1.0 / torch.where(self.temperature > 0, self.temperature, 1.0)
+
+    def is_filtered(self, vocab_size: int) -> torch.Tensor:
+        top_k = (self.top_k > 0) & (self.top_k < vocab_size)
+        return (self.temperature > 0) & (top_k | (self.top_p < 1) | (self.min_p > 0))
+
+
+def num_blocks(vocab_size: int) -> int:
+    return -(-vocab_size // BLOCK)
+
+
+def block_width(vocab_size: int) -> int:
+    """Lanes of a block in the references, which need not pad a vocabulary of one block."""
+    return min(BLOCK, vocab_size)
+
+
+def log_prob_reference(
+    logits: torch.Tensor, token_ids: torch.Tensor, state: torch.Tensor, inv_t: torch.Tensor
+) -> torch.Tensor:
+    """Processed log-probability of raw logits: (l - max) / temperature - log_z where kept.
+
+    A row keeps its logits above `threshold`, and those equal to it up to token id `cutoff`; that
+    one prefix of the order (logit descending, id ascending) is what top-k, top-p and min-p leave.
+
+    Shape: logits and token_ids broadcast together; state [..., 4] and inv_t [...] per row, with
+    the row dimensions of logits in front.
+    """
+    lead = state.shape[:-1] + (1,) * (logits.ndim - state.ndim + 1)
+    row_max, log_z, threshold, cutoff = (state[..., i].reshape(lead) for i in range(STATE_WIDTH))
+    kept = (logits > threshold) | ((logits == threshold) & (token_ids <= cutoff))
+    value = (logits - row_max) * inv_t.reshape(lead) - log_z
+    return torch.where(kept & (logits > -torch.inf), value, -torch.inf)
+
+
+@triton.jit
+def log_prob(logits, token_ids, row_max, log_z, threshold, cutoff, inv_t):
+    kept = (logits > threshold) | ((logits == threshold) & (token_ids.to(tl.float32) <= cutoff))
+    value = (logits - row_max) * inv_t - log_z
+    return tl.where(kept & (logits > -float("inf")), value, -float("inf"))

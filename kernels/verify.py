@@ -1,0 +1,152 @@
+"""Speculative verification and sampling: the one road that every emitted token takes.
+
+scan (K1) -> row state (K1b) -> decide (K2) -> residual (K3) -> draw (K4). A request without
+drafts is plain sampling, and so is the draft model's own sampling (K0): the same road with k = 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from outrider.kernels.decide import Drafts, decide_reference
+from outrider.kernels.draw import Verified, draw_reference
+from outrider.kernels.philox import Purpose
+from outrider.kernels.residual import residual_reference
+from outrider.kernels.row_state import RowStates, row_state_reference
+from outrider.kernels.sampling import MAX_DRAFTS, Sampling
+from outrider.kernels.scan import scan_reference
+
+
+class DraftSample(NamedTuple):
+    token_ids: torch.Tensor  # [N] int64
+    state: torch.Tensor  # [N, 4] float32, what `verify` needs beside the raw logits
+
+
+def draft_sample(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    position: torch.Tensor,
+    anchor: torch.Tensor,
+    vocab_size: int,
+    words: torch.Tensor | None = None,
+) -> DraftSample:
+    """Draw one draft a row from the processed distribution of the draft's logits.
+
+    A row with NaN, inf or no finite logit gives token 0 and a state with log_z NaN, which `verify`
+    takes as a one-hot draft: lossless still.
+
+    Parameters
+    ----------
+    logits
+        Raw draft logits. Shape: [N, V'], float32, float16 or bfloat16, rows may be strided.
+    sampling
+        The rows' requests' parameters. Shape: [N] each.
+    position
+        Absolute index of the token being drawn. Shape: [N] int64.
+    anchor
+        Position of the step's first draft. Shape: [N] int64.
+    vocab_size
+        Ids from here on are never drawn; V' may be smaller.
+    words
+        Random words to use instead of Philox's, for proofs. Shape: [N, 2, 4] int64.
+    """
+    vocab_size = min(vocab_size, logits.shape[1])
+    num_rows = len(logits)
+    drafts = Drafts(
+        torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device),
+        torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
+        None,
+        None,
+    )
+    cu_rows = torch.arange(num_rows + 1, dtype=torch.int32, device=logits.device)
+    verified, rows = _sample(
+        logits, cu_rows, drafts, sampling, anchor, position, Purpose.DRAFT, vocab_size, words
+    )
+    return DraftSample(verified.token_ids[:, 0], rows.state)
+
+
+def verify(
+    target_logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_state: torch.Tensor | None,
+    sampling: Sampling,
+    positions: torch.Tensor,
+    vocab_size: int,
+    words: torch.Tensor | None = None,
+) -> Verified:
+    """Keep of each request's drafts what its rule accepts, and draw the token after them.
+
+    Every emitted token is distributed as the target's processed distribution, whatever the rule
+    and the drafts. A request without drafts is sampled plainly.
+
+    Parameters
+    ----------
+    target_logits
+        Raw target logits; rows cu_rows[i]:cu_rows[i + 1] are request i's k_i + 1 rows, row j being
+        the logits after j drafts. Shape: [T, V], float32, float16 or bfloat16.
+    cu_rows
+        Shape: [B + 1] int32. Rows from cu_rows[B] on are padding.
+    draft_token_ids
+        Shape: [B, K] int64, K in 0..32; entries from num_drafts on are ignored.
+    num_drafts
+        k_i. Shape: [B] int32.
+    draft_logits
+        Raw draft logits that the drafts were drawn from. Shape: [B, K, V']. None: one-hot drafts.
+    draft_state
+        The states that `draft_sample` gave with them. Shape: [B, K, 4] float32.
+    sampling
+        Shape: [B] each.
+    positions
+        Absolute position of the first token to be emitted. Shape: [B] int64.
+    vocab_size
+        Ids from here on are never emitted. At most V.
+    words
+        Random words to use instead of Philox's, for proofs: row i < K is draft i's accept word,
+        row K + 1 the last draw's. Shape: [B, K + 2, 4] int64. `match` ignores them.
+    """
+    if draft_token_ids.shape[1] > MAX_DRAFTS:
+        raise ValueError(f"{draft_token_ids.shape[1]} drafts a request; at most {MAX_DRAFTS}")
+    if vocab_size > target_logits.shape[1]:
+        raise ValueError(
+            f"vocab_size {vocab_size} exceeds the {target_logits.shape[1]} target logits of a row"
+        )
+    drafts = Drafts(draft_token_ids, num_drafts, draft_logits, draft_state)
+    return _sample(
+        target_logits,
+        cu_rows,
+        drafts,
+        sampling,
+        positions,
+        positions,
+        Purpose.FINAL,
+        vocab_size,
+        words,
+    )[0]
+
+
+def _sample(
+    logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    drafts: Drafts,
+    sampling: Sampling,
+    anchor: torch.Tensor,
+    position: torch.Tensor,
+    purpose: Purpose,
+    vocab_size: int,
+    words: torch.Tensor | None,
+) -> tuple[Verified, RowStates]:
+    num_rows = drafts.num_drafts.long() + 1
+    used = logits[: int(cu_rows[-1])]
+    of_row = sampling.take(torch.repeat_interleave(num_rows))
+    stats = scan_reference(used, of_row, vocab_size)
+    rows = row_state_reference(used, stats, of_row, vocab_size)
+    plan = decide_reference(used, rows, cu_rows, drafts, sampling, anchor, vocab_size, words)
+    masses = residual_reference(used, rows, cu_rows, drafts, plan, sampling, position, vocab_size)
+    verified = draw_reference(
+        used, stats, rows, cu_rows, drafts, plan, masses, sampling, anchor, position, purpose,
+        vocab_size, words,
+    )  # fmt: skip
+    return verified, rows
