@@ -1,0 +1,150 @@
+"""The HTTP application over one engine."""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import from_json
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from outrider.engine.client import EngineClient
+from outrider.server import errors
+from outrider.server.completions import create_completion
+from outrider.server.metrics import Metrics
+from outrider.server.middleware import ApiKeys, BodyLimit, Drain, Gate, Observe, RequestId
+from outrider.server.protocol import Completion, CompletionRequest, Model, ModelList
+from outrider.server.service import Service
+from outrider.server.settings import ServerSettings
+from outrider.server.tokenizer import Tokenizer
+
+VERSION = importlib.metadata.version("outrider")
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    gate: Gate,
+    *,
+    model_name: str,
+    settings: ServerSettings,
+) -> ASGIApp:
+    """The application; it answers 503 unless the engine is ready and the gate open."""
+    service = Service(
+        client=client,
+        tokenizer=tokenizer,
+        metrics=Metrics(client),
+        model_name=model_name,
+        max_prompts_times_n=settings.max_prompts_times_n,
+    )
+    api = FastAPI(
+        title="Outrider",
+        version=VERSION,
+        description="OpenAI-compatible completions by speculative decoding.",
+    )
+    errors.install(api)
+    openai = _openai_routes(service)
+    api.include_router(openai)
+    api.include_router(_status_routes(service, gate))
+
+    app: ASGIApp = BodyLimit(api, settings.max_body_bytes)
+    if settings.api_keys:
+        app = ApiKeys(app, [key.get_secret_value() for key in settings.api_keys])
+    app = Drain(app, gate)
+    app = Observe(app, service.metrics, _paths(openai))
+    return RequestId(app)
+
+
+class _JSONRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+class _JSONRoute(APIRoute):
+    """Reads bodies more strictly than FastAPI: JSON by its content type, without NaN."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            content_type = request.headers.get("content-type", "").partition(";")[0].strip()
+            if request.method == "POST" and content_type.lower() != "application/json":
+                raise errors.APIError(
+                    400,
+                    f"The Content-Type is {errors.cut(content_type)!r}; send application/json.",
+                    code="invalid_content_type",
+                )
+            return await handle(_JSONRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+def _openai_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=_JSONRoute, prefix="/v1")
+    started = int(time.time())
+
+    @router.post("/completions", response_model=Completion)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a prompt, or several; as a whole, or as server-sent events."""
+        return await create_completion(service, body, request)
+
+    @router.get("/models")
+    async def models() -> ModelList:
+        """The model that is served."""
+        return ModelList(object="list", data=[_model(service, started)])
+
+    @router.get("/models/{model:path}")
+    async def model(model: str) -> Model:
+        service.check_model(model)
+        return _model(service, started)
+
+    return router
+
+
+def _model(service: Service, started: int) -> Model:
+    info = service.client.info
+    return Model(
+        id=service.model_name,
+        object="model",
+        created=started,
+        owned_by="outrider",
+        root=service.model_name,
+        max_model_len=info.max_model_len if info else None,
+    )
+
+
+def _status_routes(service: Service, gate: Gate) -> APIRouter:
+    router = APIRouter()
+    client = service.client
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """200 while requests are served; else 503 with the state and its reason."""
+        if not gate.open:
+            return JSONResponse({"status": "draining", "reason": "shutting down"}, 503)
+        if client.state != "ready":
+            return JSONResponse({"status": client.state, "reason": client.status_reason}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _paths(router: APIRouter) -> frozenset[str]:
+    return frozenset(route.path for route in router.routes if isinstance(route, APIRoute))

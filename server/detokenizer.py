@@ -1,0 +1,110 @@
+"""Token ids to text, one token at a time, up to the first stop string."""
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from outrider.server.tokenizer import Tokenizer
+
+# The decoder is shown the end of the prompt, so that the first token keeps the space that many
+# tokenizers strip from the start of a text. A character spans at most four tokens; one more gives
+# the decoder a clean place to start.
+MAX_CONTEXT_TOKENS = 5
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Text of a growing sequence, character by whole character.
+
+    The pieces of all `push` calls and of `flush` make up what decoding the sequence at once gives.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._stream = DecodeStream(
+            ids=_context(tokenizer, prompt_token_ids), skip_special_tokens=False
+        )
+        self._held: list[int] = []  # tokens that so far end within a character
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        if token_id in self._skipped:
+            return ""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:
+            # Byte-fallback tokenizers decode a run of bytes as a whole, so that a byte which breaks
+            # the run changes characters that are out already. Start anew behind them.
+            text = self.flush()
+            self._stream = DecodeStream(skip_special_tokens=False)
+        if text:
+            self._held.clear()
+        return text or ""
+
+    def flush(self) -> str:
+        """What is held of a character that will not be completed."""
+        text = self._tokenizer.decode(self._held, skip_special_tokens=False)
+        self._held.clear()
+        return text
+
+
+class StopStrings:
+    """Text up to the stop string that is complete first; of several, the one that starts first.
+
+    Holds back exactly what could still become a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._max_held = max((len(stop) for stop in stops), default=1) - 1
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """What may be shown now that `text` has come; after a match, nothing more."""
+        if not self._stops or self.matched is not None:
+            return text if self.matched is None else ""
+        text = self._held + text
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop)) >= 0
+        ]
+        if matches:
+            end, start, self.matched = min(matches)
+            self._held = ""
+            return text[: end if self._include else start]
+        shown = self._start_of_held(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """What was held back, once nothing can follow it."""
+        text, self._held = self._held, ""
+        return text
+
+    def _start_of_held(self, text: str) -> int:
+        for start in range(max(0, len(text) - self._max_held), len(text)):
+            if text[start] in self._first_chars:
+                rest = text[start:]
+                if any(stop.startswith(rest) for stop in self._stops):
+                    return start
+        return len(text)
+
+
+def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
+    """The fewest last tokens of the prompt that end in a whole character; none if none do."""
+    context: list[int] = []
+    for token_id in reversed(prompt_token_ids[-MAX_CONTEXT_TOKENS:]):
+        if token_id not in tokenizer.special_ids:
+            context.insert(0, token_id)
+            text = tokenizer.decode(context, skip_special_tokens=False)
+            if text and not text.endswith(INCOMPLETE):
+                return context
+    return []

@@ -1,0 +1,177 @@
+"""Every answer that is not a success: one body shape, from one exception type."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from outrider.engine.api import InvalidRequestError, QueueFullError
+from outrider.engine.client import EngineUnavailableError
+
+MAX_PROBLEMS = 10
+MAX_VALUE_CHARS = 80
+RETRY_AFTER_S = 1
+
+
+class APIError(HTTPException):
+    """An error as OpenAI clients read it.
+
+    It is an HTTPException because FastAPI turns any other exception that is raised while the
+    body is read into a 400 of its own.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def invalid_value(param: str | None, message: str) -> APIError:
+    """400: a field has a value that cannot be served."""
+    return APIError(400, message, code="invalid_value", param=param)
+
+
+def unsupported(param: str, message: str) -> APIError:
+    """400: a field asks for something that this server does not do."""
+    return APIError(400, message, code="unsupported_parameter", param=param)
+
+
+def model_not_found(given: str, served: str) -> APIError:
+    return APIError(
+        404,
+        f"The model {cut(given)!r} does not exist; this server serves {served!r}.",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def context_length_exceeded(
+    *, max_model_len: int, prompt_tokens: int, max_tokens: int, param: str
+) -> APIError:
+    # Clients look for the first sentence and for "However, you requested" word by word.
+    return APIError(
+        400,
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, {max_tokens} in "
+        f"the completion). Please shorten the {param} or ask for fewer tokens.",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
+def unavailable(message: str, *, code: str = "engine_unavailable") -> APIError:
+    """503: not now; clients may try again."""
+    return APIError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def internal_error(message: str = "The server failed to answer this request.") -> APIError:
+    return APIError(500, message, code="internal_error")
+
+
+def from_exception(error: BaseException) -> APIError:
+    """What an exception from below means to a client."""
+    match error:
+        case APIError():
+            return error
+        case QueueFullError():
+            return unavailable(str(error), code="queue_full")
+        case EngineUnavailableError():
+            return unavailable(str(error))
+        case InvalidRequestError():
+            return invalid_value(None, str(error))
+        case RequestValidationError():
+            return _from_validation(error.errors())
+        case HTTPException():
+            return _from_http(error)
+    return internal_error()
+
+
+def cut(value: object) -> str:
+    """The value as text, short enough to be echoed."""
+    text = str(value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of the app's routes with an error body."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return from_exception(error).response()
+
+    for kind in (
+        HTTPException,
+        RequestValidationError,
+        QueueFullError,
+        EngineUnavailableError,
+        InvalidRequestError,
+        Exception,  # answered with 500, then raised again, so that it is logged with its traceback
+    ):
+        app.add_exception_handler(kind, answer)
+
+
+def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return APIError(
+            400, f"The body is not valid JSON: {first['ctx']['error']}", code="invalid_json"
+        )
+    lines = [_describe(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS} more problems")
+    missing = first["type"] == "missing"
+    return APIError(
+        400,
+        "; ".join(lines),
+        code="missing_required_parameter" if missing else "invalid_value",
+        param=_field_of(first),
+    )
+
+
+def _describe(problem: Mapping[str, Any]) -> str:
+    message = cut(problem["msg"].removeprefix("Value error, "))
+    field = _field_of(problem)
+    where = f"{field}: " if field else ""
+    given = problem.get("input")
+    shown = isinstance(given, str | int | float) and problem["type"] != "missing"
+    return f"{where}{message}" + (f" (given: {cut(repr(given))})" if shown else "")
+
+
+def _field_of(problem: Mapping[str, Any]) -> str | None:
+    location = problem["loc"]
+    return str(location[1]) if len(location) > 1 else None
+
+
+def _from_http(error: HTTPException) -> APIError:
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    return APIError(
+        error.status_code,
+        str(error.detail),
+        code=codes.get(error.status_code, "invalid_request"),
+        headers=error.headers,
+    )

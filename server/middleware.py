@@ -1,0 +1,208 @@
+"""What surrounds every request: its id, its outcome, the key, the drain, the size of its body.
+
+Plain ASGI: Starlette's BaseHTTPMiddleware would hide the client's leaving from the routes.
+"""
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection, Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.server.errors import APIError, unavailable
+from outrider.server.metrics import Metrics
+
+log = logging.getLogger("outrider.server.requests")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Give every answer an `x-request-id`: the client's own if it is printable, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Observe:
+    """Count each API request by its outcome, and time it.
+
+    A route that ends otherwise than its status says sets `outcome` in the scope's state.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Collection[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths  # one label each; others share one, as clients could invent any number
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        status = 500
+        start_s = time.perf_counter()
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting_status)
+        finally:
+            duration_s = time.perf_counter() - start_s
+            outcome = scope["state"].get("outcome") or _outcome(status)
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.requests.labels(path, outcome).inc()
+            if outcome == "ok":
+                self._metrics.request_time.labels(path).observe(duration_s)
+            log.debug(
+                "%s %s %d %s %.3f s %s",
+                scope["method"],
+                scope["path"],
+                status,
+                outcome,
+                duration_s,
+                scope["state"]["request_id"],
+            )
+
+
+class Gate:
+    """Open while the server takes requests; knows how many are under way."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __enter__(self) -> None:
+        self._under_way += 1
+        self._idle.clear()
+
+    def __exit__(self, *exception: object) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait for the requests under way; whether the last one ended in time."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+class Drain:
+    """Turn new requests away with 503 once the gate is closed."""
+
+    always_open = ("/health", "/metrics")
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self.always_open:
+            await self._app(scope, receive, send)
+        elif self._gate.open:
+            with self._gate:
+                await self._app(scope, receive, send)
+        else:
+            error = unavailable("The server is shutting down.", code="shutting_down")
+            await error.response()(scope, receive, send)
+
+
+class ApiKeys:
+    """Ask for one of the keys as a bearer token, everywhere but on the open paths."""
+
+    open_paths = ("/health",)
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self.open_paths or self._admits(scope):
+            await self._app(scope, receive, send)
+            return
+        error = APIError(
+            401,
+            "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error.response()(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Every key is compared, each in constant time: how long it takes tells nothing.
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Refuse bodies above a size, by their declared length or as they are read."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._max_body_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        read_bytes = 0
+
+        async def receive_counting() -> Message:
+            nonlocal read_bytes
+            message = await receive()
+            read_bytes += len(message.get("body", b""))
+            if read_bytes > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, receive_counting, send)
+
+    def _too_large(self) -> APIError:
+        return APIError(
+            413,
+            f"The request body is larger than {self._max_body_bytes} bytes, the most this server "
+            "takes (server.max_body_bytes).",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _outcome(status: int) -> str:
+    if status < 400:
+        return "ok"
+    if status == 503:
+        return "unavailable"
+    return "invalid" if status < 500 else "error"

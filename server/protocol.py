@@ -1,0 +1,241 @@
+"""The JSON of the OpenAI API, as this server reads and writes it."""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from outrider.server.errors import cut, unsupported
+
+log = logging.getLogger("outrider.server.protocol")
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+
+
+def _whole_number(value: object) -> object:
+    """JSON knows one kind of number: 16.0 is as good an integer as 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole_number)]
+Int64 = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _prompt_kind(value: object) -> str | None:
+    """Judge by the first element, so that a wrong prompt is reported once, not once a kind."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return "texts"
+    return "id_lists" if isinstance(first, list) else "ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], FailFast(), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], FailFast(), Tag("id_lists")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="expected a string, a list of strings, a list of token ids, or a "
+        "list of lists of token ids",
+    ),
+]
+
+
+class APIRequest(BaseModel):
+    """Fields keep their JSON types, null stands for a default, unknown fields are kept aside."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+class StreamOptions(APIRequest):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculation(APIRequest):
+    """Speculation for one request: it changes how fast the answer comes, not what it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = True
+    num_speculative_tokens: Int | None = Field(default=None, ge=0)
+
+
+class SamplingFields(APIRequest):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: Int = Field(default=1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: Int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: Int64 | None = None
+    stop: (
+        StopString | Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
+    ) = []
+    stop_token_ids: Annotated[list[Int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    speculation: Speculation = Speculation()
+    user: str | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and (
+            self.stream_options is not None and self.stream_options.continuous_usage_stats
+        )
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Prompt
+    max_tokens: Int = Field(default=16, ge=1)
+    logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    best_of: Int | None = Field(default=None, ge=1)
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one: texts, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+# Parameters that are known and not served yet, with the values that ask for nothing.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+
+def check_unknown_fields(request: APIRequest) -> None:
+    """Refuse what would change the answer if it were served; raises APIError."""
+    for name, value in (request.model_extra or {}).items():
+        if name.startswith("guided_"):
+            raise unsupported(
+                name, f"{name} is no longer a parameter of this API, and is not ignored: remove it."
+            )
+        if name not in NEUTRAL_VALUES:
+            log.debug("unknown field %s ignored", cut(name))
+        elif value not in NEUTRAL_VALUES[name]:
+            raise unsupported(name, f"{name} is not supported by this server: leave it out.")
+
+
+class APIResponse(BaseModel):
+    """Written without the fields that were never set; None that was set is null."""
+
+    def to_json(self) -> str:
+        return self.model_dump_json(exclude_unset=True)
+
+
+class PromptTokensDetails(APIResponse):
+    cached_tokens: int
+
+
+class Usage(APIResponse):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(APIResponse):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(APIResponse):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None
+
+
+class Completion(APIResponse):
+    """A whole answer, or one chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Model(APIResponse):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(APIResponse):
+    object: Literal["list"]
+    data: list[Model]

@@ -1,0 +1,53 @@
+"""From a request's fields to the engine's sampling parameters."""
+
+import secrets
+
+from outrider.engine.api import SamplingParams
+from outrider.server.protocol import SamplingFields
+
+_MASK = 2**64 - 1
+
+# In float32 a smaller temperature would divide logits into infinities; at this one the second
+# best token is out of reach already, unless it ties with the best.
+MIN_TEMPERATURE = 1e-5
+# The limit of a smaller top_p is the best token alone, and no vocabulary is so large and flat
+# that this would let in a second one.
+MIN_TOP_P = 1e-7
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The 64-bit seed of one of n samples: the first has the request's own.
+
+    The others take SplitMix64's output function (Steele et al., OOPSLA 2014) of both numbers.
+    """
+    return seed if sample == 0 else _mix(_mix(seed) ^ sample)
+
+
+def request_seed(seed: int | None) -> int:
+    """A request's seed as an unsigned number; a new one if it has none."""
+    return secrets.randbits(64) if seed is None else seed & _MASK
+
+
+def sampling_params(
+    fields: SamplingFields, *, max_tokens: int, logprobs: int | None, seed: int
+) -> SamplingParams:
+    speculation = fields.speculation
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=fields.temperature if fields.temperature >= MIN_TEMPERATURE else 0.0,
+        top_k=max(fields.top_k, 0),
+        top_p=max(fields.top_p, MIN_TOP_P),
+        min_p=fields.min_p,
+        seed=seed,
+        stop_token_ids=tuple(fields.stop_token_ids),
+        ignore_eos=fields.ignore_eos,
+        logprobs=logprobs,
+        num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
+    )
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

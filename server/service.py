@@ -1,0 +1,132 @@
+"""What all endpoints that generate share: the engine, the tokenizer, the limits."""
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+
+from outrider.engine.api import EngineInfo, NewRequest
+from outrider.engine.client import EngineClient, EngineUnavailableError
+from outrider.server.errors import (
+    context_length_exceeded,
+    invalid_value,
+    model_not_found,
+)
+from outrider.server.generation import Sample, TextOptions
+from outrider.server.metrics import Metrics
+from outrider.server.protocol import SamplingFields
+from outrider.server.sampling import request_seed, sample_seed, sampling_params
+from outrider.server.tokenizer import Tokenizer
+
+# Below this many characters, tokenizing is quicker than handing it to a thread.
+INLINE_CHARS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    client: EngineClient
+    tokenizer: Tokenizer
+    metrics: Metrics
+    model_name: str
+    max_prompts_times_n: int
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """Raises EngineUnavailableError until the engine has been up."""
+        if self.client.info is None:
+            raise EngineUnavailableError(self.client.status_reason or "The engine is starting.")
+        return self.client.info
+
+    def check_model(self, given: str | None) -> None:
+        if given is not None and given != self.model_name:
+            raise model_not_found(given, self.model_name)
+
+    def check_num_samples(self, num_prompts: int, n: int) -> None:
+        if num_prompts * n > self.max_prompts_times_n:
+            raise invalid_value(
+                "n",
+                f"{num_prompts} prompts times n = {n} are {num_prompts * n} sequences; this "
+                f"server takes at most {self.max_prompts_times_n} a request "
+                "(server.max_prompts_times_n).",
+            )
+
+    async def tokenize(
+        self, prompts: list[str] | list[list[int]], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Token ids of texts, off the event loop where it would hold others up; ids as they are."""
+
+        def encode() -> list[list[int]]:
+            return [
+                self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        if sum(map(len, prompts)) < INLINE_CHARS:
+            return encode()
+        return await asyncio.to_thread(encode)
+
+    def samples(
+        self,
+        fields: SamplingFields,
+        prompts: list[list[int]],
+        *,
+        param: str,
+        max_tokens: int,
+        logprobs: int | None,
+    ) -> list[Sample]:
+        """n samples of each prompt, prompt-major. `param` names the field the prompts came from.
+
+        Raises APIError for what the engine could never run.
+        """
+        info = self.engine_info
+        for prompt in prompts:
+            _check_prompt(prompt, info, param=param, max_tokens=max_tokens)
+        _check_token_ids(fields.stop_token_ids, info.vocab_size, "stop_token_ids")
+        options = TextOptions(
+            stop=fields.stop_strings,
+            include_stop=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens,
+        )
+        seed = request_seed(fields.seed)
+        params = [
+            sampling_params(
+                fields, max_tokens=max_tokens, logprobs=logprobs, seed=sample_seed(seed, i)
+            )
+            for i in range(fields.n)
+        ]
+        unique = uuid.uuid4().hex
+        return [
+            Sample(
+                index,
+                NewRequest(
+                    request_id=f"{unique}-{index}",
+                    prompt_token_ids=prompts[index // fields.n],
+                    params=params[index % fields.n],
+                ),
+                self.tokenizer,
+                options,
+            )
+            for index in range(len(prompts) * fields.n)
+        ]
+
+
+def _check_prompt(prompt: list[int], info: EngineInfo, *, param: str, max_tokens: int) -> None:
+    if not prompt:
+        raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
+    if len(prompt) + max_tokens > info.max_model_len:
+        raise context_length_exceeded(
+            max_model_len=info.max_model_len,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+            param=param,
+        )
+    _check_token_ids(prompt, info.vocab_size, param)
+
+
+def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise invalid_value(
+                param, f"Token id {token_id} is not in the vocabulary: 0 to {vocab_size - 1}."
+            )
