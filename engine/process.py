@@ -51,10 +51,9 @@ class Channel(Protocol):
 
 
 def load_engine(config: EngineConfig, progress: "Progress") -> "Engine":
-    progress("libraries", 0, 1)  # importing torch and transformers takes seconds
-    from outrider.engine.loop import Engine
+    progress("loading the libraries", 0, 1)
+    from outrider.engine.loop import Engine  # takes seconds: torch, transformers
 
-    progress("libraries", 1, 1)
     return Engine(config, progress)
 
 

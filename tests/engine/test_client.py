@@ -1,60 +1,23 @@
 """What every client promises, over both transports, with a scripted engine behind them."""
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
-
-from outrider.engine.api import (
-    InvalidRequestError,
-    NewRequest,
-    QueueFullError,
-    SamplingParams,
+from engine_clients import (
+    ScriptedProcessEngine,
+    collect,
+    pages_used_become,
+    scripted_config,
+    scripted_in_process,
 )
-from outrider.engine.client import EngineClient, EngineUnavailableError, OutputStream
-from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
-from outrider.engine.in_process import InProcessEngine
-from outrider.engine.process_engine import ProcessEngine
+from engine_clients import scripted_request as request
 
-from . import scripted_engine
-from .scripted_engine import SCRIPT
+from outrider.engine.api import InvalidRequestError, QueueFullError
+from outrider.engine.client import EngineClient, EngineUnavailableError
 
 pytestmark = pytest.mark.anyio
-Progress = Callable[[str, int, int], None]
-
-
-class ScriptedProcessEngine(ProcessEngine):
-    _command = (sys.executable, "-P", scripted_engine.__file__)
-
-
-def scripted_in_process(config: EngineConfig, progress: Progress | None = None) -> InProcessEngine:
-    return InProcessEngine(config, progress, make_engine=cast(Any, scripted_engine.ScriptedEngine))
-
-
-def config(path: str = "model") -> EngineConfig:
-    return EngineConfig(target=ModelConfig(path=path), scheduler=SchedulerConfig(max_queue_len=4))
-
-
-def request(request_id: str, *, max_tokens: int = 3, script: str | None = None) -> NewRequest:
-    return NewRequest(
-        request_id=request_id,
-        prompt_token_ids=[SCRIPT[script] if script else 0, 9],
-        params=SamplingParams(max_tokens=max_tokens),
-    )
-
-
-async def collect(stream: OutputStream) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    async for output in stream:
-        tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    return tokens
-
-
-async def pages_used_become(client: EngineClient, expected: int) -> None:
-    while client.stats.pages_used != expected:
-        await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -69,7 +32,7 @@ def make_client(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 async def client(make_client: Any) -> AsyncIterator[EngineClient]:
-    client: EngineClient = make_client(config())
+    client: EngineClient = make_client(scripted_config())
     async with asyncio.timeout(10):
         await client.start()
         yield client
@@ -78,7 +41,7 @@ async def client(make_client: Any) -> AsyncIterator[EngineClient]:
 
 async def test_start_reports_progress_and_what_came_up(make_client: Any) -> None:
     seen: list[tuple[str, int, int]] = []
-    client: EngineClient = make_client(config(), lambda *step: seen.append(step))
+    client: EngineClient = make_client(scripted_config(), lambda *step: seen.append(step))
     assert client.state == "starting"
     with pytest.raises(EngineUnavailableError, match="starting"):
         await client.generate([request("a")])
@@ -194,7 +157,7 @@ async def test_counters_and_gauges_follow_the_engine(client: EngineClient) -> No
 
 
 async def test_a_start_that_fails_says_why_in_the_engines_words(make_client: Any) -> None:
-    client: EngineClient = make_client(config("missing"))
+    client: EngineClient = make_client(scripted_config("missing"))
     with pytest.raises(EngineUnavailableError, match="FileNotFoundError: no model in missing"):
         await client.start()
     assert client.state == "failed"
@@ -213,28 +176,26 @@ async def test_stop_ends_streams_with_an_error(client: EngineClient) -> None:
 
 
 async def test_stop_before_start_and_twice_is_harmless(make_client: Any) -> None:
-    client: EngineClient = make_client(config())
+    client: EngineClient = make_client(scripted_config())
     await client.stop()
     await client.stop()
     assert client.state == "stopped"
 
 
-@pytest.mark.parametrize(("script", "words"), [("step_bug", "a bug in step"), ("leak", "leaked")])
-async def test_an_engine_that_cannot_go_on_ends_its_streams(
-    client: EngineClient, script: str, words: str
-) -> None:
+async def test_a_step_that_raises_ends_all_streams_with_its_words(client: EngineClient) -> None:
     other = await client.generate([request("other", max_tokens=10**6)])
-    stream = await client.generate([request("a", script=script, max_tokens=1)])
-    if script == "leak":
-        assert await collect(stream) == {"a": [0]}
-        await client.abort(["other"])
-        last = [output async for output in other][-1]
-        assert last.finish_reason == "abort"
-        while client.state == "ready":
-            await asyncio.sleep(0.001)
-        assert words in (client.status_reason or "")
-    else:
-        with pytest.raises(EngineUnavailableError, match=words):
-            await collect(stream)
-        with pytest.raises(EngineUnavailableError, match=words):
-            await collect(other)
+    stream = await client.generate([request("a", script="step_bug")])
+    for broken in (stream, other):
+        with pytest.raises(EngineUnavailableError, match="ArithmeticError: a bug in step"):
+            await collect(broken)
+    assert client.state != "ready"
+
+
+async def test_a_leak_is_found_once_the_engine_is_idle(client: EngineClient) -> None:
+    other = await client.generate([request("other", max_tokens=10**6)])
+    await collect(await client.generate([request("a", script="leak")]))
+    assert client.state == "ready"
+    await other.aclose()
+    while client.state == "ready":
+        await asyncio.sleep(0.001)
+    assert "a page leaked" in (client.status_reason or "")

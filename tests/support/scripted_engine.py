@@ -20,7 +20,7 @@ from outrider.engine.api import (
 from outrider.engine.config import EngineConfig
 from outrider.engine.process import main
 
-SCRIPT = {"invalid": 1, "submit_bug": 2, "step_bug": 3, "exit": 4, "leak": 5}
+SCRIPT = {"invalid": 1, "submit_bug": 2, "step_bug": 3, "exit": 4, "leak": 5, "hang": 6}
 STEP_S = 0.001
 
 
@@ -30,6 +30,8 @@ class ScriptedEngine:
             raise FileNotFoundError("no model in missing")
         if config.target.path == "crash":
             os._exit(3)
+        if config.target.path == "slow":
+            time.sleep(60)
         progress("target", 1, 1)
         self._capacity = config.scheduler.max_queue_len
         self._live: dict[str, tuple[NewRequest, int]] = {}
@@ -77,6 +79,8 @@ class ScriptedEngine:
         for request_id, (request, done) in list(self._live.items()):
             if request.prompt_token_ids[0] == SCRIPT["step_bug"]:
                 raise ArithmeticError("a bug in step")
+            if request.prompt_token_ids[0] == SCRIPT["hang"]:
+                time.sleep(60)
             last = done + 1 == request.params.max_tokens
             self._live[request_id] = (request, done + 1)
             if last:

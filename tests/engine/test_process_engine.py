@@ -1,0 +1,252 @@
+"""What the process around the engine promises: it is watched, restarted, and never outlives us."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import engine_clients
+import psutil
+import pytest
+import uvloop
+from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
+from engine_clients import scripted_request as request
+
+from outrider.engine import process_engine
+from outrider.engine.client import EngineUnavailableError
+from outrider.engine.messages import Submit
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def socket_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+async def client(
+    socket_root: Path, capfd: pytest.CaptureFixture[str]
+) -> AsyncIterator[ScriptedProcessEngine]:
+    client = ScriptedProcessEngine(scripted_config())
+    async with asyncio.timeout(20):
+        await client.start()
+        yield client
+        await client.stop()
+
+
+def pid(client: ScriptedProcessEngine) -> int:
+    assert client.info is not None
+    return client.info.pid
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_kill_9_ends_streams_and_the_engine_comes_back(client: ScriptedProcessEngine) -> None:
+    await collect(await client.generate([request("a", max_tokens=5)]))
+    stream = await client.generate([request("b", max_tokens=10**6)])
+    await anext(stream)
+    killed = pid(client)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(EngineUnavailableError, match="killed by signal 9"):
+        await collect(stream)
+    assert client.state == "restarting"
+    assert "killed by signal 9" in (client.status_reason or "")
+    assert (client.stats.num_running, client.stats.pages_used) == (0, 0)
+    with pytest.raises(EngineUnavailableError, match="restarted"):
+        await client.generate([request("b")])
+    counted = client.stats.generation_tokens
+    assert counted >= 6
+    await state_becomes(client, "ready")
+    assert pid(client) != killed
+    assert client.status_reason is None
+    assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
+    assert client.stats.generation_tokens == counted + 3
+
+
+async def test_an_exit_code_is_named(client: ScriptedProcessEngine) -> None:
+    with pytest.raises(EngineUnavailableError, match="exit code 7"):
+        await client.generate([request("a", script="exit")])
+
+
+async def test_an_engine_that_dies_before_its_first_word_cannot_start(socket_root: Path) -> None:
+    client = ScriptedProcessEngine(scripted_config("crash"))
+    with pytest.raises(EngineUnavailableError, match="could not start: it left with exit code 3"):
+        await client.start()
+    assert client.state == "failed"
+    assert list(socket_root.iterdir()) == []
+    await client.stop()
+
+
+async def test_a_program_that_is_not_there_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedProcessEngine, "_command", ("/nowhere/python",))
+    client = ScriptedProcessEngine(scripted_config())
+    with pytest.raises(EngineUnavailableError, match="/nowhere/python"):
+        await client.start()
+    await client.stop()
+
+
+async def test_the_third_death_in_a_row_is_the_last(
+    client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_engine, "_RESTART_DELAYS_S", (0.0, 0.0))
+    for state in ("restarting", "restarting", "failed"):
+        await state_becomes(client, "ready")
+        os.kill(pid(client), signal.SIGKILL)
+        await state_becomes(client, state)
+    with pytest.raises(EngineUnavailableError, match="keeps dying: killed by signal 9"):
+        await client.generate([request("a")])
+
+
+async def test_deaths_after_good_health_are_not_counted(
+    client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_engine, "_HEALTHY_S", 0.0)
+    for _ in range(4):
+        await state_becomes(client, "ready")
+        os.kill(pid(client), signal.SIGKILL)
+        await state_becomes(client, "restarting")
+
+
+async def test_stop_leaves_nothing(socket_root: Path) -> None:
+    me = psutil.Process()
+    open_files, threads = me.num_fds(), me.num_threads()
+    client = ScriptedProcessEngine(scripted_config())
+    await client.start()
+    child = pid(client)
+    assert list(socket_root.iterdir()) == []  # nobody else can connect from here on
+    await client.generate([request("a", max_tokens=10**6)])
+    shared_memory = set(Path("/dev/shm").iterdir())
+    await client.stop()
+    assert gone(child)
+    assert me.children() == []
+    assert (me.num_fds(), me.num_threads()) == (open_files, threads)
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory
+
+
+async def test_the_socket_directory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_mode = "import os, sys; sys.exit(os.stat(os.path.dirname(sys.argv[1][6:])).st_mode & 0o77)"
+    monkeypatch.setattr(ScriptedProcessEngine, "_command", (sys.executable, "-c", show_mode))
+    client = ScriptedProcessEngine(scripted_config())
+    with pytest.raises(EngineUnavailableError, match="exit code 0"):
+        await client.start()
+    await client.stop()
+
+
+async def test_stop_kills_an_engine_that_does_not_listen(
+    client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_engine, "_LEAVE_S", 0.05)
+    await client.generate([request("a", script="hang")])
+    await client.stop()
+    assert gone(pid(client))
+
+
+async def test_stop_does_not_wait_for_loading() -> None:
+    client = ScriptedProcessEngine(scripted_config("slow"))
+    start = asyncio.create_task(client.start())
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(1):
+        await client.stop()
+        with pytest.raises(EngineUnavailableError, match="stopped"):
+            await start
+    assert psutil.Process().children() == []
+
+
+async def test_stop_does_not_wait_for_a_restart(client: ScriptedProcessEngine) -> None:
+    for _ in range(2):
+        await state_becomes(client, "ready")
+        os.kill(pid(client), signal.SIGKILL)
+        await state_becomes(client, "restarting")
+    async with asyncio.timeout(1):
+        await client.stop()
+    assert client.state == "stopped"
+
+
+async def test_signals_to_our_group_do_not_reach_the_engine(client: ScriptedProcessEngine) -> None:
+    assert os.getpgid(pid(client)) != os.getpgid(0)
+
+
+async def test_bytes_that_are_no_message_do_not_end_the_engine(
+    capfd: pytest.CaptureFixture[str], client: ScriptedProcessEngine
+) -> None:
+    running = await client.generate([request("a", max_tokens=50)])
+    socket: Any = client._socket
+    rng = random.Random(0)
+    hostile = [b"", b"\xc1", b"\x91" * 100_000, b"\x81\xa4type\xa4Nope", b"\x81\xa4type\xa6Submit"]
+    hostile += [rng.randbytes(rng.randrange(1, 200)) for _ in range(500)]
+    for data in hostile:
+        await socket.send(data)
+    assert await collect(running) == {"a": list(range(50))}
+    assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
+    assert "ignored 100000 bytes that are no message" in capfd.readouterr().err
+
+
+async def test_an_answer_to_nobody_does_not_disturb_the_client(
+    client: ScriptedProcessEngine,
+) -> None:
+    socket: Any = client._socket
+    await socket.send(client._encoder.encode(Submit([request("stray")])))
+    assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
+
+
+async def test_a_progress_display_that_fails_does_not_stop_the_start() -> None:
+    def broken(stage: str, done: int, total: int) -> None:
+        raise OSError("the terminal has gone")
+
+    client = ScriptedProcessEngine(scripted_config(), broken)
+    await client.start()
+    await client.stop()
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])
+async def test_it_works_on_uvloop(client: ScriptedProcessEngine) -> None:
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    assert await collect(await client.generate([request("a")])) == {"a": [0, 1, 2]}
+    os.kill(pid(client), signal.SIGKILL)
+    await state_becomes(client, "restarting")
+    await state_becomes(client, "ready")
+
+
+def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
+    support = str(Path(engine_clients.__file__).parent)
+    script = f"""
+import asyncio, sys, tempfile
+sys.path.append({support!r})
+tempfile.tempdir = {str(tmp_path)!r}
+from engine_clients import ScriptedProcessEngine, scripted_config, scripted_request
+
+async def main():
+    client = ScriptedProcessEngine(scripted_config())
+    info = await client.start()
+    await client.generate([scripted_request("a", max_tokens=10**6)])
+    print(info.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert not gone(child)
+        parent.kill()
+    deadline_s = time.monotonic() + 5
+    while not gone(child):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert list(tmp_path.iterdir()) == []

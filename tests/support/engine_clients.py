@@ -1,0 +1,54 @@
+"""Engine clients with the scripted engine behind them, and what tests do with any client."""
+
+import asyncio
+import sys
+from typing import Any, cast
+
+import scripted_engine
+
+from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.client import EngineClient, OutputStream, Progress
+from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from outrider.engine.in_process import InProcessEngine
+from outrider.engine.process_engine import ProcessEngine
+
+
+class ScriptedProcessEngine(ProcessEngine):
+    _command = (sys.executable, "-P", scripted_engine.__file__)
+
+
+def scripted_in_process(config: EngineConfig, progress: Progress | None = None) -> InProcessEngine:
+    make_engine = cast(Any, scripted_engine.ScriptedEngine)
+    return InProcessEngine(config, progress, make_engine=make_engine)
+
+
+def scripted_config(path: str = "model") -> EngineConfig:
+    return EngineConfig(target=ModelConfig(path=path), scheduler=SchedulerConfig(max_queue_len=4))
+
+
+def scripted_request(
+    request_id: str, *, max_tokens: int = 3, script: str | None = None
+) -> NewRequest:
+    return NewRequest(
+        request_id=request_id,
+        prompt_token_ids=[scripted_engine.SCRIPT[script] if script else 0, 9],
+        params=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+async def collect(stream: OutputStream) -> dict[str, list[int]]:
+    """Token ids by request id, once all sequences have finished."""
+    tokens: dict[str, list[int]] = {}
+    async for output in stream:
+        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
+
+
+async def state_becomes(client: EngineClient, state: str) -> None:
+    while client.state != state:
+        await asyncio.sleep(0.001)
+
+
+async def pages_used_become(client: EngineClient, expected: int) -> None:
+    while client.stats.pages_used != expected:
+        await asyncio.sleep(0.001)
