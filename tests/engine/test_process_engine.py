@@ -38,9 +38,7 @@ def socket_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def client(
-    socket_root: Path, capfd: pytest.CaptureFixture[str]
-) -> AsyncIterator[ScriptedProcessEngine]:
+async def client(socket_root: Path) -> AsyncIterator[ScriptedProcessEngine]:
     client = ScriptedProcessEngine(scripted_config())
     async with asyncio.timeout(20):
         await client.start()
@@ -183,18 +181,22 @@ async def test_signals_to_our_group_do_not_reach_the_engine(client: ScriptedProc
 
 
 async def test_bytes_that_are_no_message_do_not_end_the_engine(
-    capfd: pytest.CaptureFixture[str], client: ScriptedProcessEngine
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    client = ScriptedProcessEngine(scripted_config())
+    await client.start()
     running = await client.generate([request("a", max_tokens=50)])
-    socket: Any = client._socket
     rng = random.Random(0)
-    hostile = [b"", b"\xc1", b"\x91" * 100_000, b"\x81\xa4type\xa4Nope", b"\x81\xa4type\xa6Submit"]
+    deeply_nested = b"\x83\xa4type\xa5Abort\xabrequest_ids\x90\xa1x" + b"\x91" * 100_000 + b"\x00"
+    hostile = [b"", b"\xc1", deeply_nested, b"\x81\xa4type\xa4Nope", b"\x81\xa4type\xa6Submit"]
     hostile += [rng.randbytes(rng.randrange(1, 200)) for _ in range(500)]
+    socket: Any = client._socket
     for data in hostile:
         await socket.send(data)
     assert await collect(running) == {"a": list(range(50))}
     assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
-    assert "ignored 100000 bytes that are no message" in capfd.readouterr().err
+    await client.stop()
+    assert f"ignored {len(deeply_nested)} bytes that are no message" in capfd.readouterr().err
 
 
 async def test_an_answer_to_nobody_does_not_disturb_the_client(
