@@ -1,4 +1,4 @@
-"""What the engine is told at start. Plain frozen data, so that a bare GPU box can build one by hand."""
+"""What the engine is told at start: plain frozen data that a bare GPU box can build by hand."""
 
 from dataclasses import dataclass, field
 

@@ -1,0 +1,92 @@
+"""The host's view of one sequence, from submission to its last token."""
+
+from collections.abc import Callable
+
+from outrider.engine.api import (
+    FinishReason,
+    NewRequest,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+class Request:
+    """One sequence: its tokens, what has been computed of them, and the pages that hold it.
+
+    `num_computed_tokens` of the leading tokens have target KV; `num_draft_computed_tokens` have
+    draft KV. The two move apart (a request may decode plainly for a while) and the proposer lets
+    the draft catch up.
+    """
+
+    def __init__(
+        self, new: NewRequest, page_size: int, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.request_id = new.request_id
+        self.params: SamplingParams = new.params
+        self.stop_token_ids = frozenset(new.params.stop_token_ids)
+        if not new.params.ignore_eos:
+            self.stop_token_ids |= frozenset(eos_token_ids)
+        self.token_ids: list[int] = list(new.prompt_token_ids)
+        self.num_prompt_tokens = len(new.prompt_token_ids)
+        self.slot: int | None = None  # seat in the device state, while running
+
+        self.pages: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_draft_computed_tokens = 0
+        self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
+        self.num_recorded_pages = 0  # leading pages already offered to the prefix cache
+        self.num_recorded_draft_pages = 0
+        self._page_size = page_size
+
+        self.num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def output(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        """What to tell the client of these new tokens, and of how the sequence stands."""
+        return RequestOutput(
+            request_id=self.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_token_id=self.stop_token_id,
+            error=error,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
+    def extend_page_hashes(
+        self, num_pages: int, hash_page: Callable[[bytes, list[int]], bytes]
+    ) -> None:
+        """Hash the leading full pages up to `num_pages`, each chained to the one before it."""
+        for i in range(len(self.page_hashes), num_pages):
+            parent = self.page_hashes[-1] if self.page_hashes else b""
+            page_tokens = self.token_ids[i * self._page_size : (i + 1) * self._page_size]
+            self.page_hashes.append(hash_page(parent, page_tokens))
+
+    def forget_computed(self) -> None:
+        """All pages are gone: the sequence must be computed again from its tokens."""
+        self.pages.clear()
+        self.num_computed_tokens = self.num_draft_computed_tokens = 0
+        self.num_recorded_pages = self.num_recorded_draft_pages = 0

@@ -1,0 +1,279 @@
+"""Who runs in a step, for how many tokens, and with how many drafts."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outrider.engine.api import QueueFullError, RequestOutput, TokenLogprobs
+from outrider.engine.config import SchedulerConfig
+from outrider.engine.kv_cache import KVCacheManager
+from outrider.engine.request import Request
+from outrider.engine.slots import Slots
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a step drew, on the host; row i is the plan's i-th sampled sequence."""
+
+    token_ids: list[list[int]]  # accepted drafts, then one recovered or bonus token
+    num_drafts: list[int]
+    is_bad: list[bool]  # no finite logit, or a NaN
+    logprobs: list[list[TokenLogprobs] | None]
+
+
+class Counters:
+    """Totals since the engine started."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_preemptions = 0
+        # [k] how often the draft at each position was proposed, and accepted
+        self.drafted_per_position = [0] * num_speculative_tokens
+        self.accepted_per_position = [0] * num_speculative_tokens
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        for j in range(num_drafts):
+            self.drafted_per_position[j] += 1
+        for j in range(num_accepted):
+            self.accepted_per_position[j] += 1
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """One sequence's share of a step."""
+
+    request: Request
+    num_new_tokens: int  # known tokens that the target computes
+    num_drafts: int  # at most this many proposals are scored behind them
+
+    @property
+    def end(self) -> int:
+        """Position behind the last known token that this step computes."""
+        return self.request.num_computed_tokens + self.num_new_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last known token, so that new ones are drawn."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+    @property
+    def sampled(self) -> list[ScheduledRequest]:
+        """The sequences that draw tokens in this step, in batch order."""
+        return [s for s in self.scheduled if s.samples]
+
+
+def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
+    """[B], batch_idx -> slot."""
+    return np.array([s.request.slot for s in scheduled], dtype=np.int64)
+
+
+class Scheduler:
+    """First come, first served, under a token budget a step and a page budget overall.
+
+    Sequences that decode go before those still in prefill, so that a long prompt, taken in chunks,
+    delays nobody's next token. When pages run out, the youngest running sequence gives its pages up
+    and is computed again later.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        slots: Slots,
+        num_speculative_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._kv_cache = kv_cache
+        self._slots = slots
+        self._num_speculative_tokens = num_speculative_tokens
+        self._max_model_len = max_model_len
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.counters = Counters(num_speculative_tokens)
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue sequences, all or none; raises QueueFullError."""
+        seats = self._config.max_num_seqs + self._config.max_queue_len
+        taken = len(self.running) + len(self.waiting)
+        if taken + len(requests) > seats:
+            raise QueueFullError(
+                f"the queue is full: {len(self.running)} sequences run, {len(self.waiting)} wait; "
+                f"{len(requests)} more do not fit into {seats} places"
+            )
+        self.waiting.extend(requests)
+
+    def schedule(self) -> Plan:
+        """Choose this step's sequences and make sure that each has the pages it needs."""
+        plan = Plan()
+        budget = self._config.max_num_batched_tokens
+        decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
+        prefilling = [r for r in self.running if r.num_uncomputed_tokens > 1]
+        for i, request in enumerate(decoding + prefilling):
+            # One row is kept for each sequence that decodes: drafts take what is left.
+            available = budget - max(0, len(decoding) - 1 - i)
+            if available <= 0:
+                break
+            if request.slot is None:  # preempted for an older one just now
+                continue
+            if scheduled := self._schedule_running(request, available, plan):
+                plan.scheduled.append(scheduled)
+                budget -= scheduled.num_new_tokens + scheduled.num_drafts
+        while self.waiting and budget > 0 and self._slots.num_free > 0:
+            scheduled = self._admit(self.waiting[0], budget)
+            if scheduled is None:
+                break
+            plan.scheduled.append(scheduled)
+            budget -= scheduled.num_new_tokens + scheduled.num_drafts
+        return plan
+
+    def commit(self, plan: Plan, verified: Verified) -> list[RequestOutput]:
+        """Advance every sequence by what the step computed and drew; free what is done."""
+        self.counters.num_steps += 1
+        outputs = []
+        sampled_idx = 0
+        for scheduled in plan.scheduled:
+            request = scheduled.request
+            if scheduled.samples:
+                outputs.append(self._commit_drawn(request, verified, sampled_idx))
+                sampled_idx += 1
+            else:
+                request.num_computed_tokens = scheduled.end
+                self._kv_cache.record_computed(request)
+        return outputs
+
+    def finish(self, request: Request) -> None:
+        """Remove a sequence wherever it is, and free what it holds. Unknown ones are ignored."""
+        if request in self.running:
+            self.running.remove(request)
+            self._slots.unseat(request)
+            self._kv_cache.release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _commit_drawn(self, request: Request, verified: Verified, i: int) -> RequestOutput:
+        drawn = verified.token_ids[i]
+        num_drafts, num_accepted = verified.num_drafts[i], len(drawn) - 1
+        if verified.is_bad[i]:
+            request.finish_reason = "error"
+            output = request.output([], error="the target produced NaN logits for this sequence")
+            self.finish(request)
+            return output
+        self.counters.count_drafts(num_drafts, num_accepted)
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+        # KV is right for all known tokens and the accepted drafts; behind them it is overwritten.
+        num_valid = request.num_tokens + num_accepted
+
+        kept = self._until_stop(request, drawn)
+        request.token_ids.extend(kept)
+        self.counters.num_generation_tokens += len(kept)
+        num_valid = min(num_valid, request.num_tokens)
+        request.num_computed_tokens = num_valid
+        request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, num_valid)
+        self._kv_cache.record_computed(request)
+
+        logprobs = verified.logprobs[i]
+        output = request.output(kept, logprobs[: len(kept)] if logprobs is not None else None)
+        if request.finish_reason is not None:
+            self.finish(request)
+        return output
+
+    def _until_stop(self, request: Request, drawn: list[int]) -> list[int]:
+        """What is kept of the drawn tokens; sets the request's finish reason if they end it."""
+        room = min(
+            request.params.max_tokens - request.num_output_tokens,
+            self._max_model_len - request.num_tokens,
+        )
+        for j, token_id in enumerate(drawn[:room]):
+            if token_id in request.stop_token_ids:
+                request.finish_reason = "stop"
+                request.stop_token_id = token_id
+                return drawn[: j + 1]
+        if len(drawn) >= room:
+            request.finish_reason = "length"
+        return drawn[:room]
+
+    def _schedule_running(
+        self, request: Request, budget: int, plan: Plan
+    ) -> ScheduledRequest | None:
+        scheduled = self._share(request, budget)
+        while not self._grow(scheduled):
+            if scheduled.num_drafts:
+                scheduled.num_drafts = 0  # drafts are never worth a neighbour's pages
+                continue
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return None
+        return scheduled
+
+    def _admit(self, request: Request, budget: int) -> ScheduledRequest | None:
+        """Seat the head of the queue if pages for all its known tokens are there."""
+        kv_cache = self._kv_cache
+        num_cached_tokens = kv_cache.attach_prefix(request)
+        missing = kv_cache.pages_for(request.num_tokens + 1) - len(request.pages)
+        if missing > kv_cache.num_free_pages:
+            kv_cache.release(request)
+            return None
+        if request.num_cached_tokens is None:  # a preempted sequence finds its own pages again
+            request.num_cached_tokens = num_cached_tokens
+            self.counters.num_cached_tokens += num_cached_tokens
+            self.counters.num_prompt_tokens += request.num_prompt_tokens
+        self.waiting.popleft()
+        self.running.append(request)
+        self._slots.seat(request)
+        scheduled = self._share(request, budget)
+        if not self._grow(scheduled):
+            scheduled.num_drafts = 0
+            self._grow(scheduled)
+        return scheduled
+
+    def _share(self, request: Request, budget: int) -> ScheduledRequest:
+        num_new = min(request.num_uncomputed_tokens, budget)
+        scheduled = ScheduledRequest(request, num_new, num_drafts=0)
+        if scheduled.samples:
+            # The last token needs no draft: verification emits one more than it accepts.
+            room = min(
+                request.params.max_tokens - request.num_output_tokens - 1,
+                self._max_model_len - request.num_tokens - 1,
+                budget - num_new,
+            )
+            scheduled.num_drafts = max(0, min(self.num_drafts_wanted(request), room))
+        return scheduled
+
+    def num_drafts_wanted(self, request: Request) -> int:
+        limit = request.params.num_speculative_tokens
+        k = self._num_speculative_tokens
+        return k if limit is None else min(k, limit)
+
+    def _grow(self, scheduled: ScheduledRequest) -> bool:
+        request = scheduled.request
+        first = len(request.pages)
+        if not self._kv_cache.allocate(request, scheduled.end + scheduled.num_drafts):
+            return False
+        if len(request.pages) > first:
+            self._slots.write_pages(request, first)
+        return True
+
+    def _preempt(self, request: Request, plan: Plan) -> None:
+        plan.scheduled = [s for s in plan.scheduled if s.request is not request]
+        self.running.remove(request)
+        self._slots.unseat(request)
+        self._kv_cache.release(request)
+        self.waiting.appendleft(request)
+        self.counters.num_preemptions += 1

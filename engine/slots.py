@@ -1,0 +1,93 @@
+"""Device-resident state of the running sequences, one slot each.
+
+A step is driven by an index map `batch_idx -> slot`. Proposals are written into `token_ids` in
+place, behind the known tokens, so the draft, the target and the verifier all read one array and no
+token crosses from the host after its sequence was admitted.
+"""
+
+import torch
+from torch import Tensor
+
+from outrider.engine.request import Request
+from outrider.kernels.sampling import Rule, Sampling
+
+
+class Slots:
+    """Seats for `max_num_seqs` sequences, and a dummy one (the last) for padding."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_drafts: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        num_slots = max_num_seqs + 1
+        # Room behind the longest sequence: verification emits up to k + 1 tokens past it.
+        width = max_model_len + max_drafts + 1
+        self.page_size = page_size
+        self.device = device
+        # [num_slots, width]
+        self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
+        # [num_slots, pages of width]
+        self.block_table = torch.zeros(
+            num_slots, -(-width // page_size), dtype=torch.int32, device=device
+        )
+        # Each field: [num_slots]
+        self.sampling = Sampling(
+            temperature=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            top_k=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            top_p=torch.ones(num_slots, dtype=torch.float32, device=device),
+            min_p=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            rule=torch.full((num_slots,), int(Rule.TOKEN), dtype=torch.int32, device=device),
+        )
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def seat(self, request: Request) -> None:
+        """Give the request a slot and copy its tokens and sampling parameters there."""
+        slot = self._free.pop()
+        request.slot = slot
+        self.write_tokens(request, 0, request.token_ids)
+        params = request.params
+        self.sampling.temperature[slot] = params.temperature
+        self.sampling.top_k[slot] = params.top_k
+        self.sampling.top_p[slot] = params.top_p
+        self.sampling.min_p[slot] = params.min_p
+        self.sampling.seed[slot] = _as_int64(params.seed)
+        self.write_pages(request, first=0)
+
+    def unseat(self, request: Request) -> None:
+        assert request.slot is not None
+        self._free.append(request.slot)
+        request.slot = None
+
+    def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
+        """Copy tokens from the host into the request's row, from `position` on."""
+        self.token_ids[request.slot, position : position + len(token_ids)] = torch.tensor(
+            token_ids, dtype=torch.int32
+        )
+
+    def write_pages(self, request: Request, first: int) -> None:
+        """Copy the request's pages from index `first` on into its block table."""
+        pages = torch.tensor(request.pages[first:], dtype=torch.int32)
+        self.block_table[request.slot, first : len(request.pages)] = pages
+
+    def sampling_of(self, slots: Tensor) -> Sampling:
+        """Sampling parameters by batch row; `slots`: [B], batch_idx -> slot."""
+        return Sampling(*(field[slots] for field in self.sampling))
+
+    def check_integrity(self, live_requests: list[Request]) -> None:
+        """Every slot is free or held by one request; raises RuntimeError otherwise."""
+        held = [request.slot for request in live_requests]
+        if sorted([*self._free, *held]) != list(range(len(self.token_ids) - 1)):  # type: ignore[list-item]
+            raise RuntimeError(f"slots do not add up: free {self._free}, held {held}")
+
+
+def _as_int64(seed: int) -> int:
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -1,0 +1,123 @@
+"""Pages: shared by hash, evicted least recently used first, never lost."""
+
+import random
+
+import pytest
+
+from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.kv_cache import KVCacheManager
+from outrider.engine.request import Request
+
+PAGE = 4
+
+
+def request(token_ids: list[int]) -> Request:
+    new = NewRequest(
+        request_id="r", prompt_token_ids=token_ids, params=SamplingParams(max_tokens=1)
+    )
+    return Request(new, PAGE)
+
+
+def compute(cache: KVCacheManager, r: Request, draft: bool = False) -> None:
+    assert cache.allocate(r, r.num_tokens)
+    r.num_computed_tokens = r.num_tokens
+    if draft:
+        r.num_draft_computed_tokens = r.num_tokens
+    cache.record_computed(r)
+
+
+def test_a_prefix_is_shared_without_a_copy() -> None:
+    cache = KVCacheManager(num_pages=10, page_size=PAGE)
+    first = request(list(range(10)))
+    compute(cache, first)
+    second = request([*range(8), 77, 78])
+    assert cache.attach_prefix(second) == 8
+    assert second.pages == first.pages[:2]
+    cache.check_integrity([first, second])
+
+
+def test_the_last_token_is_always_left_to_compute() -> None:
+    cache = KVCacheManager(num_pages=10, page_size=PAGE)
+    compute(cache, request(list(range(8))))
+    again = request(list(range(8)))
+    assert cache.attach_prefix(again) == 4
+
+
+def test_the_same_page_behind_another_prefix_is_another_page() -> None:
+    cache = KVCacheManager(num_pages=10, page_size=PAGE)
+    compute(cache, request([1, 2, 3, 4, 9, 9, 9, 9, 0]))
+    other = request([5, 6, 7, 8, 9, 9, 9, 9, 0])
+    assert cache.attach_prefix(other) == 0
+
+
+def test_pages_without_draft_kv_are_found_but_leave_the_draft_to_catch_up() -> None:
+    cache = KVCacheManager(num_pages=10, page_size=PAGE)
+    compute(cache, request(list(range(8))), draft=False)
+    follower = request([*range(8), 99])
+    cache.attach_prefix(follower)
+    assert (follower.num_computed_tokens, follower.num_draft_computed_tokens) == (8, 0)
+    compute(cache, follower, draft=True)  # its draft writes into the shared pages
+    third = request([*range(8), 100])
+    cache.attach_prefix(third)
+    assert third.num_draft_computed_tokens == 8
+
+
+def test_the_least_recently_released_prefix_is_evicted_first() -> None:
+    cache = KVCacheManager(num_pages=5, page_size=PAGE)  # 4 usable
+    old, young = request([1] * 8), request([2] * 8)
+    compute(cache, old)
+    compute(cache, young)
+    cache.release(old)
+    cache.release(young)
+    newcomer = request([3] * 8)
+    assert cache.allocate(newcomer, 8)
+    assert cache.attach_prefix(request([1] * 9)) == 0
+    assert cache.attach_prefix(request([2] * 9)) == 8
+
+
+def test_the_head_of_a_prefix_outlives_its_tail() -> None:
+    cache = KVCacheManager(num_pages=5, page_size=PAGE)
+    old = request(list(range(16)))
+    compute(cache, old)
+    cache.release(old)
+    assert cache.allocate(request([50] * 8), 8)
+    assert cache.attach_prefix(request(list(range(17)))) == 8
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    cache = KVCacheManager(num_pages=4, page_size=PAGE)
+    big = request([1] * 20)
+    assert not cache.allocate(big, 20)
+    assert big.pages == []
+    assert cache.num_free_pages == 3
+
+
+def test_a_leaked_page_is_reported() -> None:
+    cache = KVCacheManager(num_pages=4, page_size=PAGE)
+    r = request([1] * 4)
+    cache.allocate(r, 4)
+    with pytest.raises(RuntimeError, match="page 1 is held by 0 requests, counted 1"):
+        cache.check_integrity([])
+
+
+def test_any_history_leaves_every_page_accounted_for() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        cache = KVCacheManager(num_pages=12, page_size=PAGE)
+        live: list[Request] = []
+        for _ in range(100):
+            if live and rng.random() < 0.4:
+                cache.release(live.pop(rng.randrange(len(live))))
+                continue
+            r = request([rng.randrange(2) for _ in range(rng.randrange(1, 24))])
+            cache.attach_prefix(r)
+            if cache.allocate(r, r.num_tokens):
+                compute(cache, r, draft=rng.random() < 0.5)
+                live.append(r)
+            else:
+                cache.release(r)
+            cache.check_integrity(live)
+        for r in live:
+            cache.release(r)
+        cache.check_integrity([])
+        assert cache.num_free_pages == cache.num_usable_pages

@@ -1,0 +1,256 @@
+"""The whole engine on tiny models: its output is the target's own, whatever runs beside it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, generate, prompts, run, tokens
+from tiny_models import VOCAB
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError, SamplingParams
+from outrider.engine.loop import Engine
+
+Tiny = Callable[..., Path]
+MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Tiny) -> Path:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_model: Tiny) -> Path:
+    """Shares most of the target's weights, so that some drafts are accepted and some are not."""
+    return tiny_model("llama", seed=0, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def truth(target: Path) -> list[list[int]]:
+    return [generate(target, prompt, GREEDY.max_tokens) for prompt in MIXED]
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 5, 8])
+def test_greedy_output_is_the_targets_own_for_any_k(
+    target: Path, draft: Path, truth: list[list[int]], k: int
+) -> None:
+    engine = Engine(engine_config(target, draft, k=k))
+    assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
+    drafted = engine.stats().drafted_per_position
+    assert len(drafted) == k
+    assert all(count > 0 for count in drafted)
+
+
+def test_greedy_output_is_the_targets_own_with_ngram_drafts(
+    target: Path, truth: list[list[int]]
+) -> None:
+    engine = Engine(engine_config(target, proposer="ngram"))
+    assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
+    assert engine.stats().drafted_per_position[0] > 0
+
+
+def test_each_sequence_keeps_its_own_k(target: Path, draft: Path, truth: list[list[int]]) -> None:
+    engine = Engine(engine_config(target, draft, k=5))
+    params = [replace(GREEDY, num_speculative_tokens=i % 6) for i in range(len(MIXED))]
+    outputs = run(engine, MIXED, params)
+    assert [tokens(o) for o in outputs] == truth
+    assert outputs[0][-1].num_draft_tokens == 0
+    assert outputs[5][-1].num_draft_tokens > outputs[1][-1].num_draft_tokens > 0
+
+
+def test_preemption_changes_nobodys_output(
+    target: Path, draft: Path, truth: list[list[int]]
+) -> None:
+    # 30 pages of 4 hold one sequence of 114 tokens and hardly another.
+    config = engine_config(target, draft, num_pages=31, prefix_caching=False)
+    engine = Engine(replace(config, max_model_len=120))
+    assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
+    small = prompts([20, 20, 20, 20], VOCAB, seed=5)
+    alone = [tokens(run(engine, [p], GREEDY)[0]) for p in small]
+    assert [tokens(o) for o in run(engine, small, GREEDY)] == alone
+    assert engine.stats().preemptions > 0
+
+
+def test_prefix_hits_change_nobodys_output(
+    target: Path, draft: Path, truth: list[list[int]]
+) -> None:
+    engine = Engine(engine_config(target, draft))
+    run(engine, MIXED, GREEDY)
+    again = run(engine, MIXED, GREEDY)
+    assert [tokens(o) for o in again] == truth
+    assert again[4][-1].num_cached_tokens >= 80
+
+
+def test_a_prompt_in_chunks_delays_nobody_and_changes_nothing(
+    target: Path, draft: Path, truth: list[list[int]]
+) -> None:
+    engine = Engine(engine_config(target, draft, max_num_batched_tokens=8, max_num_seqs=8))
+    assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
+
+
+def test_a_sequence_outgrows_the_drafts_context_and_finishes(
+    tiny_model: Tiny, target: Path
+) -> None:
+    short = tiny_model("llama", seed=0, num_hidden_layers=1, max_position_embeddings=32)
+    engine = Engine(engine_config(target, short, k=4))
+    long, beside = run(engine, [MIXED[1][:20], MIXED[0]], replace(GREEDY, max_tokens=100))
+    assert tokens(long) == generate(target, MIXED[1][:20], 100)
+    assert tokens(beside) == generate(target, MIXED[0], 100)
+    assert 0 < long[-1].num_draft_tokens < 60
+
+
+def test_a_draft_that_fails_costs_nobody_the_request(
+    target: Path, draft: Path, truth: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(engine_config(target, draft))
+
+    def fail(batch: object) -> None:
+        raise RuntimeError("no draft today")
+
+    monkeypatch.setattr(engine.proposer._draft, "forward", fail)  # type: ignore[attr-defined]
+    assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
+
+
+def test_sampled_tokens_are_the_same_alone_and_in_company(target: Path, draft: Path) -> None:
+    params = [
+        SamplingParams(
+            max_tokens=20, temperature=0.9, top_p=0.9, seed=i, num_speculative_tokens=i % 5
+        )
+        for i in range(len(MIXED))
+    ]
+    engine = Engine(engine_config(target, draft))
+    alone = [tokens(run(engine, [p], [s])[0]) for p, s in zip(MIXED, params, strict=True)]
+    together = [tokens(o) for o in run(engine, MIXED, params)]
+    backwards = [tokens(o) for o in run(engine, MIXED[::-1], params[::-1])][::-1]
+    assert together == alone
+    assert backwards == alone
+
+
+def test_eos_and_stop_ids_end_a_sequence_inside_accepted_drafts(
+    target: Path, truth: list[list[int]]
+) -> None:
+    own_draft = Engine(engine_config(target, target, k=6))  # every draft is accepted
+    for prompt, expected in zip(MIXED, truth, strict=True):
+        stop = expected[9]
+        cut = expected[: expected.index(stop) + 1]
+        [outputs] = run(own_draft, [prompt], replace(GREEDY, stop_token_ids=(stop,)))
+        assert tokens(outputs) == cut
+        assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == ("stop", stop)
+        [continued] = run(own_draft, [prompt + cut], GREEDY)
+        assert tokens(continued)[: len(expected) - len(cut)] == expected[len(cut) :]
+
+
+def test_eos_is_ignored_when_asked(target: Path, truth: list[list[int]]) -> None:
+    config = replace(engine_config(target), eos_token_ids=(truth[0][4],))
+    engine = Engine(config)
+    stopped, full = run(engine, [MIXED[0]] * 2, [GREEDY, replace(GREEDY, ignore_eos=True)])
+    assert tokens(stopped) == truth[0][: truth[0].index(truth[0][4]) + 1]
+    assert tokens(full) == truth[0]
+    assert full[-1].finish_reason == "length"
+
+
+def test_the_context_ends_a_sequence_with_length(target: Path, draft: Path) -> None:
+    engine = Engine(replace(engine_config(target, draft), max_model_len=50))
+    [outputs] = run(engine, [MIXED[1]], replace(GREEDY, max_tokens=1000))
+    assert len(tokens(outputs)) == 10
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_logprobs_are_the_targets_raw_ones(target: Path, draft: Path) -> None:
+    engine = Engine(engine_config(target, draft))
+    params = SamplingParams(max_tokens=12, temperature=1.3, top_k=20, logprobs=3, seed=7)
+    [outputs] = run(engine, [MIXED[3]], params)
+    ids = tokens(outputs)
+    given = [lp for o in outputs for lp in o.logprobs or []]
+    assert len(given) == len(ids) == 12
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([MIXED[3] + ids])).logits[0, len(MIXED[3]) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    for row, token_id, lp in zip(expected, ids, given, strict=True):
+        assert lp.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        assert [t for t, _ in lp.top] == row.topk(3).indices.tolist()
+        assert all(value == lp.logprob for t, value in lp.top if t == token_id)
+
+
+def test_a_nan_row_fails_that_request_only(
+    tiny_model: Tiny, tmp_path: Path, draft: Path, truth: list[list[int]]
+) -> None:
+    healthy = MIXED[1]
+    poison = next(t for t in range(VOCAB) if t not in healthy + truth[1])
+    poisoned = AutoModelForCausalLM.from_pretrained(tiny_model("llama", seed=0))
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[poison] = float("nan")
+    poisoned.save_pretrained(tmp_path)
+    engine = Engine(engine_config(tmp_path, draft))
+    bad, good = run(engine, [[1, poison, 2], healthy], GREEDY)
+    assert bad[-1].finish_reason == "error"
+    assert "NaN" in (bad[-1].error or "")
+    assert tokens(good) == truth[1]
+
+
+def test_abort_frees_everything_at_once(target: Path, draft: Path) -> None:
+    engine = Engine(engine_config(target, draft, max_num_seqs=2))
+    new = [
+        NewRequest(request_id=str(i), prompt_token_ids=MIXED[1], params=GREEDY) for i in range(4)
+    ]
+    engine.submit(new)
+    engine.step()
+    engine.abort(["0", "3", "unknown"])
+    engine.check_integrity()
+    engine.abort(["1", "2", "2"])
+    assert not engine.has_work()
+    assert engine.stats().pages_used == 0
+    engine.check_integrity()
+
+
+def test_a_full_queue_turns_a_group_away_whole(target: Path) -> None:
+    engine = Engine(engine_config(target, max_num_seqs=2, max_queue_len=3))
+
+    def group(name: str, n: int) -> list[NewRequest]:
+        return [
+            NewRequest(request_id=f"{name}{i}", prompt_token_ids=[1, 2], params=GREEDY)
+            for i in range(n)
+        ]
+
+    engine.submit(group("a", 4))
+    with pytest.raises(QueueFullError, match="4 wait"):
+        engine.submit(group("b", 2))
+    engine.submit(group("c", 1))
+    while engine.has_work():
+        engine.step()
+    assert engine.stats().generation_tokens == 5 * GREEDY.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "change", "field"),
+    [
+        ([], {}, "prompt"),
+        ([1, VOCAB], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([1] * 256, {}, "prompt"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"temperature": -0.1}, "temperature"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"top_k": -1}, "top_k"),
+        ([1], {"min_p": 1.5}, "min_p"),
+        ([1], {"seed": -1}, "seed"),
+        ([1], {"logprobs": 1000}, "logprobs"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    target: Path, prompt: list[int], change: dict[str, float], field: str
+) -> None:
+    engine = Engine(engine_config(target))
+    bad = NewRequest(
+        request_id="bad",
+        prompt_token_ids=prompt,
+        params=replace(GREEDY, **change),  # type: ignore[arg-type]
+    )
+    with pytest.raises(InvalidRequestError, match=f"^{field}"):
+        engine.submit([bad])
+    assert not engine.has_work()

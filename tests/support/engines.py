@@ -1,0 +1,83 @@
+"""Drive an engine to the end, and the truths to hold it against."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from outrider.engine.loop import Engine
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+
+def engine_config(
+    target: Path,
+    draft: Path | None = None,
+    *,
+    k: int = 4,
+    proposer: str = "draft_model",
+    num_pages: int | None = 512,
+    page_size: int = 4,
+    prefix_caching: bool = True,
+    **scheduler: int,
+) -> EngineConfig:
+    """An fp32 engine on the CPU, small enough to watch."""
+    return EngineConfig(
+        target=ModelConfig(path=str(target), dtype="float32"),
+        draft=ModelConfig(path=str(draft), dtype="float32") if draft else None,
+        speculation=SpeculationConfig(
+            proposer=proposer if draft or proposer == "ngram" else "none", num_speculative_tokens=k
+        ),
+        cache=CacheConfig(
+            page_size_tokens=page_size, num_pages=num_pages, prefix_caching=prefix_caching
+        ),
+        scheduler=replace(SchedulerConfig(max_num_batched_tokens=64), **scheduler),
+    )
+
+
+def run(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[list[RequestOutput]]:
+    """Submit all prompts at once, step to the end, check for leaks; outputs by prompt."""
+    by_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    engine.submit(
+        [
+            NewRequest(request_id=str(i), prompt_token_ids=prompt, params=p)
+            for i, (prompt, p) in enumerate(zip(prompts, by_prompt, strict=True))
+        ]
+    )
+    outputs: list[list[RequestOutput]] = [[] for _ in prompts]
+    while engine.has_work():
+        for output in engine.step():
+            outputs[int(output.request_id)].append(output)
+    engine.check_integrity()
+    assert engine.stats().pages_used == 0
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def generate(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """The target's own greedy output, by transformers' generate."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = model.generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+    )
+    return [int(token_id) for token_id in ids[0, len(prompt) :]]
+
+
+def prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]

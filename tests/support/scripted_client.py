@@ -1,0 +1,157 @@
+"""An EngineClient that plays scripts, for tests of the server."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from outrider.engine.api import (
+    EngineInfo,
+    EngineStats,
+    NewRequest,
+    RequestOutput,
+    TokenLogprobs,
+)
+from outrider.engine.client import EngineState, EngineUnavailableError
+
+# What happens to a sequence, step by step: outputs, an error to raise, or an event to wait for.
+Script = Iterable[RequestOutput | Exception | asyncio.Event]
+Play = Callable[[NewRequest], Script]
+
+
+class ScriptedClient:
+    """Every sequence plays what `play(request)` gives; sequences take turns."""
+
+    def __init__(self, play: Play, *, vocab_size: int, max_model_len: int = 1000) -> None:
+        self.play = play
+        self.state: EngineState = "ready"
+        self.status_reason: str | None = None
+        self.stats = EngineStats()
+        self.info: EngineInfo | None = EngineInfo(
+            device="cpu",
+            target_dtype="float32",
+            draft_dtype="float32",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_pages=10,
+            page_size_tokens=16,
+            cache_bytes=2**20,
+            max_num_seqs=8,
+            num_speculative_tokens=4,
+            proposer="draft_model",
+            load_s=1.0,
+            pid=1,
+        )
+        self.submitted: list[list[NewRequest]] = []
+        self.aborted: list[str] = []  # by `abort`, or because their stream was closed
+        self.refusal: Exception | None = None
+        self.streams: list[_Stream] = []
+
+    async def start(self) -> EngineInfo:
+        assert self.info is not None
+        return self.info
+
+    async def generate(self, requests: list[NewRequest]) -> "_Stream":
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(requests)
+        self.streams.append(_Stream(self, requests))
+        return self.streams[-1]
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for stream in self.streams:
+            stream.abort(request_ids)
+
+    async def stop(self) -> None:
+        self.state = "stopped"
+        for stream in self.streams:
+            stream.fail(EngineUnavailableError("the engine was stopped"))
+
+
+class _Stream:
+    def __init__(self, client: ScriptedClient, requests: Sequence[NewRequest]) -> None:
+        self._client = client
+        self._scripts = {request.request_id: iter(client.play(request)) for request in requests}
+        self._aborted: list[str] = []
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __aiter__(self) -> "_Stream":
+        return self
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if self._scripts.pop(request_id, None):
+                self._aborted.append(request_id)
+
+    def fail(self, error: Exception) -> None:
+        self._failed.set_exception(error)
+
+    async def __anext__(self) -> RequestOutput:
+        await asyncio.sleep(0)
+        if self._aborted:
+            request_id = self._aborted.pop()
+            return RequestOutput(request_id=request_id, token_ids=[], finish_reason="abort")
+        if not self._scripts:
+            raise StopAsyncIteration
+        request_id, script = next(iter(self._scripts.items()))
+        item = next(script)
+        if isinstance(item, asyncio.Event):
+            event = asyncio.create_task(item.wait())
+            await asyncio.wait({event, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                event.cancel()
+                self._failed.result()
+            return await self.__anext__()
+        if isinstance(item, Exception):
+            self._scripts.clear()
+            raise item
+        del self._scripts[request_id]
+        if item.finish_reason is None:
+            self._scripts[request_id] = script  # to the end of the line
+        return item
+
+    async def aclose(self) -> None:
+        self._client.aborted += self._scripts
+        self._scripts.clear()
+
+
+def steps(
+    request: NewRequest,
+    token_ids: Sequence[int],
+    *,
+    sizes: Iterable[int] = (),
+    finish: str = "length",
+    cached_tokens: int = 0,
+) -> list[RequestOutput]:
+    """Outputs that bring `token_ids` in steps of these sizes, one by one once those are used up.
+
+    Logprobs follow from the token ids, so that any two ways of asking agree.
+    """
+    outputs = []
+    left, done = iter(sizes), 0
+    while done < len(token_ids):
+        ids = list(token_ids[done : done + next(left, 1)])
+        done += len(ids)
+        last = done == len(token_ids)
+        outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=ids,
+                logprobs=_logprobs(ids, request.params.logprobs),
+                finish_reason=finish if last else None,  # type: ignore[arg-type]
+                stop_token_id=ids[-1] if last and finish == "stop" else None,
+                num_cached_tokens=cached_tokens,
+            )
+        )
+    return outputs
+
+
+def _logprobs(token_ids: Sequence[int], num_top: int | None) -> list[TokenLogprobs] | None:
+    if num_top is None:
+        return None
+    return [
+        TokenLogprobs(
+            -0.5 - token_id / 1000,
+            [(token_id + i, -0.5 - token_id / 1000 - i) for i in range(num_top)],
+        )
+        for token_id in token_ids
+    ]

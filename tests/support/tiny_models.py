@@ -1,0 +1,68 @@
+"""Tiny random models, saved as real model directories."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 97
+TINY: dict[str, dict[str, object]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
+    "gemma2": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+}
+
+
+def save_tiny_model(
+    path: Path,
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    scale: float = 0.3,
+    **overrides: object,
+) -> Path:
+    """A random model of a few thousand parameters with sharp enough logits to tell tokens apart."""
+    settings: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+        **TINY[architecture],
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, scale, generator=generator)
+            elif name.endswith("sinks"):
+                parameter.normal_(0, 1, generator=generator)
+    model.save_pretrained(path)
+    return path

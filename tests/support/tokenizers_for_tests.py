@@ -1,0 +1,50 @@
+"""Small tokenizers of the two common kinds, trained on the spot."""
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from outrider.server.tokenizer import Tokenizer
+
+EOS, BOS = "<eos>", "<bos>"
+SAMPLE = (
+    "The quick brown fox jumps over the lazy dog. Hello world, hello there! naïve café "
+    "你好世界 🙂👩‍👩‍👧 <stop> one two three four five six seven "
+)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """As GPT-2's: every byte is a token, and any sequence of tokens has a text."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[EOS, BOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([SAMPLE] * 3, trainer)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama 2's: words begin with a marker for their space, unknown characters become bytes."""
+    words = ["▁", "▁Hello", "▁world", "▁the", "capital", "▁is", "▁Paris", "▁capital", "▁of"]
+    vocab = {EOS: 0, "<unk>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens([EOS])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))
