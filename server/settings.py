@@ -49,6 +49,7 @@ class ServerSettings(Section):
 
 
 class _ModelSettings(Section):
+    model: str | None = Field(default=None, min_length=1)  # described below, for each role
     dtype: Dtype = Field(
         default="auto",
         description="Weights and arithmetic; auto: on cuda the checkpoint's own, on cpu bfloat16 "

@@ -53,7 +53,8 @@ def snapshot(
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         if cached_only:
             raise ModelError(f"{where} is not in the hub's cache on this machine") from error
+        reason = str(error).partition("\n")[0]
         raise ModelError(
-            f"cannot download {where}, and it is not complete in the hub's cache: {error}. Check "
+            f"cannot download {where}, and it is not complete in the hub's cache ({reason}); check "
             "the network, or give a local directory"
         ) from error

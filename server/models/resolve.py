@@ -76,7 +76,7 @@ def _looks_like_path(model: str) -> bool:
 def _unknown(model: str) -> str:
     known = list(builtin.BUILTINS)
     nearest = difflib.get_close_matches(model, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"built in: {', '.join(known)}"
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"built in: {', '.join(known)}."
     return (
         f"no model {model!r}; {hint} Else give a directory or .gguf file that exists, or a hub id "
         "(owner/name)"

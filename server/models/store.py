@@ -74,7 +74,7 @@ def build(name: str, source: str, make: Callable[[Path], None], progress: Report
     """
     if path := find(name, source):
         return path
-    with _os_errors_explained(), _lock(name, progress):
+    with _disk_errors_explained(), _lock(name, progress):
         if path := find(name, source):  # made by another process while this one waited
             return path
         partial, final = _models() / f".{name}.partial", _models() / name
@@ -96,7 +96,7 @@ def remove(name: str) -> None:
     """Delete a model of the store. Raises ModelError where there is none of that name."""
     if name not in (names := [entry.name for entry in entries()]):
         raise ModelError(f"no model {name!r} in {_models()}; there: {', '.join(names) or 'none'}")
-    with _os_errors_explained(), _lock(name, lambda *_: None):
+    with _disk_errors_explained(), _lock(name, lambda *_: None):
         doomed = _models() / f".{name}.partial"
         _remove_tree(doomed)
         (_models() / name).rename(doomed)  # at once gone for others, however long the files take
@@ -105,10 +105,14 @@ def remove(name: str) -> None:
 
 @contextlib.contextmanager
 def _lock(name: str, progress: ReportProgress) -> Iterator[None]:
-    _models().mkdir(parents=True, exist_ok=True)
     # The lock file stays: removing it would let a third process lock a new file of that name
     # while a second still waits on the old one.
-    with (_models() / f".{name}.lock").open("w") as file:
+    try:
+        _models().mkdir(parents=True, exist_ok=True)
+        file = (_models() / f".{name}.lock").open("w")
+    except OSError as error:
+        raise _explained(error) or ModelError(_not_writable(error)) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,23 +123,34 @@ def _lock(name: str, progress: ReportProgress) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _os_errors_explained() -> Iterator[None]:
+def _disk_errors_explained() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        place = f"the model store {home()}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free_mb = shutil.disk_usage(_existing(home())).free // 10**6
-            raise ModelError(
-                f"the disk of {place} is full ({free_mb} MB free): make room, remove models "
-                "(`outrider models list`), or set OUTRIDER_HOME to a folder on another disk"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise ModelError(
-                f"cannot write to {place}: {error.strerror}; set OUTRIDER_HOME to a folder "
-                "that this user may write to"
-            ) from error
+    except Exception as error:
+        if explained := _explained(error):
+            raise explained from error
         raise
+
+
+def _explained(error: Exception) -> ModelError | None:
+    """A clear word where the disk is at fault, in whatever shape that arrived."""
+    # safetensors raises an error type of its own, and from pip there are only words.
+    if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
+        free_mb = shutil.disk_usage(_existing(home())).free // 10**6
+        return ModelError(
+            f"the disk of the model store {home()} is full ({free_mb} MB free): make room, remove "
+            "models (`outrider models list`), or set OUTRIDER_HOME to a folder on another disk"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ModelError(_not_writable(error))
+    return None
+
+
+def _not_writable(error: OSError) -> str:
+    return (
+        f"cannot write to the model store {home()}: {error.strerror}; set OUTRIDER_HOME to a "
+        "folder that this user may write to"
+    )
 
 
 def _existing(path: Path) -> Path:

