@@ -54,6 +54,7 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
             )
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        _drop_invented_tokens(folder, len(fields["tokenizer.ggml.tokens"].data))
     except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"cannot convert {source}: {error}") from error
     progress(stage, 1, 1)
@@ -83,6 +84,18 @@ def _fix_pre_tokenizer(backend: Any, pre: str | None, source: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
+
+
+def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
+    """Remove added tokens that the GGUF file does not have.
+
+    transformers gives every GPT-2 kind of tokenizer an `<|endoftext|>`, past the last embedding row
+    where the file has none: text with these letters in it would become an id without a row.
+    """
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_tokens]
+    path.write_text(json.dumps(content, ensure_ascii=False))
 
 
 def layer_slice(source: Path, folder: Path, num_layers: int) -> None:

@@ -61,7 +61,7 @@ def find(name: str, source: str) -> Path | None:
     """The complete model `name` if it was made from `source`."""
     try:
         manifest = json.loads((_models() / name / MANIFEST).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return _models() / name if manifest["source"] == source else None
 
@@ -72,8 +72,9 @@ def build(name: str, source: str, make: Callable[[Path], None], progress: Report
     Safe against a kill at any moment and against other processes: one builds, the others wait.
     `source` says what went in, versions included: where it changed, the model is made anew.
     """
-    if path := find(name, source):
-        return path
+    with _disk_errors_explained():
+        if path := find(name, source):
+            return path
     with _disk_errors_explained(), _lock(name, progress):
         if path := find(name, source):  # made by another process while this one waited
             return path

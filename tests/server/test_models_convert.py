@@ -1,0 +1,87 @@
+"""Conversions: what comes out is the model that went in."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import VOCAB, save_tiny_model
+from tiny_pairs import write_tiny_gguf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider.server.models.convert import gguf_to_directory, layer_slice
+from outrider.server.models.store import ModelError
+from outrider.server.progress import ignore_progress
+
+
+def logits(folder: Path, ids: list[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits
+
+
+def test_a_slice_is_the_target_stopped_after_its_first_layers(tmp_path: Path) -> None:
+    target, draft = save_tiny_model(tmp_path / "target", num_hidden_layers=3), tmp_path / "draft"
+    draft.mkdir()
+    layer_slice(target, draft, 2)
+    whole = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    whole.model.layers = whole.model.layers[:2]
+    ids = list(range(10))
+    with torch.no_grad():
+        expected = whole(torch.tensor([ids]), use_cache=False).logits
+    assert torch.equal(logits(draft, ids), expected)
+    assert expected.shape[-1] == VOCAB
+
+
+def test_a_slice_truncates_what_is_stated_per_layer(tmp_path: Path) -> None:
+    target = save_tiny_model(tmp_path / "target", "qwen3", num_hidden_layers=3)
+    (tmp_path / "draft").mkdir()
+    layer_slice(target, tmp_path / "draft", 1)
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    assert config["num_hidden_layers"] == len(config["layer_types"]) == 1
+    assert logits(tmp_path / "draft", [1, 2]).isfinite().all()
+
+
+def test_a_gguf_file_becomes_a_loadable_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    gguf_to_directory(write_tiny_gguf(tmp_path / "m.gguf"), folder, ignore_progress)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    assert len(tokenizer) == weights["model.embed_tokens.weight"].shape[0]
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}  # as in the file
+    assert logits(folder, [1, 2, 3]).isfinite().all()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "tokens"),
+    [
+        ("smollm", "ab123", ["ab", "1", "2", "3"]),  # digits never merge, though merges exist
+        ("smollm", "ab 13", ["ab", "Ġ", "1", "3"]),
+        ("gpt-2", "ab123", ["ab", "123"]),
+        ("gpt-2", "ab 13", ["ab", "Ġ1", "3"]),
+    ],
+)
+def test_a_gguf_tokenizer_splits_as_the_file_says(
+    tmp_path: Path, pre: str, text: str, tokens: list[str]
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    gguf_to_directory(write_tiny_gguf(tmp_path / "m.gguf", pre), folder, ignore_progress)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.tokenize(text) == tokens
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_gguf_tokenizer_of_unknown_splitting_is_refused(tmp_path: Path) -> None:
+    source = write_tiny_gguf(tmp_path / "m.gguf", pre="newest-thing")
+    with pytest.raises(ModelError, match=r"splits text \(newest-thing\) is not known"):
+        gguf_to_directory(source, tmp_path, ignore_progress)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"not a model" * 100)
+    with pytest.raises(ModelError, match=r"cannot convert .*m\.gguf"):
+        gguf_to_directory(tmp_path / "m.gguf", tmp_path, ignore_progress)
