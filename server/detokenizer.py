@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
-
 from outrider.server.tokenizer import Tokenizer
 
-# The decoder is shown the end of the prompt, so that the first token keeps the space that many
-# tokenizers strip from the start of a text. A character spans at most four tokens; one more gives
-# the decoder a clean place to start.
+# Tokens of the prompt that the first new token is decoded with. A character spans at most four;
+# one more gives a clean place to start.
 MAX_CONTEXT_TOKENS = 5
+# Tokens that are decoded together before the oldest are let go.
+MAX_WINDOW_TOKENS = 16
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -17,6 +16,8 @@ class Detokenizer:
     """Text of a growing sequence, character by whole character.
 
     The pieces of all `push` calls and of `flush` make up what decoding the sequence at once gives.
+    Tokens are decoded within a short window that begins before them, since many tokenizers strip
+    the space at the start of a text.
     """
 
     def __init__(
@@ -24,32 +25,34 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._stream = DecodeStream(
-            ids=_context(tokenizer, prompt_token_ids), skip_special_tokens=False
-        )
-        self._held: list[int] = []  # tokens that so far end within a character
+        self._window = _context(tokenizer, prompt_token_ids)
+        self._shown_chars = len(self._decode())  # of the window's text
+        self._boundary = len(self._window)  # tokens of the window up to its last clean end
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
         if token_id in self._skipped:
             return ""
-        self._held.append(token_id)
-        try:
-            text = self._stream.step(self._tokenizer.backend, token_id)
-        except Exception:
-            # Byte-fallback tokenizers decode a run of bytes as a whole, so that a byte which breaks
-            # the run changes characters that are out already. Start anew behind them.
-            text = self.flush()
-            self._stream = DecodeStream(skip_special_tokens=False)
-        if text:
-            self._held.clear()
-        return text or ""
+        self._window.append(token_id)
+        text = self._decode()
+        # An unfinished character decodes to replacement characters, and only at the end: what is
+        # before them stays as it is, whatever follows.
+        whole_chars = len(text.rstrip(INCOMPLETE))
+        piece = text[self._shown_chars : whole_chars]
+        self._shown_chars = max(self._shown_chars, whole_chars)
+        if whole_chars == len(text):
+            if len(self._window) > MAX_WINDOW_TOKENS:
+                del self._window[: self._boundary]
+                self._shown_chars = len(self._decode())
+            self._boundary = len(self._window)
+        return piece
 
     def flush(self) -> str:
         """What is held of a character that will not be completed."""
-        text = self._tokenizer.decode(self._held, skip_special_tokens=False)
-        self._held.clear()
-        return text
+        return self._decode()[self._shown_chars :]
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
 
 
 class StopStrings:

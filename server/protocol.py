@@ -14,6 +14,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from typing_extensions import TypeAliasType
 
 from outrider.server.errors import cut, unsupported
 
@@ -32,8 +33,16 @@ def _whole_number(value: object) -> object:
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
 Int64 = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+# Lists stop at their first wrong item. Named, because a bare FailFast cannot be part of a union.
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType(
+    "TokenIds", Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1)]
+)
+TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
+StopStrings = TypeAliasType(
+    "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
+)
 
 
 def _prompt_kind(value: object) -> str | None:
@@ -50,9 +59,9 @@ def _prompt_kind(value: object) -> str | None:
 
 Prompt = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], FailFast(), Tag("texts")]
+    | Annotated[Texts, Tag("texts")]
     | Annotated[TokenIds, Tag("ids")]
-    | Annotated[list[TokenIds], FailFast(), Tag("id_lists")],
+    | Annotated[TokenIdLists, Tag("id_lists")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",
@@ -101,9 +110,7 @@ class SamplingFields(APIRequest):
     top_k: Int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: Int64 | None = None
-    stop: (
-        StopString | Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
-    ) = []
+    stop: StopString | StopStrings = []
     stop_token_ids: Annotated[list[Int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False

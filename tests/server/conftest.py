@@ -1,0 +1,31 @@
+"""The application over a scripted engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripted_client import Play, steps
+from served import Served
+from tokenizers_for_tests import byte_level_tokenizer
+
+from outrider.engine.api import NewRequest, RequestOutput
+from outrider.server.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture
+def serve(tokenizer: Tokenizer) -> Callable[..., Served]:
+    """`serve(play, **server_settings)`; without a script, every answer is " Hello world"."""
+
+    def hello(request: NewRequest) -> list[RequestOutput]:
+        ids = tokenizer.encode(" Hello world", add_special_tokens=False)
+        return steps(request, ids[: request.params.max_tokens])
+
+    def make(play: Play = hello, **settings: Any) -> Served:
+        return Served(play, tokenizer, **settings)
+
+    return make

@@ -1,0 +1,432 @@
+"""Answers that are not completions: errors, keys, limits, health, models, metrics."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import Call, get, post, start_post
+from scripted_client import steps
+from served import Served
+
+from outrider.engine.api import (
+    EngineStats,
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    RequestOutput,
+)
+from outrider.engine.client import EngineUnavailableError
+
+Serve = Callable[..., Served]
+OK = {"prompt": "Hi"}
+
+
+def failing_after_two(request: NewRequest) -> list[Any]:
+    return [
+        *steps(request, [70, 71, 72])[:2],
+        EngineUnavailableError("the engine died: killed by signal 9"),
+    ]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": {"text": "Hi"}}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        (OK | {"max_tokens": 0}, "max_tokens"),
+        (OK | {"max_tokens": "5"}, "max_tokens"),
+        (OK | {"max_tokens": 1.5}, "max_tokens"),
+        (OK | {"n": 0}, "n"),
+        (OK | {"n": True}, "n"),
+        (OK | {"n": 10**6}, "n"),
+        (OK | {"temperature": -0.1}, "temperature"),
+        (OK | {"temperature": "1"}, "temperature"),
+        (OK | {"top_p": 1.1}, "top_p"),
+        (OK | {"top_k": -2}, "top_k"),
+        (OK | {"min_p": -0.1}, "min_p"),
+        (OK | {"seed": 2**63}, "seed"),
+        (OK | {"stop": ["x"] * 17}, "stop"),
+        (OK | {"stop": ""}, "stop"),
+        (OK | {"stop": "x" * 10000}, "stop"),
+        (OK | {"stop_token_ids": [-1]}, "stop_token_ids"),
+        (OK | {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        (OK | {"logprobs": 21}, "logprobs"),
+        (OK | {"logprobs": True}, "logprobs"),
+        (OK | {"stream_options": {"include_usage": True}}, "stream_options"),
+        (OK | {"speculation": {"verification": "none"}}, "speculation"),
+        (OK | {"best_of": 3}, "best_of"),
+        (OK | {"suffix": "x"}, "suffix"),
+        (OK | {"echo": True, "logprobs": 0}, "echo"),
+        (OK | {"presence_penalty": 0.5}, "presence_penalty"),
+        (OK | {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (OK | {"logit_bias": {"5": 1}}, "logit_bias"),
+        (OK | {"response_format": {"type": "json_object"}}, "response_format"),
+        (OK | {"guided_json": {}}, "guided_json"),
+        (OK | {"min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_unusable_field_is_named(serve: Serve, body: Any, param: str) -> None:
+    served = serve()
+    reply = post(served.app, body)
+    assert reply.status == 400
+    assert set(reply.json()) == {"error"}
+    assert set(reply.error) == {"message", "type", "param", "code"}
+    assert reply.error["type"] == "invalid_request_error"
+    assert isinstance(reply.error["code"], str)
+    assert reply.error["param"] == param
+    assert not served.client.submitted
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff",
+        b'{"prompt": "Hi", "temperature": NaN}',
+        b'{"prompt": "Hi", "unknown": NaN}',
+        b'{"prompt": "Hi", "temperature": Infinity}',
+        b'{"prompt": "Hi", "temperature": 1e999}',
+        b'{"prompt": "Hi", "top_p": -Infinity}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "Hi", "n": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ],
+)
+def test_malformed_json_is_400(serve: Serve, raw: bytes) -> None:
+    reply = post(serve().app, raw)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_body_of_another_type_is_400(serve: Serve) -> None:
+    reply = post(serve().app, OK, {"content-type": "text/plain"})
+    assert (reply.status, reply.error["code"]) == (400, "invalid_content_type")
+
+
+def test_neutral_values_of_unsupported_parameters_are_accepted(serve: Serve) -> None:
+    neutral = {"presence_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "suffix": ""}
+    neutral |= {"best_of": 1, "guided_json": None, "response_format": {"type": "text"}}
+    assert post(serve().app, OK | neutral).status == 200
+
+
+def test_unknown_field_is_ignored_with_a_debug_line(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "outrider.server")
+    assert post(serve().app, OK | {"colour": "blue"}).status == 200
+    assert "colour" in caplog.text
+    assert "blue" not in caplog.text
+
+
+def test_errors_stay_small_however_wrong_the_body(serve: Serve) -> None:
+    many = {"prompt": ["x", *range(50_000)], "stop": ["y" * 2000] * 16, "user": ["z" * 10_000]}
+    many |= dict.fromkeys(("n", "seed", "top_p", "top_k", "min_p", "logprobs"), "w" * 10000)
+    reply = post(serve().app, many)
+    assert reply.status == 400
+    assert len(reply.body) < 4000
+
+
+def test_unknown_model_is_404(serve: Serve) -> None:
+    for reply in (
+        post(serve().app, OK | {"model": "gpt-5"}),
+        get(serve().app, "/v1/models/gpt-5"),
+    ):
+        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+def test_prompt_that_is_too_long_is_told_in_the_words_clients_match(serve: Serve) -> None:
+    reply = post(serve().app, {"prompt": [70] * 990, "max_tokens": 11, "stream": True})
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert reply.error["message"].startswith(
+        "This model's maximum context length is 1000 tokens. However, you requested 1001 tokens"
+    )
+    assert post(serve().app, {"prompt": [70] * 990, "max_tokens": 10}).status == 200
+
+
+def test_prompts_times_n_is_bounded(serve: Serve) -> None:
+    served = serve(max_prompts_times_n=6)
+    assert post(served.app, {"prompt": ["a", "b"], "n": 3}).status == 200
+    assert post(served.app, {"prompt": ["a", "b"], "n": 4}).error["param"] == "n"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (QueueFullError("full"), 503, "queue_full"),
+        (EngineUnavailableError("restarting"), 503, "engine_unavailable"),
+        (InvalidRequestError("never"), 400, "invalid_value"),
+    ],
+)
+def test_refusal_of_the_engine_comes_before_any_stream(
+    serve: Serve, refusal: Exception, status: int, code: str, stream: bool
+) -> None:
+    served = serve()
+    served.client.refusal = refusal
+    reply = post(served.app, OK | {"stream": stream})
+    assert (reply.status, reply.error["code"]) == (status, code)
+    assert ("retry-after" in reply.headers) == (status == 503)
+
+
+def test_unexpected_exception_is_a_500_without_its_text(serve: Serve) -> None:
+    served = serve()
+    served.client.refusal = ZeroDivisionError("secret")
+
+    async def run() -> Call:
+        call = start_post(served.app, OK, path="/v1/completions")
+        await asyncio.wait([call.finished])
+        call.finished.exception()
+        return call
+
+    reply = asyncio.run(run()).reply
+    assert (reply.status, reply.error["type"]) == (500, "server_error")
+    assert "secret" not in reply.error["message"]
+
+
+def test_engine_that_has_never_been_up_is_503(serve: Serve) -> None:
+    served = serve()
+    served.client.info = None
+    assert post(served.app, OK).status == 503
+
+
+# ---- failures under way
+
+
+def test_failure_in_mid_stream_ends_with_an_error_event(serve: Serve) -> None:
+    reply = post(serve(failing_after_two).app, OK | {"stream": True})
+    *chunks, last = reply.events
+    assert reply.status == 200
+    assert len(chunks) == 2
+    assert "signal 9" in json.loads(last)["error"]["message"]
+    assert reply.ended
+
+
+def test_failure_under_way_of_a_whole_answer_is_an_error(serve: Serve) -> None:
+    reply = post(serve(failing_after_two).app, OK)
+    assert reply.status == 503
+
+
+def test_sequence_that_fails_in_the_engine_fails_its_request(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason="error",
+                error="the logits were NaN",
+            )
+        ]
+
+    served = serve(play)
+    reply = post(served.app, OK)
+    assert (reply.status, reply.error["message"]) == (500, "the logits were NaN")
+    (event,) = post(served.app, OK | {"stream": True}).events
+    assert json.loads(event)["error"]["message"] == "the logits were NaN"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_client_frees_its_sequences_at_once(serve: Serve, stream: bool) -> None:
+    async def run() -> None:
+        waiting = asyncio.Event()
+        served = serve(lambda request: [*steps(request, [70, 71])[:1], waiting])
+        call = start_post(served.app, OK | {"stream": stream, "n": 2}, path="/v1/completions")
+        while not served.client.submitted:
+            await asyncio.sleep(0)
+        if stream:
+            await call.until_body()
+        assert not served.client.aborted
+        call.leave()
+        await asyncio.wait_for(call.finished, 1)
+        ids = [request.request_id for request in served.client.submitted[0]]
+        assert sorted(served.client.aborted) == ids
+        metrics = Call(served.app, "GET", "/metrics", [b""])
+        await metrics.finished
+        assert b'outcome="disconnected"' in metrics.reply.body
+
+    asyncio.run(run())
+
+
+# ---- the surroundings
+
+
+def test_request_id_is_echoed_or_made(serve: Serve) -> None:
+    served = serve()
+    assert post(served.app, OK, {"x-request-id": "abc"}).headers["x-request-id"] == "abc"
+    assert get(served.app, "/nowhere", {"x-request-id": "abc"}).headers["x-request-id"] == "abc"
+    made = {get(served.app, "/health").headers["x-request-id"] for _ in range(3)}
+    assert len(made) == 3
+    unfit = get(served.app, "/health", {"x-request-id": "x" * 500}).headers["x-request-id"]
+    assert len(unfit) == 32
+
+
+def test_unknown_route_and_method_have_error_bodies(serve: Serve) -> None:
+    assert get(serve().app, "/nowhere").error["code"] == "not_found"
+    reply = get(serve().app, "/v1/completions")
+    assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer "},
+        {"authorization": "Basic one"},
+        {"authorization": "one"},
+        {"authorization": "Bearer \xff"},
+    ],
+)
+def test_missing_or_wrong_key_is_401(serve: Serve, headers: dict[str, str]) -> None:
+    served = serve(api_keys=("one", "two"))
+    for reply in (
+        post(served.app, OK, headers),
+        get(served.app, "/v1/models", headers),
+        get(served.app, "/metrics", headers),
+        get(served.app, "/version", headers),
+    ):
+        assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    assert get(served.app, "/health", headers).status == 200
+
+
+@pytest.mark.parametrize("authorization", ["Bearer one", "bearer two"])
+def test_any_of_the_keys_opens(serve: Serve, authorization: str) -> None:
+    served = serve(api_keys=("one", "two"))
+    assert post(served.app, OK, {"authorization": authorization}).status == 200
+
+
+def test_body_that_is_declared_too_large_is_not_read(serve: Serve) -> None:
+    served = serve(max_body_bytes=1024)
+    reply = post(served.app, {"prompt": "x" * 2000})
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+def test_chunked_body_is_counted_while_it_is_read(serve: Serve) -> None:
+    async def run() -> None:
+        served = serve(max_body_bytes=1024)
+        parts = [b'{"prompt": "'] + [b"x" * 100] * 50
+        headers = {"content-type": "application/json"}
+        call = Call(served.app, "POST", "/v1/completions", parts, headers)
+        await call.finished
+        assert (call.reply.status, call.reply.error["code"]) == (413, "body_too_large")
+        assert len(call._body) > 30
+
+    asyncio.run(run())
+
+
+def test_closed_gate_turns_new_requests_away_and_lets_others_finish(serve: Serve) -> None:
+    async def run() -> None:
+        go_on = asyncio.Event()
+        served = serve(
+            lambda request: [(o := steps(request, [70, 71]))[0], go_on, o[1]],
+        )
+        running = start_post(served.app, OK | {"stream": True}, path="/v1/completions")
+        await running.until_body()
+        served.gate.open = False
+        late = start_post(served.app, OK, path="/v1/completions")
+        await late.finished
+        assert (late.reply.status, late.reply.error["code"]) == (503, "shutting_down")
+        health = Call(served.app, "GET", "/health", [b""])
+        await health.finished
+        assert (health.reply.status, health.reply.json()["status"]) == (503, "draining")
+        assert not await served.gate.drained(0.01)
+        go_on.set()
+        assert await served.gate.drained(1)
+        assert running.reply.events[-1] == "[DONE]"
+
+    asyncio.run(run())
+
+
+def test_stopped_engine_ends_streams_with_an_error_event(serve: Serve) -> None:
+    async def run() -> None:
+        forever = asyncio.Event()
+        served = serve(lambda request: [steps(request, [70, 71])[0], forever])
+        call = start_post(served.app, OK | {"stream": True}, path="/v1/completions")
+        await call.until_body()
+        await served.client.stop()
+        await asyncio.wait_for(call.finished, 1)
+        assert "error" in json.loads(call.reply.events[-1])
+
+    asyncio.run(run())
+
+
+# ---- what watches
+
+
+def test_health_tells_the_state_and_its_reason(serve: Serve) -> None:
+    served = serve()
+    assert get(served.app, "/health").json() == {"status": "ok"}
+    served.client.state, served.client.status_reason = "restarting", "killed by signal 9"
+    reply = get(served.app, "/health")
+    assert reply.status == 503
+    assert reply.json() == {"status": "restarting", "reason": "killed by signal 9"}
+
+
+def test_models_tell_the_context_length(serve: Serve) -> None:
+    served = serve()
+    (model,) = get(served.app, "/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("test-model", 1000)
+    assert get(served.app, "/v1/models/test-model").json() == model
+
+
+def test_version_is_told(serve: Serve) -> None:
+    assert get(serve().app, "/version").json()["version"]
+
+
+def test_metrics_count_outcomes_and_show_the_engine(serve: Serve) -> None:
+    served = serve()
+    served.client.stats = EngineStats(
+        num_running=3,
+        num_waiting=2,
+        pages_used=5,
+        pages_total=10,
+        generation_tokens=100,
+        preemptions=1,
+        drafted_per_position=[10, 8],
+        accepted_per_position=[7, 4],
+    )
+    post(served.app, OK)
+    post(served.app, OK | {"stream": True})
+    post(served.app, {})
+    post(served.app, OK, path="/v1/nowhere")
+    text = get(served.app, "/metrics").body.decode()
+    for line in (
+        'outrider_requests_total{outcome="ok",path="/v1/completions"} 2.0',
+        'outrider_requests_total{outcome="invalid",path="/v1/completions"} 1.0',
+        'outrider_requests_total{outcome="invalid",path="other"} 1.0',
+        "outrider_requests_running 3.0",
+        "outrider_requests_waiting 2.0",
+        "outrider_pages_used 5.0",
+        "outrider_pages_total 10.0",
+        "outrider_generation_tokens_total 100.0",
+        "outrider_preemptions_total 1.0",
+        "outrider_draft_tokens_total 18.0",
+        "outrider_accepted_tokens_total 11.0",
+        'outrider_accepted_tokens_per_position_total{position="1"} 4.0',
+        "outrider_time_to_first_token_seconds_count 2.0",
+        'outrider_request_duration_seconds_count{path="/v1/completions"} 2.0',
+    ):
+        assert line in text.splitlines()
+
+
+def test_openapi_document_names_the_request_fields(serve: Serve) -> None:
+    schemas = get(serve().app, "/openapi.json").json()["components"]["schemas"]
+    assert "max_tokens" in schemas["CompletionRequest"]["properties"]

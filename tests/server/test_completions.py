@@ -1,0 +1,273 @@
+"""POST /v1/completions, whole and streamed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import post
+from scripted_client import Play, steps
+from served import Served
+from tokenizers import processors
+from tokenizers_for_tests import BOS, byte_level_tokenizer
+
+from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
+from outrider.server.tokenizer import Tokenizer
+
+Serve = Callable[..., Served]
+
+
+def saying(tokenizer: Tokenizer, text: str, *, sizes: tuple[int, ...] = (), **kw: Any) -> Play:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return lambda request: steps(request, ids, sizes=sizes, **kw)
+
+
+def joined(chunks: list[Any], index: int = 0) -> str:
+    return "".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index)
+
+
+def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
+    served = serve()
+    answer = post(served.app, {"model": "test-model", "prompt": "Hi"}).json()
+    assert answer.pop("id").startswith("cmpl-")
+    assert isinstance(answer.pop("created"), int)
+    prompt_tokens = len(served.tokenizer.encode("Hi", add_special_tokens=True))
+    completion_tokens = len(served.tokenizer.encode(" Hello world", add_special_tokens=False))
+    assert answer == {
+        "object": "text_completion",
+        "model": "test-model",
+        "choices": [
+            {
+                "index": 0,
+                "text": " Hello world",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_stream_ends_with_its_finish_reason_and_done(serve: Serve) -> None:
+    chunks = post(serve().app, {"prompt": "Hi", "stream": True}).chunks
+    assert joined(chunks) == " Hello world"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_stream_usage_comes_last_and_only_when_asked(serve: Serve) -> None:
+    body = {"prompt": "Hi", "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = post(serve().app, body).chunks
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"] == post(serve().app, {"prompt": "Hi"}).json()["usage"]
+
+
+def test_continuous_usage_grows(serve: Serve) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "Hi", "stream": True, "stream_options": options}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in post(serve().app, body).chunks]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("Hi", 1), (["Hi", "Ho"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)],
+)
+def test_prompt_in_every_form(serve: Serve, prompt: Any, expected: int) -> None:
+    served = serve()
+    assert len(post(served.app, {"prompt": prompt}).json()["choices"]) == expected
+    (requests,) = served.client.submitted  # all sequences in one submission
+    ids = [request.prompt_token_ids for request in requests]
+    if isinstance(prompt, list) and not isinstance(prompt[0], str):
+        assert ids == (prompt if isinstance(prompt[0], list) else [prompt])
+
+
+def test_choices_are_prompt_major(serve: Serve) -> None:
+    def echo_first_token(request: NewRequest) -> list[RequestOutput]:
+        return steps(request, request.prompt_token_ids)
+
+    served = serve(echo_first_token)
+    letters = [served.tokenizer.encode(c, add_special_tokens=False) for c in "ab"]
+    answer = post(served.app, {"prompt": letters, "n": 2}).json()
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [
+        (0, "a"),
+        (1, "a"),
+        (2, "b"),
+        (3, "b"),
+    ]
+    assert answer["usage"]["prompt_tokens"] == 2
+
+
+def test_samples_have_seeds_of_their_own(serve: Serve) -> None:
+    served = serve()
+    post(served.app, {"prompt": "Hi", "n": 3, "seed": -7})
+    post(served.app, {"prompt": "Hi", "n": 3, "seed": -7})
+    post(served.app, {"prompt": "Hi"})
+    post(served.app, {"prompt": "Hi"})
+    seeds = [[request.params.seed for request in s] for s in served.client.submitted]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
+    assert seeds[0][0] == 2**64 - 7
+    assert seeds[2] != seeds[3]
+
+
+def test_parameters_reach_the_engine(serve: Serve) -> None:
+    served = serve()
+    body = {
+        "prompt": "Hi",
+        "max_tokens": 5.0,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": -1,
+        "min_p": 0.125,
+        "stop_token_ids": [7],
+        "ignore_eos": True,
+        "logprobs": 2,
+        "speculation": {"num_speculative_tokens": 3},
+    }
+    assert post(served.app, body).status == 200
+    params = served.client.submitted[0][0].params
+    assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.25)
+    assert (params.top_k, params.min_p, params.stop_token_ids) == (0, 0.125, (7,))
+    assert (params.ignore_eos, params.logprobs, params.num_speculative_tokens) == (True, 2, 3)
+
+
+def test_null_stands_for_the_default(serve: Serve) -> None:
+    served = serve()
+    fields = ("max_tokens", "temperature", "n", "stop", "seed", "logprobs", "stream", "top_k")
+    assert post(served.app, {"prompt": "Hi"} | dict.fromkeys(fields)).status == 200
+    params = served.client.submitted[0][0].params
+    assert (params.max_tokens, params.temperature, params.top_k) == (16, 1.0, 0)
+
+
+def test_speculation_can_be_turned_off_for_a_request(serve: Serve) -> None:
+    served = serve()
+    post(served.app, {"prompt": "Hi", "speculation": {"enabled": False}})
+    assert served.client.submitted[0][0].params.num_speculative_tokens == 0
+
+
+def test_stop_string_ends_the_answer_and_the_sequence(serve: Serve, tokenizer: Tokenizer) -> None:
+    # One step brings tokens from both sides of the stop string.
+    served = serve(saying(tokenizer, "one two three four five six", sizes=(99,)))
+    answer = post(served.app, {"prompt": "Hi", "stop": " three", "logprobs": 0}).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one two", "stop")
+    assert choice["stop_reason"] == " three"
+    until_stop = tokenizer.encode("one two three", add_special_tokens=False)
+    assert answer["usage"]["completion_tokens"] == len(until_stop)
+    assert choice["logprobs"]["tokens"] == [tokenizer.token_text(i) for i in until_stop]
+
+
+def test_stopped_sequence_is_aborted_while_others_run(serve: Serve, tokenizer: Tokenizer) -> None:
+    texts = ["one two three", "four five six seven"]
+    served = serve(
+        lambda request: saying(tokenizer, texts[int(request.request_id[-1])])(request),
+    )
+    answer = post(served.app, {"prompt": "Hi", "n": 2, "stop": "tw"}).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["one ", texts[1]]
+    assert served.client.aborted == [served.client.submitted[0][0].request_id]
+
+
+def test_stop_string_can_be_included(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = serve(saying(tokenizer, "one two three four"))
+    body = {"prompt": "Hi", "stop": ["x", "two"], "include_stop_str_in_output": True}
+    assert post(served.app, body).json()["choices"][0]["text"] == "one two"
+
+
+def test_stop_token_is_counted_but_not_shown(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = serve(saying(tokenizer, "one two x", finish="stop"))
+    *_, last = tokenizer.encode("one two x", add_special_tokens=False)
+    answer = post(served.app, {"prompt": "Hi", "stop_token_ids": [last], "logprobs": 0}).json()
+    (choice,) = answer["choices"]
+    assert "one two x".removesuffix(tokenizer.token_text(last)) == choice["text"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", last)
+    assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"])
+    shown = post(
+        served.app,
+        {"prompt": "Hi", "stop_token_ids": [last], "include_stop_str_in_output": True},
+    )
+    assert shown.json()["choices"][0]["text"] == "one two x"
+
+
+def test_end_of_sequence_has_no_stop_reason(serve: Serve, tokenizer: Tokenizer) -> None:
+    eos = tokenizer.wrapper.eos_token_id
+    served = serve(lambda request: steps(request, [70, eos], finish="stop"))
+    (choice,) = post(served.app, {"prompt": "Hi"}).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+
+
+def test_logprobs_have_the_shape_of_openai(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = serve(saying(tokenizer, "one two"))
+    ids = tokenizer.encode("one two", add_special_tokens=False)
+    (choice,) = post(served.app, {"prompt": "Hi", "logprobs": 2}).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [tokenizer.token_text(i) for i in ids]
+    assert logprobs["text_offset"] == [
+        len(tokenizer.decode(ids[:i], skip_special_tokens=True)) for i in range(len(ids))
+    ]
+    for token, own, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == own == max(top.values())
+        assert len(top) == 2
+
+
+def test_minus_infinity_is_clamped(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        entry = TokenLogprobs(float("-inf"), [(71, float("-inf"))])
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=[70],
+                logprobs=[entry],
+                finish_reason="length",
+            )
+        ]
+
+    (choice,) = post(serve(play).app, {"prompt": "Hi", "logprobs": 1}).json()["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [-9999.0]
+    assert set(choice["logprobs"]["top_logprobs"][0].values()) == {-9999.0}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_echo_puts_the_prompt_first_once(serve: Serve, stream: bool) -> None:
+    served = serve()
+    prompts = ["Hi", "Ho"]
+    body = {"prompt": prompts, "echo": True, "n": 2, "stream": stream}
+    reply = post(served.app, body)
+    texts = [joined(reply.chunks if stream else [reply.json()], index) for index in range(4)]
+    assert texts == [f"{prompt} Hello world" for prompt in prompts for _ in range(2)]
+
+
+def test_echo_of_token_ids_is_their_text(serve: Serve, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the fox", add_special_tokens=False)
+    answer = post(serve().app, {"prompt": ids, "echo": True}).json()
+    assert answer["choices"][0]["text"] == "the fox Hello world"
+
+
+def test_cached_tokens_are_reported_once_a_prompt(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = serve(saying(tokenizer, "one", cached_tokens=1))
+    usage = post(served.app, {"prompt": [[5, 6], [7, 8]], "n": 3}).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_special_tokens_are_added_to_texts_unless_declined() -> None:
+    tokenizer = byte_level_tokenizer()
+    bos = tokenizer.backend.token_to_id(BOS)
+    tokenizer.backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bos)]
+    )
+    served = Served(lambda request: steps(request, [70]), tokenizer)
+    post(served.app, {"prompt": "Hi"})
+    post(served.app, {"prompt": "Hi", "add_special_tokens": False})
+    first_ids = [requests[0].prompt_token_ids[0] for requests in served.client.submitted]
+    assert first_ids[0] == bos
+    assert first_ids[1] != bos

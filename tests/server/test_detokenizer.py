@@ -1,0 +1,123 @@
+"""Text comes out whole characters at a time, and stops where it must."""
+
+import random
+
+import pytest
+from tokenizers_for_tests import byte_fallback_tokenizer
+
+from outrider.server.detokenizer import Detokenizer, StopStrings
+from outrider.server.tokenizer import Tokenizer
+
+
+def pieces_of(
+    tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None, skip: bool = True
+) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt or [], skip_special_tokens=skip)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+def test_characters_are_not_split(tokenizer: Tokenizer) -> None:
+    text = "ü 語 🐙🦀 end"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > len(text)  # some characters take several tokens
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_pieces_make_up_the_text_of_any_tokens(tokenizer: Tokenizer, skip: bool) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(tokenizer.backend.get_vocab_size()) for _ in range(30)]
+        expected = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert "".join(pieces_of(tokenizer, ids, skip=skip)) == expected
+
+
+def test_incomplete_last_character_is_flushed(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🐙", add_special_tokens=False)[:-1]
+    assert pieces_of(tokenizer, ids)[-1] == "\ufffd"
+
+
+def test_special_tokens_are_skipped_only_if_asked(tokenizer: Tokenizer) -> None:
+    eos = tokenizer.wrapper.eos_token_id
+    ids = [*tokenizer.encode("a", add_special_tokens=False), eos]
+    assert "".join(pieces_of(tokenizer, ids)) == "a"
+    assert "".join(pieces_of(tokenizer, ids, skip=False)) == "a<eos>"
+
+
+def test_first_token_keeps_its_space_after_a_prompt() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    prompt = tokenizer.encode("the capital is", add_special_tokens=False)
+    ids = tokenizer.encode("Paris Hello", add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, prompt)) == " Paris Hello"
+    assert "".join(pieces_of(tokenizer, ids)) == "Paris Hello"
+
+
+def test_prompt_that_ends_within_a_character_adds_nothing(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("🐙" * 3, add_special_tokens=False)[:-1]
+    ids = tokenizer.encode("abc", add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, prompt)) == "abc"
+
+
+def test_byte_fallback_survives_bytes_that_are_no_characters() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    vocab = tokenizer.backend.get_vocab()
+    broken = [vocab["▁Hello"], vocab["<0xC3>"], vocab["<0xA9>"], vocab["<0xC3>"], vocab["▁world"]]
+    text = "".join(pieces_of(tokenizer, broken))
+    assert text.startswith("Hello")
+    assert text.endswith(" world")
+
+
+def stopped(stops: list[str], text: str, sizes: list[int], include: bool = False) -> str:
+    matcher = StopStrings(stops, include=include)
+    shown, done = "", 0
+    for size in sizes:
+        shown += matcher.push(text[done : done + size])
+        done += size
+    shown += matcher.push(text[done:])
+    return shown + matcher.flush()
+
+
+def test_stop_string_is_found_however_the_text_is_cut() -> None:
+    text = "one two<stop>three"
+    for first in range(len(text)):
+        for second in range(len(text) - first):
+            assert stopped(["<stop>"], text, [first, second]) == "one two"
+            assert stopped(["<stop>"], text, [first, second], True) == "one two<stop>"
+
+
+def test_earliest_completing_stop_wins() -> None:
+    # "bcd" starts later than "abcdef", but is complete first.
+    assert stopped(["abcdef", "bcd"], "xabcdef", [7]) == "xa"
+    assert stopped(["abcdef", "bcd"], "xabcdef", [1, 1, 1, 1, 1]) == "xa"
+
+
+def test_of_stops_that_complete_together_the_longest_wins() -> None:
+    assert stopped(["c", "abc"], "xabc", [4]) == "x"
+    assert stopped(["c", "abc"], "xabc", [1, 1, 1, 1]) == "x"
+
+
+def test_only_what_could_become_a_stop_is_held_back() -> None:
+    matcher = StopStrings(["<stop>"], include=False)
+    assert matcher.push("a<") == "a"
+    assert matcher.push("st") == ""
+    assert matcher.push("ay<") == "<stay"
+    assert matcher.flush() == "<"
+
+
+def test_held_text_restarts_within_itself() -> None:
+    # "aab" after "aaa": the hold must move one character on, not start over.
+    assert stopped(["aab"], "aaab", [1, 1, 1, 1]) == "a"
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_stops_match_a_plain_search(include: bool) -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        text = "".join(rng.choices("ab", k=rng.randrange(12)))
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        end, start = min(ends, default=(len(text), len(text)))
+        sizes = rng.choices(range(4), k=6)
+        assert stopped(stops, text, sizes, include) == text[: end if include else start]

@@ -1,0 +1,132 @@
+"""Whatever the tokens, the steps and the stop strings: a stream says what a whole answer says."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import post
+from scripted_client import steps
+from served import Served
+
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.server.generation import Sample, TextOptions
+from outrider.server.tokenizer import Tokenizer
+
+Serve = Callable[..., Served]
+
+ALPHABET = ["a", "b", " one", "é", "你", "🙂", "👩‍👩‍👧", "<stop>", "\n", "ß"]
+
+
+def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
+    """Mostly real text, whose characters span tokens; at times any tokens at all."""
+    if rng.random() < 0.3:
+        size = tokenizer.backend.get_vocab_size()
+        return [rng.randrange(2, size) for _ in range(rng.randint(1, 12))]
+    text = "".join(rng.choices(ALPHABET, k=rng.randint(1, 10)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[: rng.randint(1, len(ids))]  # the end may fall within a character
+
+
+def random_stops(rng: random.Random, text: str) -> list[str]:
+    """Stop strings cut from the text, so that they do occur, and some that do not."""
+    stops = []
+    for _ in range(rng.randrange(4)):
+        start = rng.randrange(len(text)) if text else 0
+        stop = text[start : start + rng.randint(1, 6)]
+        stops.append((stop + "x" if rng.random() < 0.2 else stop) or "x")
+    return stops
+
+
+def expected_text(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    end, start, stop = min(found)
+    return text[: end if include else start], stop
+
+
+def test_any_steps_give_the_text_of_a_plain_search(tokenizer: Tokenizer) -> None:
+    rng = random.Random(2)
+    for case in range(2000):
+        ids = random_ids(rng, tokenizer)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        stops = random_stops(rng, text)
+        include = rng.random() < 0.5
+        request = NewRequest(
+            request_id="r", prompt_token_ids=[70], params=SamplingParams(max_tokens=99)
+        )
+        options = TextOptions(stop=tuple(stops), include_stop=include)
+        sample = Sample(0, request, tokenizer, options)
+        shown, tokens, last = "", 0, None
+        for output in steps(request, ids, sizes=rng.choices(range(1, 5), k=len(ids))):
+            delta = sample.take(output)
+            if delta is not None:
+                shown += delta.text
+                tokens += len(delta.tokens)
+                last = delta
+            if sample.finished:
+                break
+        expected, stop = expected_text(text, stops, include)
+        assert last is not None, case
+        assert shown == expected, case
+        assert last.stop_reason == stop, case
+        assert last.finish_reason == ("length" if stop is None else "stop"), case
+        assert last.completion_tokens == tokens <= len(ids), case
+        if stop is not None:
+            # No token fewer would have completed the stop string.
+            fewer = tokenizer.decode(ids[: tokens - 1], skip_special_tokens=True)
+            assert stop not in fewer.rstrip("\ufffd"), case
+
+
+def merged(chunks: list[Any], num_choices: int) -> list[Any]:
+    """The choices of a stream, put together as a client would."""
+    choices: list[dict[str, Any]] = [{"index": i, "text": ""} for i in range(num_choices)]
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            whole = choices[part["index"]]
+            assert "finish_reason" not in whole or whole["finish_reason"] is None
+            whole["text"] += part["text"]
+            whole["finish_reason"] = part["finish_reason"]
+            whole["stop_reason"] = part["stop_reason"]
+            if part["logprobs"] is None:
+                whole["logprobs"] = None
+            else:
+                lists = whole.setdefault("logprobs", {key: [] for key in part["logprobs"]})
+                for key, values in part["logprobs"].items():
+                    lists[key] += values
+    return choices
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stream_equals_whole_answer(serve: Serve, tokenizer: Tokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    script: dict[str, tuple[list[int], str]] = {}
+    sizes_of = random.Random()
+
+    def play(request: NewRequest) -> list[RequestOutput]:
+        ids, finish = script[request.request_id.rpartition("-")[2]]
+        sizes = sizes_of.choices(range(1, 6), k=len(ids))  # other steps each time
+        return steps(request, ids, sizes=sizes, finish=finish)
+
+    served = serve(play)
+    for _ in range(40):
+        n = rng.randint(1, 3)
+        script.clear()
+        for index in range(n):
+            script[str(index)] = random_ids(rng, tokenizer), rng.choice(["length", "stop"])
+        text = tokenizer.decode(script["0"][0], skip_special_tokens=True)
+        body = {
+            "prompt": "Hi",
+            "n": n,
+            "stop": random_stops(rng, text) or None,
+            "logprobs": rng.choice([None, 0, 3]),
+            "echo": False,
+            "include_stop_str_in_output": rng.random() < 0.5,
+            "skip_special_tokens": rng.random() < 0.5,
+        }
+        whole = post(served.app, body).json()
+        options = {"include_usage": True}
+        *chunks, last = post(served.app, body | {"stream": True, "stream_options": options}).chunks
+        assert merged(chunks, n) == whole["choices"]
+        assert last["usage"] == whole["usage"]

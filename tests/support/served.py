@@ -1,0 +1,27 @@
+"""The application over a scripted engine, and what tests look at behind it."""
+
+from typing import Any
+
+from scripted_client import Play, ScriptedClient
+from starlette.types import ASGIApp
+
+from outrider.server.app import create_app
+from outrider.server.middleware import Gate
+from outrider.server.settings import ServerSettings
+from outrider.server.tokenizer import Tokenizer
+
+MODEL = "test-model"
+
+
+class Served:
+    def __init__(self, play: Play, tokenizer: Tokenizer, **settings: Any) -> None:
+        self.client = ScriptedClient(play, vocab_size=tokenizer.backend.get_vocab_size())
+        self.gate = Gate()
+        self.tokenizer = tokenizer
+        self.app: ASGIApp = create_app(
+            self.client,
+            tokenizer,
+            self.gate,
+            model_name=MODEL,
+            settings=ServerSettings(**settings),
+        )
