@@ -139,8 +139,9 @@ def _explained(error: Exception) -> ModelError | None:
     if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
         free_mb = shutil.disk_usage(_existing(home())).free // 10**6
         return ModelError(
-            f"the disk of the model store {home()} has no room left ({free_mb} MB free): clear some, remove "
-            "models (`outrider models list`), or set OUTRIDER_HOME to a folder on another disk"
+            f"the disk of the model store {home()} has no room left ({free_mb} MB free): clear "
+            "some, remove models (`outrider models list`), or set OUTRIDER_HOME to a folder on "
+            "another disk"
         )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ModelError(_not_writable(error))

@@ -1,0 +1,90 @@
+"""`outrider config` and `outrider models`."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from tiny_pairs import save_tiny_model_with_tokenizer, write_tiny_gguf
+from typer.testing import CliRunner, Result
+
+from outrider.server.cli import app
+from outrider.server.settings import Settings
+from outrider.server.settings_loader import load_settings, setting_keys
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def outrider(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_config_prints_what_loads_to_the_same_settings(home: Path) -> None:
+    path = home / "pair.toml"
+    path.write_text('[server]\nserved_model_name = "na\\"me é"\n[cache]\nnum_pages = 12')
+    printed = outrider("config", "--config", str(path), "--set", "server.port=81")
+    again = home / "again.toml"
+    again.write_text(printed.stdout)
+    assert printed.exit_code == 0
+    assert load_settings(again, environ={}) == load_settings(path, ["server.port=81"], environ={})
+
+
+def test_config_masks_api_keys() -> None:
+    printed = outrider("config", "--set", "server.api_keys=secret").stdout
+    assert "secret" not in printed
+    assert "***" in printed
+
+
+def test_the_example_describes_every_setting_at_its_default(home: Path) -> None:
+    printed = outrider("config", "--example").stdout
+    path = home / "example.toml"
+    path.write_text(printed)
+    assert load_settings(path, environ={}) == Settings()
+    assert max(map(len, printed.splitlines())) <= 100
+    for key in setting_keys():
+        section, name = key.split(".")
+        assert f"\n{name} = " in printed or f"\n# {name} is unset" in printed
+        description = Settings.model_fields[section].annotation.model_fields[name].description
+        assert description in " ".join(printed.replace("\n# ", " ").split())
+
+
+def test_wrong_settings_exit_with_2_and_one_line() -> None:
+    result = outrider("config", "--set", "server.prot=1")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "outrider: --set server.prot=1: unknown key `server.prot`; did you mean `server.port`?\n"
+    )
+
+
+def test_models_are_listed_fetched_found_and_removed(home: Path) -> None:
+    assert "not fetched" in outrider("models", "list").stdout
+    write_tiny_gguf(home / "tiny.gguf")
+    assert outrider("models", "path", "tiny.gguf").exit_code == 1
+    fetched = Path(outrider("models", "fetch", "tiny.gguf").stdout.strip())
+    assert (fetched / "model.safetensors").exists()
+    assert outrider("models", "path", "tiny.gguf").stdout.strip() == str(fetched)
+    assert fetched.name in outrider("models", "list").stdout
+    assert outrider("models", "remove", fetched.name).exit_code == 0
+    assert not fetched.exists()
+    again = outrider("models", "remove", fetched.name)
+    assert again.exit_code == 1
+    assert "no model" in again.stderr
+
+
+def test_fetch_takes_the_pair_of_a_config(home: Path) -> None:
+    for name in ("target", "draft"):
+        save_tiny_model_with_tokenizer(home / name, num_hidden_layers=1)
+    (home / "pair.toml").write_text('[target]\nmodel = "./target"\n[draft]\nmodel = "./draft"\n')
+    result = outrider("models", "fetch", "--config", "pair.toml")
+    assert result.stdout.split() == [str(home / "target"), str(home / "draft")]
+
+
+def test_config_files_name_the_defaults_they_are_about() -> None:
+    default = Path(__file__).parents[2] / "configs/default.toml"
+    stated = tomllib.loads(default.read_text())
+    assert stated["target"]["model"] == Settings().target.model
+    assert stated["draft"]["model"] == Settings().draft_model

@@ -1,0 +1,128 @@
+"""The pair that the engine is handed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_pairs import save_tiny_model_with_tokenizer
+
+from outrider.server.models import pair
+from outrider.server.models.pair import Pair, engine_config, prepare_pair, resolve_dtype
+from outrider.server.models.store import ModelError
+from outrider.server.settings_loader import load_settings
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    save_tiny_model_with_tokenizer(root / "target", num_hidden_layers=3)
+    save_tiny_model_with_tokenizer(root / "draft", num_hidden_layers=1, vocab_size=512)
+    save_tiny_model_with_tokenizer(root / "other", num_hidden_layers=1)
+    tokenizer = json.loads((root / "other/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (root / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+    return root
+
+
+def settings_for(models: Path, draft: str, *more: str):  # type: ignore[no-untyped-def]
+    names = [f"target.model={models / 'target'}", f"draft.model={models / draft}"]
+    return load_settings(assignments=[*names, "target.device=cpu", *more], environ={})
+
+
+def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> None:
+    settings = settings_for(
+        models, "draft", "target.dtype=float32", "draft.dtype=float32", "cache.num_pages=64"
+    )
+    found = prepare_pair(settings)
+    config = engine_config(settings, found)
+    assert config.target.path == str(models / "target")
+    assert config.draft is not None
+    assert config.draft.path == str(models / "draft")
+    assert config.target.dtype == config.draft.dtype == "float32"
+    assert config.vocab_size == found.vocab_size < 512  # the draft's padding does not count
+    assert (config.device, config.cache.num_pages) == ("cpu", 64)
+    assert config.speculation.num_speculative_tokens == 4
+
+
+def test_eos_is_what_generation_and_the_tokenizer_say(models: Path) -> None:
+    path = models / "target/generation_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps({"eos_token_id": [7, 5]}))
+    try:
+        assert prepare_pair(settings_for(models, "draft")).eos_token_ids == (0, 5, 7)
+    finally:
+        path.write_text(before)
+
+
+def test_a_draft_of_another_tokenizer_is_refused(models: Path) -> None:
+    with pytest.raises(ModelError, match=r"draft\.model = .*other.*differ in 2 of \d+ tokens"):
+        prepare_pair(settings_for(models, "other"))
+
+
+@pytest.mark.parametrize(
+    "plain", ["speculation.proposer=none", "speculation.num_speculative_tokens=0"]
+)
+def test_without_speculation_no_draft_is_looked_for(models: Path, plain: str) -> None:
+    settings = settings_for(models, "not-there", plain)
+    found = prepare_pair(settings)
+    config = engine_config(settings, found)
+    assert config.draft is None
+    assert config.speculation.num_speculative_tokens == 0
+
+
+def test_ngram_needs_no_draft(models: Path) -> None:
+    settings = settings_for(models, "not-there", "speculation.proposer=ngram")
+    config = engine_config(settings, prepare_pair(settings))
+    assert (config.draft, config.speculation.proposer) == (None, "ngram")
+
+
+def test_errors_name_the_setting(models: Path) -> None:
+    with pytest.raises(ModelError, match=r"draft\.model = '.*not-there': .*does not exist"):
+        prepare_pair(settings_for(models, "not-there"))
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "asked", "device", "given"),
+    [
+        (True, "auto", "cpu", "bfloat16"),
+        (False, "auto", "cpu", "float32"),
+        (False, "bfloat16", "cpu", "bfloat16"),
+        (True, "auto", "cuda", "auto"),
+        (True, "float16", "cuda:1", "float16"),
+    ],
+)
+def test_dtype_auto_follows_the_processor_or_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, asked: str, device: str, given: str
+) -> None:
+    monkeypatch.setattr(pair, "_cpu_has_bfloat16", lambda: has_bfloat16)
+    assert resolve_dtype(asked, device) == given
+
+
+def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
+    settings = settings_for(
+        models,
+        "draft",
+        "speculation.proposer=ngram",
+        "speculation.num_speculative_tokens=7",
+        "speculation.ngram_min_tokens=2",
+        "speculation.ngram_max_tokens=6",
+        "cache.page_size_tokens=8",
+        "cache.memory_fraction=0.25",
+        "cache.prefix_caching=false",
+        "scheduler.max_num_seqs=3",
+        "scheduler.max_num_batched_tokens=33",
+        "scheduler.max_queue_len=5",
+        "engine.max_model_len=99",
+        "engine.num_threads=1",
+    )
+    config = engine_config(settings, Pair(models, None, 10, (1,)))
+    speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
+    assert (speculation.proposer, speculation.num_speculative_tokens) == ("ngram", 7)
+    assert (speculation.ngram_min_tokens, speculation.ngram_max_tokens) == (2, 6)
+    assert (cache.page_size_tokens, cache.memory_fraction) == (8, 0.25)
+    assert not cache.prefix_caching
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 33)
+    assert scheduler.max_queue_len == 5
+    assert (config.max_model_len, config.num_threads) == (99, 1)
+    assert (config.vocab_size, config.eos_token_ids) == (10, (1,))

@@ -1,0 +1,123 @@
+"""From a name to a model directory, and what is said where there is none."""
+
+import json
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from tiny_pairs import write_tiny_gguf
+
+from outrider.server.models import hub, resolve, store
+from outrider.server.models.store import ModelError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def model_directory(path: Path, *names: str) -> Path:
+    path.mkdir()
+    for name in names or ("config.json", "tokenizer.json", "model.safetensors"):
+        (path / name).write_text("{}")
+    return path
+
+
+def test_a_local_directory_is_taken_as_it_is(home: Path) -> None:
+    directory = model_directory(home / "m")
+    assert resolve.resolve(str(directory)) == directory
+    assert resolve.resolve("m") == directory
+    assert resolve.find("./m") == directory
+
+
+def test_a_local_directory_wins_over_a_hub_id(home: Path) -> None:
+    (home / "owner").mkdir()
+    directory = model_directory(home / "owner" / "name")
+    assert resolve.resolve("owner/name") == directory
+
+
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [
+        (["model.safetensors", "tokenizer.json"], "no config.json"),
+        (["adapter_config.json", "tokenizer.json"], "LoRA adapter"),
+        (["config.json", "model.safetensors"], "no tokenizer"),
+        (["config.json", "tokenizer.json", "pytorch_model.bin"], "pickle checkpoints"),
+    ],
+)
+def test_a_directory_that_is_no_model_says_what_is_missing(
+    home: Path, names: list[str], complaint: str
+) -> None:
+    model_directory(home / "m", *names)
+    with pytest.raises(ModelError, match=complaint):
+        resolve.resolve("m")
+
+
+def test_missing_weight_files_are_noticed(home: Path) -> None:
+    directory = model_directory(home / "m")
+    weights = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ModelError, match=r"1 of 2 weight files are missing, model-2\.safetensors"):
+        resolve.resolve("m")
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        ("./missing", r"does not exist \(looked at /"),
+        ("/missing", "does not exist"),
+        ("missing.gguf", "does not exist"),
+        ("a/b/c", "does not exist"),
+        ("smollm2-135m-instrukt", "did you mean 'smollm2-135m-instruct'"),
+        ("gpt", "built in: smollm2-135m-instruct"),
+    ],
+)
+def test_names_of_nothing_are_refused(model: str, complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        resolve.resolve(model)
+
+
+def test_a_file_that_is_no_gguf_by_name_is_refused(home: Path) -> None:
+    (home / "weights.bin").touch()
+    with pytest.raises(ModelError, match="no GGUF file"):
+        resolve.resolve("weights.bin")
+
+
+@pytest.mark.parametrize("model", ["m", "smollm2-135m-instruct", "./missing"])
+def test_a_revision_of_something_local_is_refused(home: Path, model: str) -> None:
+    model_directory(home / "m")
+    with pytest.raises(ModelError, match="only hub ids have revisions"):
+        resolve.resolve(model, "main")
+
+
+def test_a_gguf_file_is_converted_once_and_again_when_it_changes(home: Path) -> None:
+    source = write_tiny_gguf(home / "tiny.gguf")
+    with pytest.raises(ModelError, match="models fetch"):
+        resolve.find("tiny.gguf")
+    first = resolve.resolve("tiny.gguf")
+    assert resolve.resolve(str(source)) == first == resolve.find("tiny.gguf")
+    write_tiny_gguf(source, pre="gpt-2")
+    second = resolve.resolve("tiny.gguf")
+    assert second != first
+    assert len(store.entries()) == 2
+
+
+def test_a_hub_id_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unreachable(hub_id: str, **options: object) -> NoReturn:
+        asked.append((hub_id, options["revision"], options["allow_patterns"]))
+        raise LocalEntryNotFoundError("no route to host\nmore words")
+
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    with pytest.raises(ModelError, match=r"cannot download a/b at revision v1.*no route to host\)"):
+        resolve.resolve("a/b", "v1")
+    (hub_id, revision, patterns) = asked[0]
+    assert (hub_id, revision) == ("a/b", "v1")
+    assert "*.py" not in patterns  # code comes only with trust_remote_code
+    assert not any(pattern.endswith("bin") for pattern in patterns)
+    with pytest.raises(ModelError, match="not in the hub's cache"):
+        resolve.find("a/b")
