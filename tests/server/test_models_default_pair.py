@@ -1,5 +1,6 @@
 """The default pair, fetched and converted for real."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def merge(word: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     while len(word) > 1:
         rank, at = min(
             (ranks.get((left, right), 1 << 30), i)
-            for i, (left, right) in enumerate(zip(word, word[1:], strict=False))
+            for i, (left, right) in enumerate(itertools.pairwise(word))
         )
         if rank == 1 << 30:
             break
