@@ -1,0 +1,85 @@
+# `make serve` and `make test` do all the set-up they need. `make help` lists the rest.
+
+CONFIG ?= configs/default.toml
+ARGS ?=
+# Empty: resolve anew, for a torch that fits another CUDA driver or processor than constraints.txt.
+CONSTRAINTS ?= constraints.txt
+PIP_ARGS ?=
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
+	command -v $$name && break; done)
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PACKAGES := server engine kernels
+TYPING := build/typing/outrider
+
+# The project's root must not be on sys.path: its `kernels` would shadow Hugging Face's package.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DELETE_ON_ERROR:
+.PHONY: help serve test check format-check lint types mutate format clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  make serve CONFIG=configs/ngram.toml ARGS="--port 8123 --set speculation.num_speculative_tokens=3"'
+	@echo '  make test ARGS="-m \"not model\" tests/server"'
+
+serve: .make/runtime ## start the server (CONFIG=, ARGS=)
+	@exec $(BIN)/outrider serve --config $(CONFIG) $(ARGS)
+
+test: .make/dev ## run the tests (ARGS= for pytest)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(ARGS)
+
+check: format-check lint types test ## all that CI checks
+
+format-check: .make/dev
+	$(BIN)/ruff format --check .
+
+lint: .make/dev ## ruff
+	$(BIN)/ruff check .
+
+types: .make/dev $(addprefix $(TYPING)/,$(PACKAGES)) ## mypy --strict
+	$(BIN)/mypy $(PACKAGES:%=-p outrider.%)
+
+mutate: .make/dev ## break the code in known ways; the tests must notice
+	$(BIN)/python scripts/mutate.py $(ARGS)
+
+format: .make/dev ## format and sort the code in place
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what was installed and built here (converted models stay)
+	rm -rf .venv .make build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# ---- set-up, each step once
+
+.make/venv:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Outrider needs Python 3.11 or newer, and none was found on PATH." >&2; \
+		echo "Install one, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) comes without its venv module; on Debian and Ubuntu:" >&2; \
+		echo "  apt install python3-venv" >&2; exit 1; }
+	@echo "Creating .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@mkdir -p .make && touch $@
+
+# torch first and by itself: later steps then keep the build it chose.
+.make/runtime: .make/venv pyproject.toml $(CONSTRAINTS)
+	@echo "Installing torch and the server (minutes, the first time)"
+	@$(PIP) torch setuptools
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+.make/dev: .make/runtime
+	@echo "Installing the tools for tests and checks"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# mypy does not see the import names that pyproject.toml gives the folders; links do it for it.
+$(TYPING)/%:
+	@mkdir -p $(TYPING)
+	@ln -sfn ../../../$* $@
