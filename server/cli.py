@@ -1,8 +1,10 @@
 """The `outrider` command."""
 
+from typing import Annotated, Literal
+
 import typer
 
-from outrider.server.cli_config import config_command
+from outrider.server.cli_config import ConfigOption, SetOption, config_command, settings_or_exit
 from outrider.server.cli_models import models_app
 
 app = typer.Typer(
@@ -13,3 +15,40 @@ app = typer.Typer(
 )
 app.command("config")(config_command)
 app.add_typer(models_app, name="models")
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+
+@app.command("serve")
+def serve_command(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in /v1/models and in requests.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Bearer key that clients must send; repeatable."),
+    ] = None,
+    shutdown_timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Time for running requests to finish at shutdown."),
+    ] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Least severe log lines.")] = None,
+    assignments: SetOption = None,
+) -> None:
+    """Serve a draft/target pair over HTTP until Ctrl-C or SIGTERM."""
+    flags: dict[str, object] = {
+        "server.host": host,
+        "server.port": port,
+        "server.served_model_name": served_model_name,
+        "server.api_keys": api_key or None,
+        "server.shutdown_timeout_s": shutdown_timeout,
+        "server.log_level": log_level,
+    }
+    settings = settings_or_exit(config, assignments, flags)
+    # Only now: it brings in the whole server, which the other commands need not wait for.
+    from outrider.server.serving import serve
+
+    raise typer.Exit(serve(settings))

@@ -108,6 +108,8 @@ class Gate:
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait for the requests under way; whether the last one ended in time."""
+        if not self._under_way:
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
