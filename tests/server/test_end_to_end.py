@@ -1,0 +1,183 @@
+"""The default pair behind a real socket, used as clients use it."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+
+import httpx
+import openai
+import psutil
+import pytest
+from running_server import RunningServer, events_of, running_server, text_of
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+QUEUE = 8
+SEATS = 4
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    settings = [
+        "target.dtype=float32",
+        "draft.dtype=float32",
+        "cache.num_pages=512",
+        f"scheduler.max_queue_len={QUEUE}",
+        f"scheduler.max_num_seqs={SEATS}",
+        "engine.num_threads=1",
+        "server.max_body_bytes=100000",
+    ]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    with running_server(log, arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def model_of(client: openai.OpenAI) -> str:
+    (model,) = client.models.list().data
+    return model.id
+
+
+def test_openai_client_completes(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=model_of(client), prompt=PROMPT, max_tokens=8, temperature=0
+    )
+    assert " Paris" in answer.choices[0].text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+def test_openai_client_streams_the_same_text(client: openai.OpenAI) -> None:
+    def ask(stream: bool) -> object:
+        return client.completions.create(
+            model=model_of(client),
+            prompt=[PROMPT, "Once upon a time"],
+            n=2,
+            max_tokens=6,
+            temperature=0.8,
+            seed=7,
+            stream=stream,
+        )
+
+    whole = ask(False)
+    assert isinstance(whole, openai.types.Completion)
+    texts = [""] * 4
+    stream = ask(True)
+    assert isinstance(stream, openai.Stream)
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_greedy_choice_is_the_most_likely_of_its_alternatives(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=model_of(client), prompt=PROMPT, max_tokens=4, temperature=0, logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert logprobs.token_logprobs is not None
+    for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert own == max(top.values())
+    assert "".join(logprobs.tokens or []) == answer.choices[0].text
+
+
+def test_client_reads_our_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="nothing", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is") as too_long:
+        client.completions.create(model=model_of(client), prompt="x", max_tokens=10**6)
+    assert too_long.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_oversized_body_is_refused_to_the_client(server: RunningServer, chunked: bool) -> None:
+    body = b'{"prompt": "' + b"x" * 5_000_000
+    content: object = iter([body[i : i + 65536] for i in range(0, len(body), 65536)])
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        content=content if chunked else body,  # type: ignore[arg-type]
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code == 413
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_client_frees_its_pages(server: RunningServer, stream: bool) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2000, "stream": stream, "ignore_eos": True}
+
+    async def leave() -> None:
+        async with httpx.AsyncClient() as http:
+            request = http.build_request("POST", f"{server.url}/v1/completions", json=body)
+            sending = asyncio.create_task(http.send(request, stream=True))
+            await asyncio.to_thread(server.wait_for, "outrider_requests_running 1")
+            if stream:
+                await (await sending).aclose()
+            else:
+                sending.cancel()
+
+    asyncio.run(leave())
+    server.wait_for("outrider_requests_running 0")
+    assert server.metric("outrider_pages_used") == 0
+
+
+def test_flood_is_served_as_far_as_the_queue_goes(server: RunningServer) -> None:
+    async def flood() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=120) as http:
+            body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+            posts = [http.post(f"{server.url}/v1/completions", json=body) for _ in range(200)]
+            return await asyncio.gather(*posts)
+
+    replies = asyncio.run(flood())
+    served = [reply for reply in replies if reply.status_code == 200]
+    refused = [reply for reply in replies if reply.status_code == 503]
+    assert len(served) + len(refused) == 200
+    assert len(served) >= QUEUE
+    assert refused
+    assert all("retry-after" in reply.headers for reply in refused)
+    assert len({reply.json()["choices"][0]["text"] for reply in served}) == 1
+    server.wait_for("outrider_requests_running 0")
+
+
+def test_killed_engine_ends_its_streams_and_comes_back(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        events = events_of(response)
+        next(events)
+        server.engine.kill()
+        *_, last = events
+        assert "signal 9" in json.loads(last)["error"]["message"]
+    health = httpx.get(f"{server.url}/health")
+    assert (health.status_code, health.json()["status"]) == (503, "restarting")
+    assert "signal 9" in health.json()["reason"]
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
+    server.wait_for("outrider_engine_ready 1", timeout_s=120)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=body | {"stream": False, "max_tokens": 2}
+    )
+    assert answer.status_code == 200
+
+
+def test_sigterm_lets_a_request_finish_and_leaves_nothing(server: RunningServer) -> None:
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    body = {"prompt": PROMPT, "max_tokens": 12, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        events = events_of(response)
+        first = next(events)
+        server.process.send_signal(signal.SIGTERM)
+        *rest, done = events
+        assert done == "[DONE]"
+        assert " Paris" in text_of([first, *rest])
+    assert server.stop() == 0
+    assert not [process for process in processes if process.is_running()]
