@@ -35,7 +35,7 @@ def serve(settings: Settings) -> int:
     console = Console(stderr=True)
     configure_logging(settings.server.log_level, console)
     try:
-        listener = _bind(settings.server.host, settings.server.port)
+        listener = bind(settings.server.host, settings.server.port)
         with ProgressDisplay(console) as progress:
             pair = prepare_pair(settings, progress)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -47,7 +47,7 @@ def serve(settings: Settings) -> int:
         return 130
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """The listening address, taken before anything slow is done. Raises OSError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -80,7 +80,7 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
             model_name=settings.served_model_name,
             settings=settings.server,
         )
-        server = _Server(app, gate, client, settings.server.shutdown_timeout_s)
+        server = Server(app, gate, client, settings.server.shutdown_timeout_s)
         tasks.append(serving := asyncio.create_task(server.serve(sockets=[listener])))
         with progress:
             await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +109,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Uvicorn, but a signal first turns new requests away and lets running ones finish."""
 
     def __init__(

@@ -1,0 +1,73 @@
+"""What is printed while the server runs."""
+
+import asyncio
+import io
+import logging
+
+import pytest
+from rich.console import Console
+from scripted_client import ScriptedClient
+
+from outrider.engine.api import EngineStats
+from outrider.server.console import report_status, show_summary, status_line
+from outrider.server.settings import Settings
+
+
+def idle_client() -> ScriptedClient:
+    return ScriptedClient(lambda request: [], vocab_size=100)
+
+
+def test_status_line_tells_rates_since_the_last_one() -> None:
+    before = EngineStats(
+        generation_tokens=100, drafted_per_position=[10, 10], accepted_per_position=[5, 5]
+    )
+    now = EngineStats(
+        num_running=3,
+        num_waiting=1,
+        pages_used=7,
+        pages_total=20,
+        prompt_tokens=50,
+        generation_tokens=150,
+        drafted_per_position=[20, 20],
+        accepted_per_position=[14, 11],
+    )
+    assert status_line(before, now, 2.0) == (
+        "3 running, 1 waiting | 25.0 tokens/s | 25.0 prompt tokens/s | 75% of drafts accepted | "
+        "7 of 20 pages used"
+    )
+
+
+def test_status_line_without_drafts_says_nothing_of_them() -> None:
+    line = status_line(EngineStats(), EngineStats(generation_tokens=1), 1.0)
+    assert "drafts" not in line
+
+
+def test_status_is_reported_only_under_load() -> None:
+    async def run() -> list[str]:
+        client, lines = idle_client(), list[str]()
+        reporting = asyncio.create_task(report_status(client, 0.001, lines.append))
+        await asyncio.sleep(0.02)
+        assert not lines
+        client.stats = EngineStats(num_running=1)
+        while not lines:
+            await asyncio.sleep(0.001)
+        reporting.cancel()
+        return lines
+
+    assert "1 running" in asyncio.run(run())[0]
+
+
+def test_summary_is_a_table_on_a_terminal_and_lines_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    info = idle_client().info
+    assert info is not None
+    caplog.set_level(logging.INFO, "outrider.server")
+    for terminal in (True, False):
+        output = io.StringIO()
+        console = Console(file=output, force_terminal=terminal, width=120)
+        show_summary(Settings(), info, "http://127.0.0.1:8000", console)
+        text = output.getvalue() if terminal else caplog.text
+        for part in ("smollm2-135m-instruct-slice", "k = 4", "1000 tokens", ":8000/v1", "cpu"):
+            assert part in text
+        assert bool(caplog.text) != terminal

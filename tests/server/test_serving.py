@@ -1,0 +1,95 @@
+"""`outrider serve` around the application: its address, its signals, its exit code."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+import httpx
+import pytest
+from scripted_client import steps
+from served import Served
+from typer.testing import CliRunner
+
+from outrider.server.cli import app
+from outrider.server.serving import Server, bind
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def listener() -> socket.socket:
+    return bind("127.0.0.1", 0)
+
+
+def test_taken_port_is_told_before_anything_is_loaded(listener: socket.socket) -> None:
+    listener.listen()
+    port = listener.getsockname()[1]
+    with pytest.raises(OSError, match=f"port {port}: Address already in use; choose"):
+        bind("127.0.0.1", port)
+
+
+def test_unknown_setting_ends_the_command() -> None:
+    result = CliRunner().invoke(app, ["serve", "--set", "server.prot=1"])
+    assert result.exit_code == 2
+    assert "server.port" in result.output
+
+
+def test_missing_model_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("outrider.server.serving.configure_logging", lambda *_: None)
+    settings = ["target.model=./nowhere", "speculation.proposer=none"]
+    assignments = [argument for setting in settings for argument in ("--set", setting)]
+    assert CliRunner().invoke(app, ["serve", "--port", "0", *assignments]).exit_code == 1
+    assert "./nowhere" in caplog.text
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_signal_lets_running_requests_finish(serve: Serve, listener: socket.socket) -> None:
+    async def run() -> None:
+        go_on = asyncio.Event()
+        served = serve(lambda request: [(o := steps(request, [70, 71]))[0], go_on, o[1]])
+        server = Server(served.app, served.gate, served.client, shutdown_timeout_s=10)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        url = "http://{}:{}/v1/completions".format(*listener.getsockname())
+        await until(lambda: server.started)
+        async with httpx.AsyncClient() as http:
+            running = asyncio.create_task(http.post(url, json={"prompt": "Hi"}))
+            await until(lambda: bool(served.client.submitted))
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: not served.gate.open)
+            assert (await http.post(url, json={"prompt": "Hi"})).status_code == 503
+            go_on.set()
+            assert (await running).status_code == 200
+            await asyncio.wait_for(serving, 5)
+
+    asyncio.run(run())
+
+
+def test_requests_that_outlast_the_drain_end_with_an_error_event(
+    serve: Serve, listener: socket.socket
+) -> None:
+    async def run() -> None:
+        forever = asyncio.Event()
+        served = serve(lambda request: [steps(request, [70, 71])[0], forever])
+        server = Server(served.app, served.gate, served.client, shutdown_timeout_s=0.05)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        url = "http://{}:{}/v1/completions".format(*listener.getsockname())
+        await until(lambda: server.started)
+        async with httpx.AsyncClient() as http:
+            body = {"prompt": "Hi", "stream": True}
+            async with http.stream("POST", url, json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                rest = [line async for line in lines if line]
+        assert rest[-1].startswith('data: {"error"')
+        await asyncio.wait_for(serving, 5)
+
+    asyncio.run(run())
