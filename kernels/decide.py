@@ -10,10 +10,26 @@ u_i <= P_i are read, and none at all when u_k <= P_k = h_k.
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
-from outrider.kernels.philox import Purpose, philox_reference, uniform_reference
+from outrider.kernels.philox import (
+    Purpose,
+    philox,
+    philox_reference,
+    uniform,
+    uniform_reference,
+)
 from outrider.kernels.row_state import RowStates
-from outrider.kernels.sampling import STATE_LOG_Z, Rule, Sampling, log_prob_reference
+from outrider.kernels.sampling import (
+    STATE_LOG_Z,
+    Rule,
+    Sampling,
+    is_filtered,
+    log_prob,
+    log_prob_reference,
+)
+from outrider.kernels.scan import BlockStats, merge_blocks
 
 
 class Drafts(NamedTuple):
@@ -127,3 +143,204 @@ def decide_reference(
     rows_to_read = later | (read_last.long() << accepted)
     rows_to_read = torch.where(match, (1 << (k + 1)) - 1, rows_to_read)
     return Plan(accepted.int(), rows_to_read, log_scale)
+
+
+_ROWS = 8  # rows that a program takes at a time
+
+
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "state_stride"])
+def _decide_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    vocab_size,
+    max_ptr,  # [N, num_blocks], as the next two
+    argmax_ptr,
+    total_ptr,
+    num_blocks,
+    state_ptr,  # [N, 4], of filtered rows read, of the others written
+    row_argmax_ptr,  # [N]
+    cu_rows_ptr,  # [B + 1]
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft_logits_ptr,  # [B, K, V']
+    draft_logits_stride_b,
+    draft_logits_stride_k,
+    draft_width,
+    draft_state_ptr,  # [B, K, 4]
+    state_stride,
+    temperature_ptr,  # [B], as the next six
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    rule_ptr,
+    anchor_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    accepted_ptr,  # [B]
+    rows_to_read_ptr,  # [B]
+    log_scale_ptr,  # [B, K + 1]
+    num_arrived_ptr,  # [B], zeroed for the kernel after this
+    NB: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    k = tl.load(num_drafts_ptr + request)
+    row0 = tl.load(cu_rows_ptr + request)
+    temperature = tl.load(temperature_ptr + request)
+    greedy = temperature <= 0.0
+    inv_t = 1.0 / tl.where(greedy, 1.0, temperature)
+    filtered = is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+    rule = tl.load(rule_ptr + request)
+    is_block = (rule == 1) & (temperature > 0.0)
+    is_match = (rule == 2) & (temperature > 0.0)
+    seed = tl.load(seed_ptr + request)
+    anchor = tl.load(anchor_ptr + request)
+    lane = tl.arange(0, ROWS)
+
+    accepted = k  # of `token`: the first offset that fails, so far
+    log_scale = 0.0  # log P_i
+    first = 0  # the last i with P_i = 1
+    later = tl.full((), 1, tl.int64)  # bits of `first` and of the i after it with u_i <= P_i
+    whole = k == 0
+    tl.store(num_arrived_ptr + request, 0)
+    tl.store(log_scale_ptr + request * num_columns, 0.0)
+    for start in range(0, k + 1, ROWS):
+        j = start + lane
+        row = row0 + j
+        valid = j <= k
+        row_max, argmax, z, bad = merge_blocks(
+            row, valid, max_ptr, argmax_ptr, total_ptr, num_blocks, inv_t, NB
+        )
+        log_z = tl.where(bad, float("nan"), tl.where(greedy, 0.0, tl.log(z)))
+        at = state_ptr + row * 4
+        is_set = j <= tl.where(filtered, k, -1)
+        row_max = tl.load(at, mask=is_set, other=row_max)
+        log_z = tl.load(at + 1, mask=is_set, other=log_z)
+        threshold = tl.load(at + 2, mask=is_set, other=-float("inf"))
+        cutoff = tl.load(at + 3, mask=is_set, other=vocab_size.to(tl.float32))
+        tl.store(at, row_max, mask=valid)
+        tl.store(at + 1, log_z, mask=valid)
+        tl.store(at + 2, threshold, mask=valid)
+        tl.store(at + 3, cutoff, mask=valid)
+        tl.store(row_argmax_ptr + row, argmax, mask=valid)
+
+        drafted = j < k
+        token = tl.load(draft_ids_ptr + request * draft_stride + j, mask=drafted, other=-1)
+        exists = drafted & (token >= 0) & (token < vocab_size)
+        raw = tl.load(
+            logits_ptr + row.to(tl.int64) * logits_stride + token, mask=exists, other=0.0
+        ).to(tl.float32)
+        log_p = log_prob(raw, token, row_max, log_z, threshold, cutoff, inv_t)
+        log_q = tl.zeros((ROWS,), tl.float32)
+        if draft_logits_ptr is not None:
+            at_q = draft_state_ptr + (request * state_stride + j) * 4
+            q_max = tl.load(at_q, mask=drafted, other=0.0)
+            q_log_z = tl.load(at_q + 1, mask=drafted, other=float("nan"))
+            q_threshold = tl.load(at_q + 2, mask=drafted, other=0.0)
+            q_cutoff = tl.load(at_q + 3, mask=drafted, other=0.0)
+            q_exists = exists & (token < draft_width)
+            at_q = request.to(tl.int64) * draft_logits_stride_b + token
+            at_q += j.to(tl.int64) * draft_logits_stride_k
+            raw_q = tl.load(draft_logits_ptr + at_q, mask=q_exists, other=0.0).to(tl.float32)
+            log_q = log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, inv_t)
+            log_q = tl.where(q_exists, log_q, -float("inf"))
+            log_q = tl.where(q_log_z != q_log_z, 0.0, log_q)
+        possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
+        ratio = tl.where(possible, log_p - log_q, -float("inf"))
+        if words_ptr is None:
+            zero = tl.zeros((ROWS,), tl.int32)
+            word, _, _, _ = philox(seed, zero + anchor.to(tl.int32), j, zero + 1, zero)
+        else:
+            at_word = words_ptr + (request * (num_columns + 1) + j) * 4
+            word = tl.load(at_word, mask=drafted, other=0).to(tl.uint32)
+        log_u = tl.log(uniform(word))
+        ok = tl.where(greedy, argmax == token, log_u <= ratio) & drafted
+        accepted = tl.minimum(accepted, tl.min(tl.where(ok, k, j), 0))
+        scale = tl.zeros((ROWS,), tl.float32)
+        if is_block:
+            for c in tl.static_range(ROWS):
+                i = start + c + 1
+                here = lane == c
+                log_scale = tl.minimum(log_scale + tl.sum(tl.where(here, ratio, 0.0), 0), 0.0)
+                scale = tl.where(here, log_scale, scale)
+                passed = tl.sum(tl.where(here, log_u, 0.0), 0) <= log_scale
+                whole = whole | (passed & (i == k))
+                bit = tl.full((), 1, tl.int64) << i
+                certain = (log_scale == 0.0) & (i <= k)
+                later = tl.where(certain, bit, tl.where(passed & (i < k), later | bit, later))
+                first = tl.where(certain, i, first)
+        at = log_scale_ptr + request * num_columns + j + 1
+        tl.store(at, scale, mask=drafted)
+    if is_block:
+        accepted = tl.where(whole, k, first)
+        below_k = (tl.full((), 1, tl.int64) << k) - 1
+        later = tl.where(whole, 0, later & below_k)
+    else:
+        later = tl.zeros((), tl.int64)
+    accepted = tl.where(is_match, 0, accepted)
+    read_last = (temperature > 0.0) & ((accepted < k) | filtered)
+    rows_to_read = later | (read_last.to(tl.int64) << accepted)
+    every_row = (tl.full((), 2, tl.int64) << k) - 1
+    tl.store(accepted_ptr + request, accepted)
+    tl.store(rows_to_read_ptr + request, tl.where(is_match, every_row, rows_to_read))
+
+
+def decide(
+    logits: torch.Tensor,
+    stats: BlockStats,
+    rows: RowStates,
+    cu_rows: torch.Tensor,
+    drafts: Drafts,
+    sampling: Sampling,
+    anchor: torch.Tensor,
+    vocab_size: int,
+    words: torch.Tensor | None,
+) -> tuple[Plan, torch.Tensor]:
+    """Plan of every request, and zeroed arrival counters [B] int32 for `finish`.
+
+    `rows` holds the states of filtered rows already; those of the others are written here.
+    """
+    batch, k_max = drafts.token_ids.shape
+    blocks = stats.max.shape[1]
+    new = logits.new_empty
+    plan = Plan(
+        new(batch, dtype=torch.int32),
+        new(batch, dtype=torch.int64),
+        new((batch, k_max + 1), dtype=torch.float32),
+    )
+    num_arrived = new(batch, dtype=torch.int32)
+    q, q_state = drafts.logits, drafts.state
+    has_q = q is not None and q_state is not None and k_max > 0
+    _decide_kernel[(batch,)](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        stats.max,
+        stats.argmax,
+        stats.total,
+        blocks,
+        rows.state,
+        rows.argmax,
+        cu_rows,
+        drafts.num_drafts,
+        k_max + 1,
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        q if has_q else None,
+        q.stride(0) if q is not None else 0,
+        q.stride(1) if q is not None else 0,
+        q.shape[2] if q is not None else 0,
+        q_state if has_q else None,
+        k_max,
+        *sampling,
+        anchor,
+        words,
+        *plan,
+        num_arrived,
+        NB=triton.next_power_of_2(blocks),
+        ROWS=_ROWS,
+        num_warps=4,
+    )
+    return plan, num_arrived

@@ -7,6 +7,8 @@ each with 40 random bits over int64 weights; one block is read.
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from outrider.kernels.decide import (
     Drafts,
@@ -17,11 +19,19 @@ from outrider.kernels.decide import (
 from outrider.kernels.philox import (
     FIXED_ONE,
     Purpose,
+    philox,
     philox_reference,
+    pick,
     pick_reference,
+    uniform,
     uniform_reference,
 )
-from outrider.kernels.residual import Masses, unpack_best_reference, weights_reference
+from outrider.kernels.residual import (
+    Masses,
+    unpack_best_reference,
+    weights,
+    weights_reference,
+)
 from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import (
     BLOCK,
@@ -181,3 +191,119 @@ def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """First index whose inclusive prefix sum exceeds the target. Shape: [R, n], [R] -> [R]."""
     index = (weight.cumsum(-1) <= target[:, None]).sum(-1)
     return index.clamp_max(weight.shape[1] - 1)
+
+
+@triton.jit
+def accept_blocks(
+    accepted, rows_to_read, request, k, num_columns, num_blocks, log_scale_ptr, residual_ptr,
+    seed, anchor, words_ptr, NB: tl.constexpr,
+):  # fmt: skip
+    """Accepted drafts of a `block` request now that Z is known: the last i with u_i <= h_i."""
+    lane = tl.arange(0, NB)
+    one = tl.full((), 1, tl.int32)
+    first = accepted
+    for i in range(first + 1, k):
+        if ((rows_to_read >> i) & 1) != 0:
+            at = request * num_columns + i
+            mass = tl.load(residual_ptr + at * num_blocks + lane, mask=lane < num_blocks, other=0)
+            z = tl.sum(mass, 0).to(tl.float32) * 9.094947017729282e-13
+            h = z / (z + 1.0 - tl.exp(tl.load(log_scale_ptr + at)))
+            if words_ptr is None:
+                word, _, _, _ = philox(seed, anchor.to(tl.int32), one * (i - 1), one, one - one)
+            else:
+                at_word = words_ptr + (request * (num_columns + 1) + i - 1) * 4
+                word = tl.load(at_word).to(tl.uint32)
+            passed = (uniform(word) <= h) | (h != h)
+            accepted = tl.where(passed, i, accepted)
+    return accepted
+
+
+@triton.jit
+def match_drafts(
+    request, k, num_columns, num_blocks, draft_ids_ptr, draft_stride, residual_ptr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """Drafts that equal the target's own tokens, and its own token after them."""
+    lane = tl.arange(0, NB)
+    accepted = 0
+    last = tl.zeros((), tl.int64)
+    standing = True
+    for j in range(0, k + 1):
+        at = residual_ptr + (request * num_columns + j) * num_blocks + lane
+        lowest = -0x7FFFFFFFFFFFFFFF
+        best = tl.max(tl.load(at, mask=lane < num_blocks, other=lowest), 0)
+        token = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+        drafted = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
+        accepted = tl.where(standing, j, accepted)
+        last = tl.where(standing, token, last)
+        standing = standing & (drafted == token)
+    return accepted, last
+
+
+@triton.jit
+def draw_last(
+    request, accepted, k, row, num_columns, num_blocks, logits_ptr, logits_stride, width,
+    vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr, draft_stride, draft_logits_ptr,
+    draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr, log_scale_ptr,
+    residual_ptr, target_ptr, filtered, seed, anchor, offset, inv_t, words_ptr,
+    PURPOSE: tl.constexpr, HAS_Q: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Token after `accepted` drafts: a block by its mass, then a token inside it."""
+    lane = tl.arange(0, NB)
+    in_row = lane < num_blocks
+    plain = accepted == k
+    row = row.to(tl.int64)
+    state = state_ptr + row * 4
+    block_max = tl.load(max_ptr + row * num_blocks + lane, mask=in_row, other=-float("inf"))
+    block_total = tl.load(total_ptr + row * num_blocks + lane, mask=in_row, other=0.0)
+    from_stats = plain & (filtered == 0)
+    use_residual = False
+    at = (request * num_columns + accepted) * num_blocks + lane
+    if from_stats:
+        p = block_total * tl.exp((block_max - tl.load(state)) * inv_t - tl.load(state + 1))
+        mass = (p * 1099511627776.0).to(tl.int64)
+    else:
+        mass = tl.load(residual_ptr + at, mask=in_row, other=0)
+        # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+        use_residual = (accepted < k) & (tl.sum(mass, 0) > 0)
+        if not use_residual:
+            mass = tl.load(target_ptr + at, mask=in_row, other=0)
+    if words_ptr is None:
+        one = tl.full((), 1, tl.int32)
+        w0, w1, w2, w3 = philox(
+            seed, anchor.to(tl.int32), (offset + accepted).to(tl.int32), one * PURPOSE, one - one
+        )
+    else:
+        at_word = words_ptr + (request * (num_columns + 1) + num_columns) * 4
+        w0 = tl.load(at_word).to(tl.uint32)
+        w1 = tl.load(at_word + 1).to(tl.uint32)
+        w2 = tl.load(at_word + 2).to(tl.uint32)
+        w3 = tl.load(at_word + 3).to(tl.uint32)
+    below = tl.cumsum(mass, 0) <= pick(w0, w1, tl.sum(mass, 0))
+    block = tl.minimum(tl.sum(below.to(tl.int32), 0), num_blocks - 1)
+
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    draft_id = tl.load(
+        draft_ids_ptr + request * draft_stride + accepted, mask=accepted < k, other=-1
+    )
+    draft_row = draft_logits_ptr
+    draft_state = draft_state_ptr
+    if HAS_Q:
+        slot = tl.minimum(accepted, num_columns - 2)
+        draft_row += request.to(tl.int64) * draft_logits_stride_b
+        draft_row += slot.to(tl.int64) * draft_logits_stride_k
+        draft_state += (request * (num_columns - 1) + slot) * 4
+    residual, target, x = weights(
+        ids, logits_ptr + row * logits_stride, width, vocab_size, state, draft_row, draft_width,
+        draft_state, draft_id, use_residual,
+        tl.load(log_scale_ptr + request * num_columns + accepted), inv_t, HAS_Q,
+    )  # fmt: skip
+    # Plain rows are normalised by their block, so that few bits are lost in a light one.
+    own_max = tl.load(max_ptr + row * num_blocks + block)
+    own_total = tl.load(total_ptr + row * num_blocks + block)
+    of_block = tl.exp((x - own_max) * inv_t) / own_total
+    weight = tl.where(use_residual, residual, target)
+    weight = tl.where(from_stats, (of_block * 1099511627776.0).to(tl.int64), weight)
+    above = tl.cumsum(weight, 0) > pick(w2, w3, tl.sum(weight, 0))
+    token = tl.min(tl.where(above, ids, 0x7FFFFFFF), 0)
+    return tl.minimum(token, vocab_size - 1).to(tl.int64)

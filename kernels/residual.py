@@ -7,14 +7,24 @@ request, its best token under the noise of the row's position.
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from outrider.kernels.decide import Drafts, Plan, row_index_reference
-from outrider.kernels.philox import FIXED_ONE, Purpose, log_exponential_reference, philox_reference
+from outrider.kernels.philox import (
+    FIXED_ONE,
+    Purpose,
+    log_exponential,
+    log_exponential_reference,
+    philox,
+    philox_reference,
+)
 from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import (
     STATE_LOG_Z,
     Rule,
     Sampling,
+    log_prob,
     log_prob_reference,
     num_blocks,
 )
@@ -146,3 +156,97 @@ def residual_reference(
         masses.residual[bp, jp] = residual.sum(-1)
         masses.target[bp, jp] = target.sum(-1)
     return masses
+
+
+@triton.jit
+def weights(
+    ids, row_ptr, width, vocab_size, state_ptr, draft_row_ptr, draft_width, draft_state_ptr,
+    draft_id, has_draft, log_scale, inv_t, HAS_Q: tl.constexpr,
+):  # fmt: skip
+    """Fixed-point max(P p - q, 0) and p of the tokens `ids` of one row, and its raw logits."""
+    x = tl.load(row_ptr + ids, mask=ids < width, other=0.0)
+    x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
+    log_p = log_prob(
+        x, ids, tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2),
+        tl.load(state_ptr + 3), inv_t,
+    )  # fmt: skip
+    p = tl.exp(log_p)
+    scaled = tl.exp(log_p + log_scale)
+    residual = scaled
+    if has_draft:
+        residual = tl.where(ids == draft_id, 0.0, scaled)  # one-hot: P p(X) - 1 <= 0
+        if HAS_Q:
+            q_log_z = tl.load(draft_state_ptr + 1)
+            if q_log_z == q_log_z:
+                xq = tl.load(draft_row_ptr + ids, mask=ids < draft_width, other=0.0)
+                in_both = (ids < draft_width) & (ids < vocab_size)
+                xq = tl.where(in_both, xq.to(tl.float32), -float("inf"))
+                log_q = log_prob(
+                    xq, ids, tl.load(draft_state_ptr), q_log_z, tl.load(draft_state_ptr + 2),
+                    tl.load(draft_state_ptr + 3), inv_t,
+                )  # fmt: skip
+                residual = tl.maximum(scaled - tl.exp(log_q), 0.0)
+    one = 1099511627776.0
+    return (residual * one).to(tl.int64), (p * one).to(tl.int64), x
+
+
+@triton.jit
+def best_of_block(
+    block, row_ptr, width, vocab_size, state_ptr, seed, position, inv_t, BLOCK: tl.constexpr
+):
+    """Best token of a block under the Gumbel noise of its position, packed for a maximum."""
+    group = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    zero = tl.zeros((BLOCK // 4,), tl.int32)
+    words = philox(seed, zero + position.to(tl.int32), zero, zero + 2, group)
+    row_max, log_z = tl.load(state_ptr), tl.load(state_ptr + 1)
+    threshold, cutoff = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
+    best = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for part in tl.static_range(4):
+        ids = group * 4 + part
+        x = tl.load(row_ptr + ids, mask=ids < width, other=0.0)
+        x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
+        log_p = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t)
+        score = log_p - log_exponential(words[part])
+        score = tl.where(score == score, score, -float("inf"))
+        bits = score.to(tl.int32, bitcast=True)
+        ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
+        best = tl.maximum(best, tl.max((ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64), 0))
+    return best
+
+
+@triton.jit
+def read_rows(
+    request, block, num_blocks, rows_to_read, k, row0, num_columns, logits_ptr, logits_stride,
+    width, vocab_size, state_ptr, draft_ids_ptr, draft_stride, draft_logits_ptr,
+    draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr, log_scale_ptr,
+    is_match, seed, position, inv_t, residual_ptr, target_ptr,
+    HAS_Q: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the masses of one block of every row that the plan of a request names."""
+    for j in range(0, k + 1):
+        if ((rows_to_read >> j) & 1) != 0:
+            row = (row0 + j).to(tl.int64)
+            row_ptr = logits_ptr + row * logits_stride
+            at = (request * num_columns + j) * num_blocks + block
+            if is_match:
+                best = best_of_block(
+                    block, row_ptr, width, vocab_size, state_ptr + row * 4, seed, position + j,
+                    inv_t, BLOCK,
+                )  # fmt: skip
+                tl.store(residual_ptr + at, best)
+            else:
+                draft_id = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
+                draft_row = draft_logits_ptr
+                draft_state = draft_state_ptr
+                if HAS_Q:
+                    draft_row += request.to(tl.int64) * draft_logits_stride_b
+                    draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
+                    draft_state += (request * (num_columns - 1) + j) * 4
+                ids = block * BLOCK + tl.arange(0, BLOCK)
+                residual, target, _ = weights(
+                    ids, row_ptr, width, vocab_size, state_ptr + row * 4, draft_row, draft_width,
+                    draft_state, draft_id, j < k,
+                    tl.load(log_scale_ptr + request * num_columns + j), inv_t, HAS_Q,
+                )  # fmt: skip
+                tl.store(residual_ptr + at, tl.sum(residual, 0))
+                tl.store(target_ptr + at, tl.sum(target, 0))

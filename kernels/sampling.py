@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096  # tokens of one block of a row; part of what a draw means, so never tuned by batch
+GROUP = 64  # tokens of one group, whose maxima narrow the search for a threshold
 MAX_DRAFTS = 32
 
 # Columns of a row state: what turns a raw logit into a log-probability (see log_prob_reference).
@@ -76,3 +77,11 @@ def log_prob(logits, token_ids, row_max, log_z, threshold, cutoff, inv_t):
     kept = (logits > threshold) | ((logits == threshold) & (token_ids.to(tl.float32) <= cutoff))
     value = (logits - row_max) * inv_t - log_z
     return tl.where(kept & (logits > -float("inf")), value, -float("inf"))
+
+
+@triton.jit
+def is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
+    top_k = tl.load(top_k_ptr + request)
+    by_k = (top_k > 0) & (top_k < vocab_size)
+    by_p = (tl.load(top_p_ptr + request) < 1.0) | (tl.load(min_p_ptr + request) > 0.0)
+    return (temperature > 0.0) & (by_k | by_p)

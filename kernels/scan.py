@@ -3,15 +3,18 @@
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from outrider.kernels.philox import FIXED_ONE
-from outrider.kernels.sampling import BLOCK, Sampling, block_width, num_blocks
+from outrider.kernels.sampling import BLOCK, GROUP, Sampling, block_width, is_filtered, num_blocks
 
 
 class BlockStats(NamedTuple):
     max: torch.Tensor  # [N, num_blocks] float32; NaN or inf: the block holds a NaN or an inf
     argmax: torch.Tensor  # [N, num_blocks] int32 token id, the lowest of equals
     total: torch.Tensor  # [N, num_blocks] float32 sum of exp((l - max) / t); 0 on greedy rows
+    group_max: torch.Tensor | None  # [N, num_blocks, 64] float32, of filtered rows (kernel only)
 
 
 def blocks_reference(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -43,4 +46,108 @@ def scan_reference(logits: torch.Tensor, sampling: Sampling, vocab_size: int) ->
         weight = torch.exp((x - safe_max[..., None]).mul_(inv_t[:, None, None]))
         total[sampled] = weight.mul_(FIXED_ONE).long().sum(-1).float() / FIXED_ONE
     first = torch.arange(0, index.shape[1] * BLOCK, BLOCK, device=index.device)
-    return BlockStats(block_max, (index + first).int(), total)
+    return BlockStats(block_max, (index + first).int(), total, None)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def _scan_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    cu_rows_ptr,  # [B + 1]
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    temperature_ptr,  # [B], as the next three
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    max_ptr,  # [N, num_blocks], as the next two
+    argmax_ptr,
+    total_ptr,
+    group_max_ptr,  # [N, num_blocks, BLOCK // GROUP]
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    block = tl.program_id(0)
+    request = tl.program_id(1) // num_columns
+    offset = tl.program_id(1) % num_columns
+    if offset > tl.load(num_drafts_ptr + request):
+        return
+    row = (tl.load(cu_rows_ptr + request) + offset).to(tl.int64)
+    temperature = tl.load(temperature_ptr + request)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < width, other=0.0)
+    x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
+    block_max = tl.max(x, 0)
+    index = tl.min(tl.where(x == block_max, ids, 0x7FFFFFFF), 0)
+    # A sum is +inf or NaN exactly when the block holds a NaN or a +inf.
+    is_bad = not (tl.sum(x, 0) < float("inf"))
+    at = row * tl.num_programs(0) + block
+    tl.store(max_ptr + at, tl.where(is_bad, float("nan"), block_max))
+    tl.store(argmax_ptr + at, index)
+    total = 0.0
+    if temperature > 0:
+        safe_max = tl.where(block_max > -float("inf"), block_max, 0.0)
+        total = tl.sum(tl.exp((x - safe_max) * (1.0 / temperature)), 0)
+        if is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
+            groups: tl.constexpr = BLOCK // GROUP
+            group_max = tl.max(tl.reshape(x, (groups, GROUP)), 1)
+            tl.store(group_max_ptr + at * groups + tl.arange(0, groups), group_max)
+    tl.store(total_ptr + at, total)
+
+
+@triton.jit
+def merge_blocks(row, valid, max_ptr, argmax_ptr, total_ptr, num_blocks, inv_t, NB: tl.constexpr):
+    """Maximum, argmax and sum of exp((l - max) / t) of rows, and whether they are bad."""
+    lane = tl.arange(0, NB)[None, :]
+    at = row.to(tl.int64)[:, None] * num_blocks + lane
+    mask = valid[:, None] & (lane < num_blocks)
+    block_max = tl.load(max_ptr + at, mask=mask, other=-float("inf"))
+    total = tl.load(total_ptr + at, mask=mask, other=0.0)
+    index = tl.load(argmax_ptr + at, mask=mask, other=0x7FFFFFFF)
+    num_bad = tl.sum((block_max != block_max).to(tl.int32), 1)
+    row_max = tl.max(block_max, 1)
+    bad = (num_bad > 0) | (row_max == -float("inf"))
+    row_max = tl.where(bad, 0.0, row_max)
+    argmax = tl.min(tl.where(block_max == row_max[:, None], index, 0x7FFFFFFF), 1)
+    weight = tl.exp((block_max - row_max[:, None]) * inv_t)
+    z = tl.sum(tl.where(total > 0, total * weight, 0.0), 1)
+    return row_max, tl.where(bad, 0, argmax), z, bad
+
+
+def scan(
+    logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    num_drafts: torch.Tensor,
+    num_columns: int,
+    sampling: Sampling,
+    vocab_size: int,
+) -> BlockStats:
+    """Stats of every row of every request. Shape: logits [N, V], cu_rows [B + 1], sampling [B]."""
+    shape = (len(logits), num_blocks(vocab_size))
+    new = logits.new_empty
+    stats = BlockStats(
+        new(shape, dtype=torch.float32),
+        new(shape, dtype=torch.int32),
+        new(shape, dtype=torch.float32),
+        new((*shape, BLOCK // GROUP), dtype=torch.float32),
+    )
+    _scan_kernel[(shape[1], len(num_drafts) * num_columns)](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        vocab_size,
+        cu_rows,
+        num_drafts,
+        num_columns,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        *stats,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+    return stats

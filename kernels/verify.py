@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.kernels.decide import Drafts, decide_reference
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.decide import Drafts, decide, decide_reference
 from outrider.kernels.draw import Verified, draw_reference
+from outrider.kernels.finish import finish
 from outrider.kernels.philox import Purpose
 from outrider.kernels.residual import residual_reference
-from outrider.kernels.row_state import RowStates, row_state_reference
+from outrider.kernels.row_state import RowStates, row_state, row_state_reference
 from outrider.kernels.sampling import MAX_DRAFTS, Sampling
-from outrider.kernels.scan import scan_reference
+from outrider.kernels.scan import scan, scan_reference
 
 
 class DraftSample(NamedTuple):
@@ -28,6 +30,7 @@ def draft_sample(
     position: torch.Tensor,
     anchor: torch.Tensor,
     vocab_size: int,
+    filters: bool = True,
     words: torch.Tensor | None = None,
 ) -> DraftSample:
     """Draw one draft a row from the processed distribution of the draft's logits.
@@ -47,6 +50,8 @@ def draft_sample(
         Position of the step's first draft. Shape: [N] int64.
     vocab_size
         Ids from here on are never drawn; V' may be smaller.
+    filters
+        False promises that no request filters (top-k, top-p, min-p), and saves a launch.
     words
         Random words to use instead of Philox's, for proofs. Shape: [N, 2, 4] int64.
     """
@@ -60,7 +65,16 @@ def draft_sample(
     )
     cu_rows = torch.arange(num_rows + 1, dtype=torch.int32, device=logits.device)
     verified, rows = _sample(
-        logits, cu_rows, drafts, sampling, anchor, position, Purpose.DRAFT, vocab_size, words
+        logits,
+        cu_rows,
+        drafts,
+        sampling,
+        anchor,
+        position,
+        Purpose.DRAFT,
+        vocab_size,
+        filters,
+        words,
     )
     return DraftSample(verified.token_ids[:, 0], rows.state)
 
@@ -75,6 +89,7 @@ def verify(
     sampling: Sampling,
     positions: torch.Tensor,
     vocab_size: int,
+    filters: bool = True,
     words: torch.Tensor | None = None,
 ) -> Verified:
     """Keep of each request's drafts what its rule accepts, and draw the token after them.
@@ -103,6 +118,8 @@ def verify(
         Absolute position of the first token to be emitted. Shape: [B] int64.
     vocab_size
         Ids from here on are never emitted. At most V.
+    filters
+        False promises that no request filters (top-k, top-p, min-p), and saves a launch.
     words
         Random words to use instead of Philox's, for proofs: row i < K is draft i's accept word,
         row K + 1 the last draw's. Shape: [B, K + 2, 4] int64. `match` ignores them.
@@ -123,6 +140,7 @@ def verify(
         positions,
         Purpose.FINAL,
         vocab_size,
+        filters,
         words,
     )[0]
 
@@ -136,11 +154,25 @@ def _sample(
     position: torch.Tensor,
     purpose: Purpose,
     vocab_size: int,
+    filters: bool,
     words: torch.Tensor | None,
 ) -> tuple[Verified, RowStates]:
-    num_rows = drafts.num_drafts.long() + 1
+    if uses_triton(logits):
+        columns = drafts.token_ids.shape[1] + 1
+        stats = scan(logits, cu_rows, drafts.num_drafts, columns, sampling, vocab_size)
+        rows = row_state(
+            logits, stats, cu_rows, drafts.num_drafts, columns, sampling, vocab_size, filters
+        )
+        plan, num_arrived = decide(
+            logits, stats, rows, cu_rows, drafts, sampling, anchor, vocab_size, words
+        )
+        verified = finish(
+            logits, stats, rows, cu_rows, drafts, plan, num_arrived, sampling, anchor, position,
+            purpose, vocab_size, words,
+        )  # fmt: skip
+        return verified, rows
     used = logits[: int(cu_rows[-1])]
-    of_row = sampling.take(torch.repeat_interleave(num_rows))
+    of_row = sampling.take(torch.repeat_interleave(drafts.num_drafts.long() + 1))
     stats = scan_reference(used, of_row, vocab_size)
     rows = row_state_reference(used, stats, of_row, vocab_size)
     plan = decide_reference(used, rows, cu_rows, drafts, sampling, anchor, vocab_size, words)
