@@ -16,6 +16,7 @@ from outrider.engine.attention import (
     attention_context,
 )
 from outrider.engine.config import ModelConfig
+from outrider.engine.cpu_linear import pack_linears
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -56,6 +57,8 @@ def load_model(
             local_files_only=True,
         )
         model.eval().requires_grad_(False)
+        if device.type == "cpu":
+            pack_linears(model)
         return model, dry_run(model)
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(

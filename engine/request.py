@@ -39,6 +39,7 @@ class Request:
         self.num_recorded_draft_pages = 0
         self._page_size = page_size
 
+        self.speculates = True
         self.num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0

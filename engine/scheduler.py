@@ -169,10 +169,7 @@ class Scheduler:
         drawn = verified.token_ids[i]
         num_drafts, num_accepted = verified.num_drafts[i], len(drawn) - 1
         if verified.is_bad[i]:
-            request.finish_reason = "error"
-            output = request.output([], error="the target produced NaN logits for this sequence")
-            self.finish(request)
-            return output
+            return self._commit_bad(request, num_drafts)
         self.counters.count_drafts(num_drafts, num_accepted)
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
@@ -191,6 +188,17 @@ class Scheduler:
         output = request.output(kept, logprobs[: len(kept)] if logprobs is not None else None)
         if request.finish_reason is not None:
             self.finish(request)
+        return output
+
+    def _commit_bad(self, request: Request, num_drafts: int) -> RequestOutput:
+        if num_drafts > 0:
+            # A draft that the target turns into NaN spoils the rows before it too (0 * NaN in the
+            # attention). Without drafts the same step may well be sound: compute it again.
+            request.speculates = False
+            return request.output([])
+        request.finish_reason = "error"
+        output = request.output([], error="the target produced no finite logits for this sequence")
+        self.finish(request)
         return output
 
     def _until_stop(self, request: Request, drawn: list[int]) -> list[int]:
@@ -253,10 +261,12 @@ class Scheduler:
                 self._max_model_len - request.num_tokens - 1,
                 budget - num_new,
             )
-            scheduled.num_drafts = max(0, min(self.num_drafts_wanted(request), room))
+            scheduled.num_drafts = max(0, min(self._num_drafts_wanted(request), room))
         return scheduled
 
-    def num_drafts_wanted(self, request: Request) -> int:
+    def _num_drafts_wanted(self, request: Request) -> int:
+        if not request.speculates:
+            return 0
         limit = request.params.num_speculative_tokens
         k = self._num_speculative_tokens
         return k if limit is None else min(k, limit)

@@ -1,0 +1,42 @@
+"""Packed linear layers compute what the plain ones do, and only where they do."""
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.engine import cpu_linear
+from outrider.engine.cpu_linear import PackedLinear, pack_linears
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 5, 64])
+@torch.inference_mode()
+def test_packed_rows_equal_plain_rows(num_rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 33, bias=False)).to(dtype)
+    x = torch.randn(1, num_rows, 96, dtype=dtype)
+    expected = model(x)
+    assert pack_linears(model) == 2
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_layer_that_packs_to_something_else_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wrong(PackedLinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 1.001
+
+    monkeypatch.setattr(cpu_linear, "PackedLinear", Wrong)
+    model = nn.Sequential(nn.Linear(8, 8))
+    assert pack_linears(model) == 0
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_linear_layer_with_a_meaning_of_its_own_is_left_alone() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Scaled(8, 8))
+    assert pack_linears(model) == 0
