@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from engine_clients import (
     ScriptedProcessEngine,
+    becomes_true,
     collect,
     pages_used_become,
     scripted_config,
@@ -33,9 +34,9 @@ def make_client(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 async def client(make_client: Any) -> AsyncIterator[EngineClient]:
     client: EngineClient = make_client(scripted_config())
+    await client.start()
+    yield client
     async with asyncio.timeout(10):
-        await client.start()
-        yield client
         await client.stop()
 
 
@@ -103,11 +104,12 @@ async def test_ids_in_use_are_refused(client: EngineClient) -> None:
 
 async def test_a_bug_in_taking_a_request_fails_that_request_alone(client: EngineClient) -> None:
     other = await client.generate([request("other", max_tokens=30)])
-    stream = await client.generate([request("a", script="submit_bug")])
+    stream = await client.generate([request("a", script="submit_bug", max_tokens=10**6)])
     last = [output async for output in stream][-1]
     assert last.finish_reason == "error"
     assert last.error == "TypeError: a bug in submit"
     assert await collect(other) == {"other": list(range(30))}
+    await pages_used_become(client, 0)
 
 
 async def test_closing_a_stream_frees_its_pages(client: EngineClient) -> None:
@@ -196,6 +198,5 @@ async def test_a_leak_is_found_once_the_engine_is_idle(client: EngineClient) -> 
     await collect(await client.generate([request("a", script="leak")]))
     assert client.state == "ready"
     await other.aclose()
-    while client.state == "ready":
-        await asyncio.sleep(0.001)
+    await becomes_true(lambda: client.state != "ready")
     assert "a page leaked" in (client.status_reason or "")

@@ -40,9 +40,9 @@ def socket_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 async def client(socket_root: Path) -> AsyncIterator[ScriptedProcessEngine]:
     client = ScriptedProcessEngine(scripted_config())
-    async with asyncio.timeout(20):
-        await client.start()
-        yield client
+    await client.start()
+    yield client
+    async with asyncio.timeout(10):
         await client.stop()
 
 
@@ -88,6 +88,14 @@ async def test_an_engine_that_dies_before_its_first_word_cannot_start(socket_roo
         await client.start()
     assert client.state == "failed"
     assert list(socket_root.iterdir()) == []
+    await client.stop()
+
+
+async def test_nothing_in_the_engine_can_read_the_lifeline() -> None:
+    client = ScriptedProcessEngine(scripted_config("reads stdin"))
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineUnavailableError, match="stdin held ''"):
+            await client.start()
     await client.stop()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import scripted_engine
@@ -11,6 +12,8 @@ from outrider.engine.client import EngineClient, OutputStream, Progress
 from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from outrider.engine.in_process import InProcessEngine
 from outrider.engine.process_engine import ProcessEngine
+
+TIMEOUT_S = 10  # a hang is a failure, not a wait
 
 
 class ScriptedProcessEngine(ProcessEngine):
@@ -39,16 +42,21 @@ def scripted_request(
 async def collect(stream: OutputStream) -> dict[str, list[int]]:
     """Token ids by request id, once all sequences have finished."""
     tokens: dict[str, list[int]] = {}
-    async for output in stream:
-        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    async with asyncio.timeout(TIMEOUT_S):
+        async for output in stream:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
     return tokens
 
 
+async def becomes_true(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 async def state_becomes(client: EngineClient, state: str) -> None:
-    while client.state != state:
-        await asyncio.sleep(0.001)
+    await becomes_true(lambda: client.state == state)
 
 
 async def pages_used_become(client: EngineClient, expected: int) -> None:
-    while client.stats.pages_used != expected:
-        await asyncio.sleep(0.001)
+    await becomes_true(lambda: client.stats.pages_used == expected)

@@ -32,6 +32,8 @@ class ScriptedEngine:
             os._exit(3)
         if config.target.path == "slow":
             time.sleep(60)
+        if config.target.path == "reads stdin":
+            raise ValueError(f"stdin held {sys.stdin.read()!r}")
         progress("target", 1, 1)
         self._capacity = config.scheduler.max_queue_len
         self._live: dict[str, tuple[NewRequest, int]] = {}
