@@ -28,6 +28,7 @@ from outrider.kernels.philox import (
 )
 from outrider.kernels.residual import (
     Masses,
+    fixed,
     unpack_best_reference,
     weights,
     weights_reference,
@@ -261,7 +262,7 @@ def draw_last(
     at = (request * num_columns + accepted) * num_blocks + lane
     if from_stats:
         p = block_total * tl.exp((block_max - tl.load(state)) * inv_t - tl.load(state + 1))
-        mass = (p * 1099511627776.0).to(tl.int64)
+        mass = fixed(p)
     else:
         mass = tl.load(residual_ptr + at, mask=in_row, other=0)
         # Rounding can reject where p = q and nothing is left to recover: fall back to p.
@@ -303,7 +304,7 @@ def draw_last(
     own_total = tl.load(total_ptr + row * num_blocks + block)
     of_block = tl.exp((x - own_max) * inv_t) / own_total
     weight = tl.where(use_residual, residual, target)
-    weight = tl.where(from_stats, (of_block * 1099511627776.0).to(tl.int64), weight)
+    weight = fixed(tl.where(from_stats, of_block, weight))
     above = tl.cumsum(weight, 0) > pick(w2, w3, tl.sum(weight, 0))
     token = tl.min(tl.where(above, ids, 0x7FFFFFFF), 0)
     return tl.minimum(token, vocab_size - 1).to(tl.int64)

@@ -3,6 +3,12 @@
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.sampling import BLOCK, GROUP
+from outrider.kernels.scan import merge_blocks, scan
 
 
 class Logprobs(NamedTuple):
@@ -16,19 +22,27 @@ def gather_logprobs(
 ) -> Logprobs:
     """Log-softmax of raw logits at `token_ids` and at the `num_top` best ids of each row.
 
-    The token's own value and its entry among the best are the same float.
+    The best come by (logit descending, id ascending). The token's own value and its entry among
+    the best are the same float.
 
     Parameters
     ----------
     logits
         Shape: [N, V], float32, float16 or bfloat16.
     token_ids
-        Shape: [N] int64.
+        Shape: [N] int64; a negative id is padding, whose value means nothing.
     num_top
         Alternatives a row, 0..vocab_size.
     vocab_size
         Ids from here on do not exist. At most V.
     """
+    if not 0 <= num_top <= vocab_size <= logits.shape[1]:
+        raise ValueError(
+            f"num_top {num_top} and vocab_size {vocab_size}: need 0 <= num_top <= vocab_size <= "
+            f"{logits.shape[1]}, the logits of a row"
+        )
+    if uses_triton(logits):
+        return _logprobs(logits, token_ids, num_top, vocab_size)
     return logprobs_reference(logits, token_ids, num_top, vocab_size)
 
 
@@ -52,7 +66,98 @@ def logprobs_reference(
     else:
         top_ids = torch.zeros(len(x), 0, dtype=torch.int64, device=x.device)
     return Logprobs(
-        x.gather(1, token_ids[:, None]).squeeze(1) - base,
+        x.gather(1, token_ids[:, None].clamp_min(0)).squeeze(1) - base,
         top_ids,
         x.gather(1, top_ids) - base[:, None],
     )
+
+
+@triton.jit
+def _packed(x, ids):
+    """int64 whose order is (logit ascending, id descending)."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
+    return (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _logprobs_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    vocab_size,
+    max_ptr,  # [N, num_blocks], as the next two
+    argmax_ptr,
+    total_ptr,
+    group_max_ptr,  # [N, num_blocks * groups of a block]
+    num_blocks,
+    token_ids_ptr,  # [N]
+    num_top,
+    logprob_ptr,  # [N]
+    top_ids_ptr,  # [N, num_top]
+    top_logprobs_ptr,  # [N, num_top]
+    NB: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    one = tl.arange(0, 1)
+    row_max, _argmax, z, bad = merge_blocks(
+        row + one, one == 0, max_ptr, argmax_ptr, total_ptr, num_blocks, 1.0, NB
+    )
+    base = tl.sum(tl.where(bad, float("nan"), row_max + tl.log(z)), 0)
+    row_ptr = logits_ptr + row * logits_stride
+    token = tl.maximum(tl.load(token_ids_ptr + row), 0)
+    tl.store(logprob_ptr + row, tl.load(row_ptr + token).to(tl.float32) - base)
+
+    group = tl.arange(0, NB * BLOCK_GROUPS)
+    row_groups = num_blocks * BLOCK_GROUPS
+    at = group_max_ptr + row * row_groups + group
+    best_of_group = tl.load(at, mask=group < row_groups, other=-float("inf"))
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for rank in range(0, num_top):
+        # Of the group maxima that are left the first best; in its group, the best not yet given.
+        highest = tl.max(best_of_group, 0)
+        here = tl.min(tl.where(best_of_group == highest, group, 0x7FFFFFFF), 0)
+        ids = here * GROUP + tl.arange(0, GROUP)
+        inside = ids < vocab_size
+        x = tl.load(row_ptr + ids, mask=inside, other=0.0)
+        x = tl.where(inside, x.to(tl.float32), -float("inf"))
+        packed = _packed(x, ids)
+        best = tl.max(tl.where(packed < last, packed, -0x7FFFFFFFFFFFFFFF), 0)
+        value = tl.max(tl.where(packed == best, x, -float("inf")), 0)
+        rest = tl.max(tl.where(packed < best, x, -float("inf")), 0)
+        best_of_group = tl.where(group == here, rest, best_of_group)
+        last = best
+        tl.store(top_ids_ptr + row * num_top + rank, 0x7FFFFFFF - (best & 0xFFFFFFFF))
+        tl.store(top_logprobs_ptr + row * num_top + rank, value - base)
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, vocab_size: int
+) -> Logprobs:
+    num_rows = len(logits)
+    new = logits.new_empty
+    no_drafts = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+    cu_rows = torch.arange(num_rows + 1, dtype=torch.int32, device=logits.device)
+    stats = scan(logits, cu_rows, no_drafts, 1, None, vocab_size)
+    blocks = stats.max.shape[1]
+    logprobs = Logprobs(
+        new(num_rows, dtype=torch.float32),
+        new((num_rows, num_top), dtype=torch.int64),
+        new((num_rows, num_top), dtype=torch.float32),
+    )
+    _logprobs_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        *stats,
+        blocks,
+        token_ids.contiguous(),
+        num_top,
+        *logprobs,
+        NB=triton.next_power_of_2(blocks),
+        BLOCK_GROUPS=BLOCK // GROUP,
+        GROUP=GROUP,
+        num_warps=8,
+    )
+    return logprobs

@@ -163,7 +163,7 @@ def weights(
     ids, row_ptr, width, vocab_size, state_ptr, draft_row_ptr, draft_width, draft_state_ptr,
     draft_id, has_draft, log_scale, inv_t, HAS_Q: tl.constexpr,
 ):  # fmt: skip
-    """Fixed-point max(P p - q, 0) and p of the tokens `ids` of one row, and its raw logits."""
+    """max(P p - q, 0) and p of the tokens `ids` of one row, and its raw logits."""
     x = tl.load(row_ptr + ids, mask=ids < width, other=0.0)
     x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
     log_p = log_prob(
@@ -186,8 +186,12 @@ def weights(
                     tl.load(draft_state_ptr + 3), inv_t,
                 )  # fmt: skip
                 residual = tl.maximum(scaled - tl.exp(log_q), 0.0)
-    one = 1099511627776.0
-    return (residual * one).to(tl.int64), (p * one).to(tl.int64), x
+    return residual, p, x
+
+
+@triton.jit
+def fixed(p):
+    return (p * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
@@ -248,5 +252,5 @@ def read_rows(
                     draft_state, draft_id, j < k,
                     tl.load(log_scale_ptr + request * num_columns + j), inv_t, HAS_Q,
                 )  # fmt: skip
-                tl.store(residual_ptr + at, tl.sum(residual, 0))
-                tl.store(target_ptr + at, tl.sum(target, 0))
+                tl.store(residual_ptr + at, tl.sum(fixed(residual), 0))
+                tl.store(target_ptr + at, tl.sum(fixed(target), 0))

@@ -131,7 +131,7 @@ def _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G: tl.c
 def _count(keys, at_least, row_ptr, groups_ptr, num_groups, width, vocab_size, G: tl.constexpr):
     count = tl.sum((keys >= at_least).to(tl.int32), 0)
     for tile in range(1, (num_groups + 63) // 64):
-        _, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
+        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
         count += tl.sum((more >= at_least).to(tl.int32), 0)
     return count
 
@@ -143,7 +143,7 @@ def _mass(
 ):  # fmt: skip
     mass = tl.sum(tl.where(keys >= at_least, weight, 0), 0)
     for tile in range(1, (num_groups + 63) // 64):
-        _, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
+        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
         mass += tl.sum(tl.where(more >= at_least, _weight(more, row_max, inv_t), 0), 0)
     return mass
 
@@ -154,7 +154,7 @@ def _highest_below(
 ):
     best = tl.max(tl.where(keys < limit, keys, -0x80000000), 0)
     for tile in range(1, (num_groups + 63) // 64):
-        _, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
+        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
         best = tl.maximum(best, tl.max(tl.where(more < limit, more, -0x80000000), 0))
     return tl.maximum(best, -0x7F800001)
 
@@ -200,7 +200,7 @@ def _row_state_kernel(
     by_p = top_p < 1.0
 
     one = tl.arange(0, 1)
-    row_max, _, z, bad = merge_blocks(
+    row_max, _argmax, z, bad = merge_blocks(
         row + one, one == 0, max_ptr, argmax_ptr, total_ptr, num_blocks, inv_t, NB
     )
     row_max, z = tl.sum(row_max, 0), tl.sum(z, 0)
@@ -312,7 +312,7 @@ def _row_state_kernel(
     if min_p > 0.0:
         lowest = tl.full((), 0x7FFFFFFF, tl.int32)
         for tile in range(0, (num_groups + 63) // 64):
-            _, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, GROUP)
+            _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, GROUP)
             likely = _relative(more, row_max, inv_t) >= min_p
             lowest = tl.minimum(lowest, tl.min(tl.where(likely, more, 0x7FFFFFFF), 0))
         lowest = tl.minimum(lowest, _key(row_max))

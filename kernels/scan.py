@@ -68,6 +68,7 @@ def _scan_kernel(
     group_max_ptr,  # [N, num_blocks, BLOCK // GROUP]
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    RAW: tl.constexpr,  # temperature 1 and group maxima for every row
 ):
     block = tl.program_id(0)
     request = tl.program_id(1) // num_columns
@@ -75,7 +76,7 @@ def _scan_kernel(
     if offset > tl.load(num_drafts_ptr + request):
         return
     row = (tl.load(cu_rows_ptr + request) + offset).to(tl.int64)
-    temperature = tl.load(temperature_ptr + request)
+    temperature = 1.0 if RAW else tl.load(temperature_ptr + request)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < width, other=0.0)
     x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
@@ -90,7 +91,7 @@ def _scan_kernel(
     if temperature > 0:
         safe_max = tl.where(block_max > -float("inf"), block_max, 0.0)
         total = tl.sum(tl.exp((x - safe_max) * (1.0 / temperature)), 0)
-        if is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
+        if RAW or is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
             groups: tl.constexpr = BLOCK // GROUP
             group_max = tl.max(tl.reshape(x, (groups, GROUP)), 1)
             tl.store(group_max_ptr + at * groups + tl.arange(0, groups), group_max)
@@ -121,10 +122,13 @@ def scan(
     cu_rows: torch.Tensor,
     num_drafts: torch.Tensor,
     num_columns: int,
-    sampling: Sampling,
+    sampling: Sampling | None,
     vocab_size: int,
 ) -> BlockStats:
-    """Stats of every row of every request. Shape: logits [N, V], cu_rows [B + 1], sampling [B]."""
+    """Stats of every row of every request; without sampling, those of the raw logits.
+
+    Shape: logits [N, V], cu_rows [B + 1], sampling [B].
+    """
     shape = (len(logits), num_blocks(vocab_size))
     new = logits.new_empty
     stats = BlockStats(
@@ -141,13 +145,11 @@ def scan(
         cu_rows,
         num_drafts,
         num_columns,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
+        *((None,) * 4 if sampling is None else sampling[:4]),
         *stats,
         BLOCK=BLOCK,
         GROUP=GROUP,
+        RAW=sampling is None,
         num_warps=4,
     )
     return stats

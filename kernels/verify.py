@@ -158,6 +158,7 @@ def _sample(
     words: torch.Tensor | None,
 ) -> tuple[Verified, RowStates]:
     if uses_triton(logits):
+        _check_layout(logits, drafts, sampling, cu_rows, anchor, position)
         columns = drafts.token_ids.shape[1] + 1
         stats = scan(logits, cu_rows, drafts.num_drafts, columns, sampling, vocab_size)
         rows = row_state(
@@ -182,3 +183,14 @@ def _sample(
         vocab_size, words,
     )  # fmt: skip
     return verified, rows
+
+
+def _check_layout(
+    logits: torch.Tensor, drafts: Drafts, sampling: Sampling, *vectors: torch.Tensor
+) -> None:
+    """The kernels index these as dense: a strided view would be read wrongly, not slowly."""
+    assert logits.stride(1) == 1, "logits: the vocabulary must be the dense dimension"
+    assert all(x.stride(0) == 1 or len(x) == 1 for x in (*sampling, *vectors, drafts.num_drafts))
+    assert drafts.token_ids.stride(1) == 1 or drafts.token_ids.shape[1] < 2
+    assert drafts.logits is None or drafts.logits.stride(2) == 1
+    assert drafts.state is None or drafts.state.is_contiguous(), "draft_state must be contiguous"
