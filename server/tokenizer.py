@@ -1,9 +1,12 @@
 """Text to token ids and back, with the target's own tokenizer."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Tokenizer:
@@ -13,7 +16,7 @@ class Tokenizer:
     on the shared backend at every call, which fails when two threads meet there.
     """
 
-    def __init__(self, wrapper: PreTrainedTokenizerBase) -> None:
+    def __init__(self, wrapper: "PreTrainedTokenizerBase") -> None:
         backend: Backend | None = getattr(wrapper, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(
@@ -33,6 +36,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, *, trust_remote_code: bool = False) -> "Tokenizer":
+        from transformers import AutoTokenizer  # brings in torch, which takes seconds
+
         wrapper = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         return cls(wrapper)
 
