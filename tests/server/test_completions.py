@@ -253,9 +253,31 @@ def test_echo_of_token_ids_is_their_text(serve: Serve, tokenizer: Tokenizer) -> 
     assert answer["choices"][0]["text"] == "the fox Hello world"
 
 
-def test_cached_tokens_are_reported_once_a_prompt(serve: Serve, tokenizer: Tokenizer) -> None:
-    served = serve(saying(tokenizer, "one", cached_tokens=1))
-    usage = post(served.app, {"prompt": [[5, 6], [7, 8]], "n": 3}).json()["usage"]
+def test_alternative_of_the_same_text_does_not_hide_the_chosen_token(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        # Two tokens that are each part of a character: both read as U+FFFD.
+        first, second = (served.tokenizer.backend.token_to_id(byte) for byte in ("ð", "Ł"))
+        entry = TokenLogprobs(-2.0, [(second, -0.5), (first, -2.0)])
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=[first],
+                logprobs=[entry],
+                finish_reason="length",
+            )
+        ]
+
+    served = serve(play)
+    (choice,) = post(served.app, {"prompt": "Hi", "logprobs": 2}).json()["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -2.0}]
+
+
+def test_cached_tokens_are_those_of_each_prompts_first_sample(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        first = int(request.request_id.rpartition("-")[2]) % 3 == 0
+        return steps(request, [70], cached_tokens=1 if first else 16)
+
+    usage = post(serve(play).app, {"prompt": [[5, 6], [7, 8]], "n": 3}).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
 

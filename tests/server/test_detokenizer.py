@@ -54,10 +54,23 @@ def test_first_token_keeps_its_space_after_a_prompt() -> None:
     assert "".join(pieces_of(tokenizer, ids)) == "Paris Hello"
 
 
-def test_prompt_that_ends_within_a_character_adds_nothing(tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode("🐙" * 3, add_special_tokens=False)[:-1]
-    ids = tokenizer.encode("abc", add_special_tokens=False)
-    assert "".join(pieces_of(tokenizer, ids, prompt)) == "abc"
+def test_spaces_are_kept_however_long_the_text() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    text = " ".join(["Hello world"] * 40)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids)) == text
+
+
+@pytest.mark.parametrize("num_completing", [0, 1])
+def test_prompt_that_ends_within_a_character_changes_nothing(
+    tokenizer: Tokenizer, num_completing: int
+) -> None:
+    octopus = tokenizer.encode("🐙", add_special_tokens=False)
+    prompt = octopus * 3 + octopus[:-1]
+    ids = octopus[-1:] * num_completing + tokenizer.encode("abc", add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, prompt)) == tokenizer.decode(
+        ids, skip_special_tokens=True
+    )
 
 
 def test_byte_fallback_survives_bytes_that_are_no_characters() -> None:
