@@ -88,6 +88,6 @@ def status_line(before: EngineStats, now: EngineStats, elapsed_s: float) -> str:
     if prompt:
         parts.append(f"{prompt:.1f} prompt tokens/s")
     if drafted:
-        parts.append(f"{accepted / drafted:.0%} of drafts accepted")
-    parts.append(f"{now.pages_used} of {now.pages_total} pages used")
+        parts.append(f"{accepted / drafted:.0%} accepted")
+    parts.append(f"{now.pages_used}/{now.pages_total} pages")
     return " | ".join(parts)

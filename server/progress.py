@@ -27,6 +27,8 @@ class ProgressDisplay:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._stages:
+            if done == total > 0:
+                return
             self._stages[stage] = self._begin(stage)
         task = self._stages[stage]
         if self._bars is not None and task is not None:
@@ -40,6 +42,8 @@ class ProgressDisplay:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._bars = Progress(*columns, console=self._console)
             self._bars.start()
+        for earlier in self._bars.task_ids:  # a stage that begins is the end of those before it
+            self._bars.update(earlier, total=1, completed=1)
         return self._bars.add_task(stage, total=None)
 
     def __enter__(self) -> Self:

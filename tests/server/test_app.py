@@ -314,9 +314,15 @@ def test_any_of_the_keys_opens(serve: Serve, authorization: str) -> None:
 
 
 def test_body_that_is_declared_too_large_is_not_read(serve: Serve) -> None:
-    served = serve(max_body_bytes=1024)
-    reply = post(served.app, {"prompt": "x" * 2000})
-    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+    async def run() -> None:
+        served = serve(max_body_bytes=1024)
+        headers = {"content-type": "application/json", "content-length": "2000"}
+        call = Call(served.app, "POST", "/v1/completions", [b"x" * 2000], headers)
+        await call.finished
+        assert (call.reply.status, call.reply.error["code"]) == (413, "body_too_large")
+        assert call.unread
+
+    asyncio.run(run())
 
 
 def test_chunked_body_is_counted_while_it_is_read(serve: Serve) -> None:
@@ -327,7 +333,7 @@ def test_chunked_body_is_counted_while_it_is_read(serve: Serve) -> None:
         call = Call(served.app, "POST", "/v1/completions", parts, headers)
         await call.finished
         assert (call.reply.status, call.reply.error["code"]) == (413, "body_too_large")
-        assert len(call._body) > 30
+        assert len(call.unread) > 30
 
     asyncio.run(run())
 

@@ -32,14 +32,13 @@ def test_status_line_tells_rates_since_the_last_one() -> None:
         accepted_per_position=[14, 11],
     )
     assert status_line(before, now, 2.0) == (
-        "3 running, 1 waiting | 25.0 tokens/s | 25.0 prompt tokens/s | 75% of drafts accepted | "
-        "7 of 20 pages used"
+        "3 running, 1 waiting | 25.0 tokens/s | 25.0 prompt tokens/s | 75% accepted | 7/20 pages"
     )
 
 
 def test_status_line_without_drafts_says_nothing_of_them() -> None:
     line = status_line(EngineStats(), EngineStats(generation_tokens=1), 1.0)
-    assert "drafts" not in line
+    assert "accepted" not in line
 
 
 def test_status_is_reported_only_under_load() -> None:

@@ -52,7 +52,7 @@ class Call:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.reply = Reply()
-        self._body = list(body)
+        self.unread = list(body)
         self._left = asyncio.Event()
         self._progress = asyncio.Event()
         scope = {
@@ -80,9 +80,9 @@ class Call:
             await self._progress.wait()
 
     async def _receive(self) -> Message:
-        if self._body:
-            part = self._body.pop(0)
-            return {"type": "http.request", "body": part, "more_body": bool(self._body)}
+        if self.unread:
+            part = self.unread.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(self.unread)}
         await self._left.wait()
         return {"type": "http.disconnect"}
 
