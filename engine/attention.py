@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from outrider.engine.batch import ForwardBatch
+from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.paged_attention import attention_mask as build_mask
-from outrider.kernels.paged_attention import paged_attention_reference
+from outrider.kernels.paged_attention import paged_attention, paged_attention_reference
 
 # Not "flash", "sdpa", "flex", "paged|" or "/": transformers gives each of these a meaning.
 ATTENTION_NAME = "outrider_paged"
@@ -111,21 +112,37 @@ def paged_attention_forward(
 
     rows = query[0].transpose(0, 1)  # [T, num_heads, head_dim]
     scale = rows.shape[-1] ** -0.5 if scaling is None else scaling
-    outs = [
-        paged_attention_reference(
-            sequence_rows,
+    if uses_triton(rows):
+        out = paged_attention(
+            rows,
             k_cache,
             v_cache,
-            batch.block_table[i],
-            int(batch.seq_lens_np[i]),
-            context.mask(i, sliding_window, query),
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.block_table,
             scale,
+            sliding_window,
             softcap,
             s_aux,
         )
-        for i, sequence_rows in enumerate(rows.split(batch.query_lens_np.tolist()))
-    ]
-    return torch.cat(outs)[None], None
+    else:
+        out = torch.cat(
+            [
+                paged_attention_reference(
+                    sequence_rows,
+                    k_cache,
+                    v_cache,
+                    batch.block_table[i],
+                    int(batch.seq_lens_np[i]),
+                    context.mask(i, sliding_window, query),
+                    scale,
+                    softcap,
+                    s_aux,
+                )
+                for i, sequence_rows in enumerate(rows.split(batch.query_lens_np.tolist()))
+            ]
+        )
+    return out[None], None
 
 
 def _record(

@@ -1,0 +1,89 @@
+"""The paged attention kernel against the plain-torch reference, over ragged batches."""
+
+import pytest
+import torch
+
+from outrider.kernels.paged_attention import (
+    attention_mask,
+    paged_attention,
+    paged_attention_reference,
+)
+
+PAGE = 16
+# Rows and context before them: a prefill, a decode, verifications, a chunk over page borders.
+BATCH = [(37, 0), (1, 90), (5, 63), (9, 15), (1, 0), (70, 33)]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "value_dim"),
+    [(4, 4, 64, 64), (6, 2, 40, 24), (9, 3, 64, 64), (8, 1, 128, 128), (7, 1, 16, 16)],
+)
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"),
+    [(None, None, False), (8, None, False), (None, 5.0, False), (70, None, True)],
+)
+@pytest.mark.parametrize("batch", [BATCH, BATCH[1:5]], ids=["mixed", "decode"])
+def test_kernel_equals_reference(
+    batch: list[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+    device: torch.device,
+) -> None:
+    generator = torch.Generator().manual_seed(num_heads)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    num_rows = sum(rows for rows, _ in batch)
+    seq_lens = [rows + context for rows, context in batch]
+    # Pages past a sequence's end hold NaN, as a page of a broken sequence may.
+    k_cache = randn(64, PAGE, num_kv_heads, head_dim)
+    v_cache = randn(64, PAGE, num_kv_heads, value_dim)
+    pages = (torch.randperm(63, generator=generator) + 1).int()
+    table = torch.zeros(len(batch), 8, dtype=torch.int32)
+    for i, seq_len in enumerate(seq_lens):
+        count = -(-seq_len // PAGE)
+        table[i, :count], pages = pages[:count], pages[count:]
+        tail = table[i, count - 1]
+        k_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
+        v_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
+    table = table.to(device)
+    # As Llama hands it over: heads before rows in memory.
+    query = randn(num_heads, num_rows, head_dim).transpose(0, 1)
+    sinks = randn(num_heads) if with_sinks else None
+    cu = torch.tensor([0, *(rows for rows, _ in batch)]).cumsum(0).int().to(device)
+    scale = head_dim**-0.5
+    out = paged_attention(
+        query,
+        k_cache,
+        v_cache,
+        cu,
+        torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        table,
+        scale,
+        window,
+        softcap,
+        sinks,
+    )
+    expected = torch.cat(
+        [
+            paged_attention_reference(
+                query[cu[i] : cu[i + 1]],
+                k_cache,
+                v_cache,
+                table[i],
+                seq_len,
+                attention_mask(rows, seq_len, window, query.dtype, device),
+                scale,
+                softcap,
+                sinks,
+            )
+            for i, ((rows, _), seq_len) in enumerate(zip(batch, seq_lens, strict=True))
+        ]
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
