@@ -164,7 +164,7 @@ def _read_line(fd: int) -> bytes:
 def main(make_engine: "Callable[[EngineConfig, Progress], Engine]" = load_engine) -> int:
     endpoint, log_level = sys.argv[1:]
     logging.basicConfig(
-        level=log_level,
+        level=int(log_level),
         format="%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s",
     )
     # Nothing that runs in here may read from the lifeline or hand it on to a child.

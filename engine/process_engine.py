@@ -96,7 +96,7 @@ class ProcessEngine(Dispatcher):
             child = await asyncio.create_subprocess_exec(
                 *self._command,
                 endpoint,
-                logging.getLevelName(log.getEffectiveLevel()),
+                str(log.getEffectiveLevel()),
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
                 start_new_session=True,  # signals to our group are for us, who may want to drain
             )
