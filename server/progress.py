@@ -27,6 +27,7 @@ class ProgressDisplay:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._stages:
+            self._end_stages()
             if done == total > 0:
                 return
             self._stages[stage] = self._begin(stage)
@@ -42,9 +43,13 @@ class ProgressDisplay:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._bars = Progress(*columns, console=self._console)
             self._bars.start()
-        for earlier in self._bars.task_ids:  # a stage that begins is the end of those before it
-            self._bars.update(earlier, total=1, completed=1)
         return self._bars.add_task(stage, total=None)
+
+    def _end_stages(self) -> None:
+        """Fill the bars so far: a stage that begins is the end of those before it."""
+        if self._bars is not None:
+            for task in self._bars.task_ids:
+                self._bars.update(task, total=1, completed=1)
 
     def __enter__(self) -> Self:
         return self
