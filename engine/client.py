@@ -217,6 +217,8 @@ class Dispatcher(ABC):
 
     def _receive(self, message: FromEngine) -> None:
         """Act on a message of the engine. Outputs of unknown ids are of sequences dropped here."""
+        if self.state == "stopped":
+            return
         match message:
             case Outputs(outputs, stats):
                 self._stats = stats

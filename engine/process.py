@@ -147,7 +147,8 @@ def _leave_with_parent(lifeline_fd: int) -> None:
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
     if sys.platform == "linux":
-        # The thread needs the GIL to act; the kernel does not.
+        # The thread needs the GIL to act; the kernel does not. To it, the parent is the thread
+        # that started us: the one of the client's event loop, which must live as long.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

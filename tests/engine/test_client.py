@@ -177,6 +177,17 @@ async def test_stop_ends_streams_with_an_error(client: EngineClient) -> None:
     assert client.state == "stopped"
 
 
+async def test_an_engine_that_comes_up_after_stop_stays_stopped(make_client: Any) -> None:
+    client: EngineClient = make_client(scripted_config("slow 0.1"))
+    start = asyncio.create_task(client.start())
+    await asyncio.sleep(0.01)
+    await client.stop()
+    with pytest.raises(EngineUnavailableError, match="stopped"):
+        await start
+    await asyncio.sleep(0)  # what the engine sent last is read by now
+    assert client.state == "stopped"
+
+
 async def test_stop_before_start_and_twice_is_harmless(make_client: Any) -> None:
     client: EngineClient = make_client(scripted_config())
     await client.stop()

@@ -164,7 +164,7 @@ async def test_stop_kills_an_engine_that_does_not_listen(
 
 
 async def test_stop_does_not_wait_for_loading() -> None:
-    client = ScriptedProcessEngine(scripted_config("slow"))
+    client = ScriptedProcessEngine(scripted_config("slow 60"))
     start = asyncio.create_task(client.start())
     await asyncio.sleep(0.2)
     async with asyncio.timeout(1):

@@ -30,8 +30,8 @@ class ScriptedEngine:
             raise FileNotFoundError("no model in missing")
         if config.target.path == "crash":
             os._exit(3)
-        if config.target.path == "slow":
-            time.sleep(60)
+        if config.target.path.startswith("slow "):
+            time.sleep(float(config.target.path.split()[1]))
         if config.target.path == "reads stdin":
             raise ValueError(f"stdin held {sys.stdin.read()!r}")
         progress("target", 1, 1)
