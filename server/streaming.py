@@ -75,7 +75,7 @@ class EventStream(Response):
             await send_event("[DONE]")
         except Exception as error:
             answer = from_exception(error)
-            if answer.code == "internal_error":
+            if answer.status_code == 500 and answer is not error:
                 log.exception("a stream failed")
             scope["state"]["outcome"] = "error"
             await send_event(json.dumps(answer.body()))

@@ -212,17 +212,29 @@ def test_engine_that_has_never_been_up_is_503(serve: Serve) -> None:
 
 
 def test_failure_in_mid_stream_ends_with_an_error_event(serve: Serve) -> None:
-    reply = post(serve(failing_after_two).app, OK | {"stream": True})
+    served = serve(failing_after_two)
+    reply = post(served.app, OK | {"stream": True})
     *chunks, last = reply.events
     assert reply.status == 200
     assert len(chunks) == 2
     assert "signal 9" in json.loads(last)["error"]["message"]
     assert reply.ended
+    assert b'outrider_requests_total{outcome="error"' in get(served.app, "/metrics").body
 
 
 def test_failure_under_way_of_a_whole_answer_is_an_error(serve: Serve) -> None:
     reply = post(serve(failing_after_two).app, OK)
     assert reply.status == 503
+
+
+def test_bug_in_mid_stream_is_logged_and_not_told(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(lambda request: [*steps(request, [70, 71])[:1], ZeroDivisionError("secret")])
+    *_, last = post(served.app, OK | {"stream": True}).events
+    assert json.loads(last)["error"]["type"] == "server_error"
+    assert "secret" not in last
+    assert "secret" in caplog.text
 
 
 def test_sequence_that_fails_in_the_engine_fails_its_request(serve: Serve) -> None:
