@@ -1,0 +1,273 @@
+"""What is refused, what fails under way, and how clients are told."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import Call, get, post, start_post
+from scripted_client import steps
+from served import Served
+
+from outrider.engine.api import (
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    RequestOutput,
+)
+from outrider.engine.client import EngineUnavailableError
+
+Serve = Callable[..., Served]
+OK = {"prompt": "Hi"}
+
+
+def failing_after_two(request: NewRequest) -> list[Any]:
+    return [
+        *steps(request, [70, 71, 72])[:2],
+        EngineUnavailableError("the engine died: killed by signal 9"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": {"text": "Hi"}}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        (OK | {"max_tokens": 0}, "max_tokens"),
+        (OK | {"max_tokens": "5"}, "max_tokens"),
+        (OK | {"max_tokens": 1.5}, "max_tokens"),
+        (OK | {"n": 0}, "n"),
+        (OK | {"n": True}, "n"),
+        (OK | {"n": 10**6}, "n"),
+        (OK | {"temperature": -0.1}, "temperature"),
+        (OK | {"temperature": "1"}, "temperature"),
+        (OK | {"top_p": 1.1}, "top_p"),
+        (OK | {"top_k": -2}, "top_k"),
+        (OK | {"min_p": -0.1}, "min_p"),
+        (OK | {"seed": 2**63}, "seed"),
+        (OK | {"stop": ["x"] * 17}, "stop"),
+        (OK | {"stop": ""}, "stop"),
+        (OK | {"stop": "x" * 10000}, "stop"),
+        (OK | {"stop_token_ids": [-1]}, "stop_token_ids"),
+        (OK | {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        (OK | {"logprobs": 21}, "logprobs"),
+        (OK | {"logprobs": True}, "logprobs"),
+        (OK | {"stream_options": {"include_usage": True}}, "stream_options"),
+        (OK | {"speculation": {"verification": "none"}}, "speculation"),
+        (OK | {"best_of": 3}, "best_of"),
+        (OK | {"suffix": "x"}, "suffix"),
+        (OK | {"echo": True, "logprobs": 0}, "echo"),
+        (OK | {"presence_penalty": 0.5}, "presence_penalty"),
+        (OK | {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (OK | {"logit_bias": {"5": 1}}, "logit_bias"),
+        (OK | {"response_format": {"type": "json_object"}}, "response_format"),
+        (OK | {"guided_json": {}}, "guided_json"),
+        (OK | {"min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_unusable_field_is_named(serve: Serve, body: Any, param: str) -> None:
+    served = serve()
+    reply = post(served.app, body)
+    assert reply.status == 400
+    assert set(reply.json()) == {"error"}
+    assert set(reply.error) == {"message", "type", "param", "code"}
+    assert reply.error["type"] == "invalid_request_error"
+    assert isinstance(reply.error["code"], str)
+    assert reply.error["param"] == param
+    assert not served.client.submitted
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff",
+        b'{"prompt": "Hi", "temperature": NaN}',
+        b'{"prompt": "Hi", "unknown": NaN}',
+        b'{"prompt": "Hi", "temperature": Infinity}',
+        b'{"prompt": "Hi", "temperature": 1e999}',
+        b'{"prompt": "Hi", "top_p": -Infinity}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "Hi", "n": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ],
+)
+def test_malformed_json_is_400(serve: Serve, raw: bytes) -> None:
+    reply = post(serve().app, raw)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_body_of_another_type_is_400(serve: Serve) -> None:
+    reply = post(serve().app, OK, {"content-type": "text/plain"})
+    assert (reply.status, reply.error["code"]) == (400, "invalid_content_type")
+
+
+def test_neutral_values_of_unsupported_parameters_are_accepted(serve: Serve) -> None:
+    neutral = {"presence_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "suffix": ""}
+    neutral |= {"best_of": 1, "guided_json": None, "response_format": {"type": "text"}}
+    assert post(serve().app, OK | neutral).status == 200
+
+
+def test_unknown_field_is_ignored_with_a_debug_line(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "outrider.server")
+    assert post(serve().app, OK | {"colour": "blue"}).status == 200
+    assert "colour" in caplog.text
+    assert "blue" not in caplog.text
+
+
+def test_errors_stay_small_however_wrong_the_body(serve: Serve) -> None:
+    many = {"prompt": ["x", *range(50_000)], "stop": ["y" * 2000] * 16, "user": ["z" * 10_000]}
+    many |= dict.fromkeys(("n", "seed", "top_p", "top_k", "min_p", "logprobs"), "w" * 10000)
+    reply = post(serve().app, many)
+    assert reply.status == 400
+    assert len(reply.body) < 4000
+
+
+def test_unknown_model_is_404(serve: Serve) -> None:
+    for reply in (
+        post(serve().app, OK | {"model": "gpt-5"}),
+        get(serve().app, "/v1/models/gpt-5"),
+    ):
+        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+def test_prompt_that_is_too_long_is_told_in_the_words_clients_match(serve: Serve) -> None:
+    reply = post(serve().app, {"prompt": [70] * 990, "max_tokens": 11, "stream": True})
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert reply.error["message"].startswith(
+        "This model's maximum context length is 1000 tokens. However, you requested 1001 tokens"
+    )
+    assert post(serve().app, {"prompt": [70] * 990, "max_tokens": 10}).status == 200
+
+
+def test_prompts_times_n_is_bounded(serve: Serve) -> None:
+    served = serve(max_prompts_times_n=6)
+    assert post(served.app, {"prompt": ["a", "b"], "n": 3}).status == 200
+    assert post(served.app, {"prompt": ["a", "b"], "n": 4}).error["param"] == "n"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (QueueFullError("full"), 503, "queue_full"),
+        (EngineUnavailableError("restarting"), 503, "engine_unavailable"),
+        (InvalidRequestError("never"), 400, "invalid_value"),
+    ],
+)
+def test_refusal_of_the_engine_comes_before_any_stream(
+    serve: Serve, refusal: Exception, status: int, code: str, stream: bool
+) -> None:
+    served = serve()
+    served.client.refusal = refusal
+    reply = post(served.app, OK | {"stream": stream})
+    assert (reply.status, reply.error["code"]) == (status, code)
+    assert ("retry-after" in reply.headers) == (status == 503)
+
+
+def test_unexpected_exception_is_a_500_without_its_text(serve: Serve) -> None:
+    served = serve()
+    served.client.refusal = ZeroDivisionError("secret")
+
+    async def run() -> Call:
+        call = start_post(served.app, OK, path="/v1/completions")
+        await asyncio.wait([call.finished])
+        call.finished.exception()
+        return call
+
+    reply = asyncio.run(run()).reply
+    assert (reply.status, reply.error["type"]) == (500, "server_error")
+    assert "secret" not in reply.error["message"]
+
+
+def test_engine_that_has_never_been_up_is_503(serve: Serve) -> None:
+    served = serve()
+    served.client.info = None
+    assert post(served.app, OK).status == 503
+
+
+# ---- failures under way
+
+
+def test_failure_in_mid_stream_ends_with_an_error_event(serve: Serve) -> None:
+    served = serve(failing_after_two)
+    reply = post(served.app, OK | {"stream": True})
+    *chunks, last = reply.events
+    assert reply.status == 200
+    assert len(chunks) == 2
+    assert "signal 9" in json.loads(last)["error"]["message"]
+    assert reply.ended
+    assert b'outrider_requests_total{outcome="error"' in get(served.app, "/metrics").body
+
+
+def test_failure_under_way_of_a_whole_answer_is_an_error(serve: Serve) -> None:
+    reply = post(serve(failing_after_two).app, OK)
+    assert reply.status == 503
+
+
+def test_bug_in_mid_stream_is_logged_and_not_told(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(lambda request: [*steps(request, [70, 71])[:1], ZeroDivisionError("secret")])
+    *_, last = post(served.app, OK | {"stream": True}).events
+    assert json.loads(last)["error"]["type"] == "server_error"
+    assert "secret" not in last
+    assert "secret" in caplog.text
+
+
+def test_sequence_that_fails_in_the_engine_fails_its_request(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason="error",
+                error="the logits were NaN",
+            )
+        ]
+
+    served = serve(play)
+    reply = post(served.app, OK)
+    assert (reply.status, reply.error["message"]) == (500, "the logits were NaN")
+    (event,) = post(served.app, OK | {"stream": True}).events
+    assert json.loads(event)["error"]["message"] == "the logits were NaN"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_client_frees_its_sequences_at_once(serve: Serve, stream: bool) -> None:
+    async def run() -> None:
+        waiting = asyncio.Event()
+        served = serve(lambda request: [*steps(request, [70, 71])[:1], waiting])
+        call = start_post(served.app, OK | {"stream": stream, "n": 2}, path="/v1/completions")
+        while not served.client.submitted:
+            await asyncio.sleep(0)
+        if stream:
+            await call.until_body()
+        assert not served.client.aborted
+        call.leave()
+        await asyncio.wait_for(call.finished, 1)
+        ids = [request.request_id for request in served.client.submitted[0]]
+        assert sorted(served.client.aborted) == ids
+        metrics = Call(served.app, "GET", "/metrics", [b""])
+        await metrics.finished
+        assert b'outcome="disconnected"' in metrics.reply.body
+
+    asyncio.run(run())
