@@ -122,14 +122,16 @@ class Scheduler:
         plan = Plan()
         budget = self._config.max_num_batched_tokens
         decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
+        num_seatable = min(len(self.waiting), self._slots.num_free)
         prefilling = [r for r in self.running if r.num_uncomputed_tokens > 1]
         for i, request in enumerate(decoding + prefilling):
-            # One row is kept for each sequence that decodes: drafts take what is left.
-            available = budget - max(0, len(decoding) - 1 - i)
-            if available <= 0:
+            if budget == 0:
                 break
             if request.slot is None:  # preempted for an older one just now
                 continue
+            # Drafts take what is left once each that decodes or may be seated has a row.
+            num_behind = max(0, len(decoding) - 1 - i) + num_seatable
+            available = max(1, budget - num_behind) if i < len(decoding) else budget
             if scheduled := self._schedule_running(request, available, plan):
                 plan.scheduled.append(scheduled)
                 budget -= scheduled.num_new_tokens + scheduled.num_drafts

@@ -91,6 +91,24 @@ def test_a_prompt_in_chunks_delays_nobody_and_changes_nothing(
     assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
 
 
+def test_fewer_rows_than_seats_stall_nobody(
+    target: Path, draft: Path, truth: list[list[int]]
+) -> None:
+    engine = Engine(engine_config(target, draft, max_num_batched_tokens=2, max_num_seqs=6))
+    assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
+
+
+def test_drafts_starve_no_sequence_that_decodes(target: Path, draft: Path) -> None:
+    engine = Engine(engine_config(target, draft, k=8, max_num_batched_tokens=12, max_num_seqs=4))
+    engine.submit(
+        [NewRequest(request_id=str(i), prompt_token_ids=[i], params=GREEDY) for i in range(4)]
+    )
+    for _ in range(3):
+        engine.step()
+    for _ in range(5):
+        assert {output.request_id for output in engine.step()} == {"0", "1", "2", "3"}
+
+
 def test_a_sequence_outgrows_the_drafts_context_and_finishes(
     tiny_model: Tiny, target: Path
 ) -> None:
