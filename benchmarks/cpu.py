@@ -1,0 +1,214 @@
+"""What a user of the default pair gets on this CPU: ratios, every line measured in one run.
+
+Plain decoding against transformers' `generate` on the same threads, eight streams against one,
+speculation against plain decoding, and where the time of a step goes.
+
+    python benchmarks/cpu.py [--dtype bfloat16] [--threads 2] [--new-tokens 64] [--repeats 3]
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
+from outrider.engine.loop import Engine
+from outrider.server.models.builtin import BUILTINS, obtain
+
+QUESTIONS = [
+    "Explain what a hash table is and when to use one.",
+    "Write a Python function that merges two sorted lists.",
+    "Give me a recipe for lentil soup.",
+    "Why is the sky blue?",
+    "Repeat this list, sorted by price: apples 3, pears 2, plums 5, figs 4, dates 6.",
+    "Translate to French: The train leaves at nine and arrives before noon.",
+    "Summarise: the committee met, argued for six hours, and agreed to meet again.",
+    'Return JSON with the keys "name" and "age" for Ada, who is 36.',
+]
+PARTS = ("schedule", "propose", "score", "verify", "commit")
+
+
+def build(config: dict[str, Any], dtype: str) -> Engine:
+    target = ModelConfig(path=str(obtain(BUILTINS["smollm2-135m-instruct"], quiet)), dtype=dtype)
+    draft = ModelConfig(
+        path=str(obtain(BUILTINS["smollm2-135m-instruct-slice"], quiet)), dtype=dtype
+    )
+    return Engine(
+        EngineConfig(
+            target=target,
+            draft=draft,
+            # Without a prefix cache, so that every repeat computes the same.
+            cache=CacheConfig(num_pages=4096, prefix_caching=False),
+            speculation=SpeculationConfig(**config),
+        )
+    )
+
+
+def quiet(*_: Any) -> None:
+    """No progress: the models are there or the store fetches them first."""
+
+
+def time_parts(engine: Engine) -> dict[str, float]:
+    """Seconds spent in each of the step's five calls, filled as the engine runs."""
+    spent: dict[str, float] = defaultdict(float)
+
+    def wrap(owner: Any, name: str) -> None:
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            start_s = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                spent[name] += time.perf_counter() - start_s
+
+        setattr(owner, name, timed)
+
+    for owner, names in (
+        (engine.scheduler, ("schedule", "commit")),
+        (engine.proposer, ("propose",)),
+        (engine.target, ("score",)),
+        (engine.verifier, ("verify",)),
+        (engine, ("step",)),
+    ):
+        for name in names:
+            wrap(owner, name)
+    return spent
+
+
+def decode(engine: Engine, prompts: list[list[int]], new_tokens: int, temperature: float) -> float:
+    """Tokens a second of these prompts, run together."""
+    params = SamplingParams(max_tokens=new_tokens, temperature=temperature, ignore_eos=True)
+    engine.submit(
+        [
+            NewRequest(request_id=str(i), prompt_token_ids=prompt, params=params)
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+    start_s = time.perf_counter()
+    while engine.has_work():
+        engine.step()
+    return len(prompts) * new_tokens / (time.perf_counter() - start_s)
+
+
+def decode_each(engine: Engine, prompts: list[list[int]], args: argparse.Namespace) -> float:
+    return statistics.harmonic_mean(
+        [decode(engine, [prompt], args.new_tokens, args.temperature) for prompt in prompts]
+    )
+
+
+def generate_each(model: Any, prompts: list[list[int]], args: argparse.Namespace) -> float:
+    rates = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        start_s = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=args.new_tokens,
+            max_new_tokens=args.new_tokens,
+            do_sample=args.temperature > 0,
+        )
+        rates.append(args.new_tokens / (time.perf_counter() - start_s))
+    return statistics.harmonic_mean(rates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    path = obtain(BUILTINS["smollm2-135m-instruct"], quiet)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )["input_ids"]
+        for question in QUESTIONS
+    ]
+    hugging_face = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype).eval()
+    plain = build({"proposer": "none"}, args.dtype)
+    speculating = {
+        f"{name}, k = {k}": build({"proposer": proposer, "num_speculative_tokens": k}, args.dtype)
+        for name, proposer, k in (
+            ("layer slice", "draft_model", 1),
+            ("layer slice", "draft_model", 4),
+            ("n-gram", "ngram", 4),
+        )
+    }
+    rows: dict[str, Callable[[], float]] = {
+        "transformers generate": lambda: generate_each(hugging_face, prompts, args),
+        "plain": lambda: decode_each(plain, prompts, args),
+        "plain, 8 streams": lambda: decode(plain, prompts, args.new_tokens, args.temperature),
+        **{
+            name: lambda engine=engine: decode_each(engine, prompts, args)  # type: ignore[misc]
+            for name, engine in speculating.items()
+        },
+        **{
+            f"{name}, 8 streams": lambda engine=engine: decode(  # type: ignore[misc]
+                engine, prompts, args.new_tokens, args.temperature
+            )
+            for name, engine in speculating.items()
+        },
+    }
+    # Interleaved, so that a machine that slows down slows every row alike; the first is warm-up.
+    rates: dict[str, list[float]] = defaultdict(list)
+    spent = time_parts(plain)
+    parts_at_8: dict[str, float] = defaultdict(float)
+    for repeat in range(args.repeats + 1):
+        for name, measure in rows.items():
+            spent.clear()
+            rate = measure()
+            if repeat:
+                rates[name].append(rate)
+                if name == "plain, 8 streams":
+                    for part, seconds in spent.items():
+                        parts_at_8[part] += seconds
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+
+    console = Console()
+    table = Table(title=f"SmolLM2-135M-Instruct, {args.dtype}, {args.threads} threads")
+    for heading in ("", "tokens/s", "of generate", "of plain", "accepted"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, rate in medians.items():
+        base = medians["plain, 8 streams" if "8 streams" in name else "plain"]
+        engine = speculating.get(name)
+        accepted = ""
+        if engine is not None:
+            stats = engine.stats()
+            drafted = sum(stats.drafted_per_position)
+            accepted = f"{sum(stats.accepted_per_position) / max(1, drafted):.3f}"
+        table.add_row(
+            name,
+            f"{rate:.1f}",
+            f"{rate / medians['transformers generate']:.2f}",
+            f"{rate / base:.2f}",
+            accepted,
+        )
+    console.print(table)
+    total = parts_at_8["step"]
+    shares = {part: parts_at_8[part] / total for part in PARTS}
+    shares["rest"] = 1 - sum(shares.values())
+    console.print(
+        "A plain step at 8 streams: "
+        + ", ".join(f"{part} {share:.1%}" for part, share in shares.items())
+    )
+    ratio = medians["plain, 8 streams"] / medians["plain"]
+    console.print(f"8 streams over 1: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
