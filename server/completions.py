@@ -21,7 +21,6 @@ from outrider.server.protocol import (
 )
 from outrider.server.service import Service
 from outrider.server.streaming import EventStream, while_connected
-from outrider.server.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
@@ -70,9 +69,11 @@ class _Answer:
         self._model = service.model_name
         self._tokenizer = service.tokenizer
         self._body = body
+        self._prompts = prompts
         self._num_prompt_tokens = sum(map(len, prompts))
         self._completion_tokens = [0] * (len(prompts) * body.n)
         self._cached_tokens = [0] * len(prompts)
+        self._begun: set[int] = set()  # choices of which something has been said
         # Per choice, what goes before its first text.
         self._echo = [""] * (len(prompts) * body.n)
         if body.echo:
@@ -132,16 +133,20 @@ class _Answer:
         )
 
     def _choice(self, delta: Delta) -> CompletionChoice:
-        echo, self._echo[delta.index] = self._echo[delta.index], ""
-        return CompletionChoice(
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        choice = CompletionChoice(
             index=delta.index,
-            text=echo + delta.text,
-            logprobs=(
-                None if self._body.logprobs is None else _logprobs(self._tokenizer, delta.tokens)
-            ),
+            text=self._echo[delta.index] + delta.text if first else delta.text,
+            logprobs=None if self._body.logprobs is None else self._logprobs(delta.tokens),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
+        if self._body.return_token_ids:
+            choice.token_ids = [token.id for token in delta.tokens]
+            if first:
+                choice.prompt_token_ids = self._prompts[delta.index // self._body.n]
+        return choice
 
     def _usage(self) -> Usage:
         completion_tokens = sum(self._completion_tokens)
@@ -152,22 +157,26 @@ class _Answer:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
         )
 
+    def _logprobs(self, tokens: list[Token]) -> CompletionLogprobs:
+        texts = [self._token_text(token.id) for token in tokens]
+        chosen = []
+        alternatives: list[dict[str, float] | None] = []
+        for text, token in zip(texts, tokens, strict=True):
+            assert token.logprobs is not None  # they were asked for
+            chosen.append(max(token.logprobs.logprob, MIN_LOGPROB))
+            # The chosen token goes first: another of the same text must not hide its value.
+            entries = {text: chosen[-1]}
+            for token_id, logprob in token.logprobs.top:
+                entries.setdefault(self._token_text(token_id), max(logprob, MIN_LOGPROB))
+            alternatives.append(entries)
+        return CompletionLogprobs(
+            text_offset=[token.text_offset for token in tokens],
+            token_logprobs=list(chosen),
+            tokens=texts,
+            top_logprobs=alternatives,
+        )
 
-def _logprobs(tokenizer: Tokenizer, tokens: list[Token]) -> CompletionLogprobs:
-    texts = [tokenizer.token_text(token.id) for token in tokens]
-    chosen = []
-    alternatives: list[dict[str, float] | None] = []
-    for text, token in zip(texts, tokens, strict=True):
-        assert token.logprobs is not None  # they were asked for
-        chosen.append(max(token.logprobs.logprob, MIN_LOGPROB))
-        # The chosen token goes first: another token with the same text must not hide its value.
-        entries = {text: chosen[-1]}
-        for token_id, logprob in token.logprobs.top:
-            entries.setdefault(tokenizer.token_text(token_id), max(logprob, MIN_LOGPROB))
-        alternatives.append(entries)
-    return CompletionLogprobs(
-        text_offset=[token.text_offset for token in tokens],
-        token_logprobs=list(chosen),
-        tokens=texts,
-        top_logprobs=alternatives,
-    )
+    def _token_text(self, token_id: int) -> str:
+        if self._body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)

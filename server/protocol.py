@@ -141,6 +141,8 @@ class CompletionRequest(SamplingFields):
     best_of: Int | None = Field(default=None, ge=1)
     suffix: str | None = None
     add_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -168,8 +170,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
@@ -221,6 +221,8 @@ class CompletionChoice(APIResponse):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(APIResponse):

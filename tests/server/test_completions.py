@@ -272,6 +272,38 @@ def test_alternative_of_the_same_text_does_not_hide_the_chosen_token(serve: Serv
     assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -2.0}]
 
 
+def test_tokens_can_be_named_by_their_ids(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = serve(saying(tokenizer, "one"))
+    ids = tokenizer.encode("one", add_special_tokens=False)
+    body = {"prompt": "Hi", "logprobs": 1, "return_tokens_as_token_ids": True}
+    (choice,) = post(served.app, body).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+    assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [
+        [f"token_id:{i}"] for i in ids
+    ]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_token_ids_come_along_when_asked_for(
+    serve: Serve, tokenizer: Tokenizer, stream: bool
+) -> None:
+    served = serve(saying(tokenizer, "one two three", sizes=(2, 3)))
+    body = {"prompt": [[5, 6], [7]], "return_token_ids": True, "stream": stream, "stop": " t"}
+    reply = post(served.app, body)
+    ids: list[list[int]] = [[], []]
+    prompts: list[list[int]] = [[], []]
+    for chunk in reply.chunks if stream else [reply.json()]:
+        for choice in chunk["choices"]:
+            ids[choice["index"]] += choice["token_ids"]
+            prompts[choice["index"]] += choice.get("prompt_token_ids", [])
+    everything = tokenizer.encode("one two three", add_special_tokens=False)
+    until_stop = everything[: len(ids[0])]
+    assert " t" in tokenizer.decode(until_stop, skip_special_tokens=True)
+    assert " t" not in tokenizer.decode(until_stop[:-1], skip_special_tokens=True)
+    assert ids == [until_stop, until_stop]
+    assert prompts == [[5, 6], [7]]
+
+
 def test_cached_tokens_are_those_of_each_prompts_first_sample(serve: Serve) -> None:
     def play(request: NewRequest) -> list[RequestOutput]:
         first = int(request.request_id.rpartition("-")[2]) % 3 == 0

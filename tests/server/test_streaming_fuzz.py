@@ -89,6 +89,9 @@ def merged(chunks: list[Any], num_choices: int) -> list[Any]:
             whole["text"] += part["text"]
             whole["finish_reason"] = part["finish_reason"]
             whole["stop_reason"] = part["stop_reason"]
+            if "token_ids" in part:
+                whole["token_ids"] = whole.get("token_ids", []) + part["token_ids"]
+                whole.setdefault("prompt_token_ids", part.get("prompt_token_ids"))
             if part["logprobs"] is None:
                 whole["logprobs"] = None
             else:
@@ -120,8 +123,8 @@ def test_stream_equals_whole_answer(serve: Serve, tokenizer: Tokenizer, seed: in
             "prompt": "Hi",
             "n": n,
             "stop": random_stops(rng, text) or None,
-            "logprobs": rng.choice([None, 0, 3]),
-            "echo": False,
+            **rng.choice([{"logprobs": 0}, {"logprobs": 3}, {"echo": True}, {}]),
+            "return_token_ids": rng.random() < 0.5,
             "include_stop_str_in_output": rng.random() < 0.5,
             "skip_special_tokens": rng.random() < 0.5,
         }
