@@ -27,6 +27,7 @@ def test_a_slice_is_the_target_stopped_after_its_first_layers(tmp_path: Path) ->
     layer_slice(target, draft, 2)
     whole = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     whole.model.layers = whole.model.layers[:2]
+    assert load_file(draft / "model.safetensors").keys() == whole.state_dict().keys()
     ids = list(range(10))
     with torch.no_grad():
         expected = whole(torch.tensor([ids]), use_cache=False).logits
