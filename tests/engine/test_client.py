@@ -125,6 +125,7 @@ async def test_closing_a_stream_frees_its_pages(client: EngineClient) -> None:
 async def test_cancelling_a_consumer_frees_its_pages(client: EngineClient) -> None:
     stream = await client.generate([request("a", max_tokens=10**6)])
     consumer = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0)  # a task that never ran would have no stream to close
     await pages_used_become(client, 1)
     consumer.cancel()
     await asyncio.wait({consumer})
