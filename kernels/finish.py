@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels._dispatch import num_programs
 from outrider.kernels.decide import Drafts, Plan
 from outrider.kernels.draw import Verified, accept_blocks, draw_last, match_drafts
 from outrider.kernels.philox import Purpose
@@ -11,6 +12,8 @@ from outrider.kernels.residual import read_rows
 from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import BLOCK, Sampling, is_filtered
 from outrider.kernels.scan import BlockStats
+
+_PROGRAMS_PER_SM = 4
 
 
 @triton.jit(do_not_specialize=["num_columns", "draft_stride"])
@@ -58,10 +61,11 @@ def _finish_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    block = tl.program_id(0)
+    strip = tl.program_id(0)
+    num_strips = tl.num_programs(0)
     request = tl.program_id(1)
     rows_to_read = tl.load(rows_to_read_ptr + request)
-    if (rows_to_read == 0) & (block != 0):
+    if (rows_to_read == 0) & (strip != 0):
         return
     k = tl.load(num_drafts_ptr + request)
     row0 = tl.load(cu_rows_ptr + request)
@@ -76,14 +80,14 @@ def _finish_kernel(
     position = tl.load(position_ptr + request)
     if rows_to_read != 0:
         read_rows(
-            request, block, num_blocks, rows_to_read, k, row0, num_columns, logits_ptr,
-            logits_stride, width, vocab_size, state_ptr, draft_ids_ptr, draft_stride,
-            draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k, draft_width,
-            draft_state_ptr, log_scale_ptr, is_match, seed, position, inv_t, residual_ptr,
-            target_ptr, HAS_Q, BLOCK,
+            request, strip, num_strips, num_blocks, rows_to_read, k, row0, num_columns,
+            logits_ptr, logits_stride, width, vocab_size, max_ptr, state_ptr, draft_ids_ptr,
+            draft_stride, draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k,
+            draft_width, draft_state_ptr, log_scale_ptr, is_match, seed, position, inv_t,
+            residual_ptr, target_ptr, HAS_Q, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()  # the whole program's stores come before its arrival
-        if tl.atomic_add(num_arrived_ptr + request, 1) != num_blocks - 1:
+        if tl.atomic_add(num_arrived_ptr + request, 1) != num_strips - 1:
             return
 
     accepted = tl.load(accepted_ptr + request)
@@ -148,7 +152,9 @@ def finish(
     masses = new((2, batch, k_max + 1, blocks), dtype=torch.int64)
     q, q_state = drafts.logits, drafts.state
     has_q = q is not None and q_state is not None and k_max > 0
-    _finish_kernel[(blocks, batch)](
+    # A request's blocks are spread over enough programs to fill the device, and no more.
+    strips = min(blocks, -(-num_programs(logits.device, _PROGRAMS_PER_SM) // batch))
+    _finish_kernel[(strips, batch)](
         logits,
         logits.stride(0),
         logits.shape[1],
@@ -183,5 +189,6 @@ def finish(
         BLOCK=BLOCK,
         COLUMNS=64,
         num_warps=8,
+        maxnreg=128,
     )
     return verified

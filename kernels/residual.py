@@ -220,37 +220,42 @@ def best_of_block(
 
 @triton.jit
 def read_rows(
-    request, block, num_blocks, rows_to_read, k, row0, num_columns, logits_ptr, logits_stride,
-    width, vocab_size, state_ptr, draft_ids_ptr, draft_stride, draft_logits_ptr,
-    draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr, log_scale_ptr,
-    is_match, seed, position, inv_t, residual_ptr, target_ptr,
+    request, strip, num_strips, num_blocks, rows_to_read, k, row0, num_columns, logits_ptr,
+    logits_stride, width, vocab_size, max_ptr, state_ptr, draft_ids_ptr, draft_stride,
+    draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr,
+    log_scale_ptr, is_match, seed, position, inv_t, residual_ptr, target_ptr,
     HAS_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the masses of one block of every row that the plan of a request names."""
+    """Store the masses of every num_strips-th block of the rows that a request's plan names."""
     for j in range(0, k + 1):
         if ((rows_to_read >> j) & 1) != 0:
             row = (row0 + j).to(tl.int64)
             row_ptr = logits_ptr + row * logits_stride
-            at = (request * num_columns + j) * num_blocks + block
-            if is_match:
-                best = best_of_block(
-                    block, row_ptr, width, vocab_size, state_ptr + row * 4, seed, position + j,
-                    inv_t, BLOCK,
-                )  # fmt: skip
-                tl.store(residual_ptr + at, best)
-            else:
-                draft_id = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
-                draft_row = draft_logits_ptr
-                draft_state = draft_state_ptr
-                if HAS_Q:
-                    draft_row += request.to(tl.int64) * draft_logits_stride_b
-                    draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
-                    draft_state += (request * (num_columns - 1) + j) * 4
-                ids = block * BLOCK + tl.arange(0, BLOCK)
-                residual, target, _ = weights(
-                    ids, row_ptr, width, vocab_size, state_ptr + row * 4, draft_row, draft_width,
-                    draft_state, draft_id, j < k,
-                    tl.load(log_scale_ptr + request * num_columns + j), inv_t, HAS_Q,
-                )  # fmt: skip
-                tl.store(residual_ptr + at, tl.sum(fixed(residual), 0))
-                tl.store(target_ptr + at, tl.sum(fixed(target), 0))
+            state = state_ptr + row * 4
+            threshold = tl.load(state + 2)
+            log_scale = tl.load(log_scale_ptr + request * num_columns + j)
+            draft_id = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
+            draft_row = draft_logits_ptr
+            draft_state = draft_state_ptr
+            if HAS_Q:
+                draft_row += request.to(tl.int64) * draft_logits_stride_b
+                draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
+                draft_state += (request * (num_columns - 1) + j) * 4
+            for block in range(strip, num_blocks, num_strips):
+                at = (request * num_columns + j) * num_blocks + block
+                if is_match:
+                    best = best_of_block(
+                        block, row_ptr, width, vocab_size, state, seed, position + j, inv_t, BLOCK
+                    )
+                    tl.store(residual_ptr + at, best)
+                elif tl.load(max_ptr + row * num_blocks + block) < threshold:
+                    tl.store(residual_ptr + at, tl.zeros((), tl.int64))  # p keeps nothing here
+                    tl.store(target_ptr + at, tl.zeros((), tl.int64))
+                else:
+                    ids = block * BLOCK + tl.arange(0, BLOCK)
+                    residual, target, _ = weights(
+                        ids, row_ptr, width, vocab_size, state, draft_row, draft_width,
+                        draft_state, draft_id, j < k, log_scale, inv_t, HAS_Q,
+                    )  # fmt: skip
+                    tl.store(residual_ptr + at, tl.sum(fixed(residual), 0))
+                    tl.store(target_ptr + at, tl.sum(fixed(target), 0))

@@ -4,9 +4,8 @@ Top-k, top-p (of what top-k leaves) and min-p (relative to the maximum) each kee
 order (logit descending, token id ascending), so together they keep the shortest of the three, and
 (threshold, cutoff) describes it without any probability being stored.
 
-The kernel bisects the logits' bit patterns, first over the maxima of groups of 64 tokens, which
-bound the threshold from below, then over the few groups that reach the bound. Masses are summed
-in fixed point, so the outcome depends on no order.
+The kernel ranks the few tokens that can matter against each other (candidates.py); where they are
+not few it bisects the logits' bit patterns instead (bisection.py).
 """
 
 from typing import NamedTuple
@@ -15,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.bisection import threshold_by_bisection
+from outrider.kernels.candidates import CANDIDATE_SCRATCH, threshold_from_candidates
 from outrider.kernels.philox import FIXED_ONE
 from outrider.kernels.sampling import GROUP, STATE_WIDTH, Sampling, is_filtered
 from outrider.kernels.scan import BlockStats, merge_blocks
@@ -94,71 +95,6 @@ def _filter_reference(
     return state
 
 
-# In the kernel, -0x80000000 is the key of no token, below the key of -inf, -0x7F800001.
-@triton.jit
-def _key(x):
-    """int32 in the order of the floats; -0 is +0."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-
-
-@triton.jit
-def _relative(key, row_max, inv_t):
-    """exp((l - max) / t) of keys; 0 for the key of no token."""
-    bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
-    x = tl.where(key > -0x7F800001, bits.to(tl.float32, bitcast=True), -float("inf"))
-    return tl.exp((x - row_max) * inv_t)
-
-
-@triton.jit
-def _weight(key, row_max, inv_t):
-    return (_relative(key, row_max, inv_t) * 1099511627776.0).to(tl.int64)
-
-
-@triton.jit
-def _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G: tl.constexpr):
-    """Ids and keys of 64 candidate groups, ids ascending."""
-    lane = tl.arange(0, 64 * G)
-    slot = tile * 64 + lane // G
-    valid = slot < num_groups
-    ids = tl.load(groups_ptr + slot, mask=valid, other=0) * G + lane % G
-    valid = valid & (ids < vocab_size)
-    x = tl.load(row_ptr + ids, mask=valid, other=0.0).to(tl.float32)
-    return ids, tl.where(valid, _key(x), -0x80000000)
-
-
-@triton.jit
-def _count(keys, at_least, row_ptr, groups_ptr, num_groups, width, vocab_size, G: tl.constexpr):
-    count = tl.sum((keys >= at_least).to(tl.int32), 0)
-    for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
-        count += tl.sum((more >= at_least).to(tl.int32), 0)
-    return count
-
-
-@triton.jit
-def _mass(
-    keys, weight, at_least, row_max, inv_t,
-    row_ptr, groups_ptr, num_groups, width, vocab_size, G: tl.constexpr,
-):  # fmt: skip
-    mass = tl.sum(tl.where(keys >= at_least, weight, 0), 0)
-    for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
-        mass += tl.sum(tl.where(more >= at_least, _weight(more, row_max, inv_t), 0), 0)
-    return mass
-
-
-@triton.jit
-def _highest_below(
-    keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, G: tl.constexpr
-):
-    best = tl.max(tl.where(keys < limit, keys, -0x80000000), 0)
-    for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
-        best = tl.maximum(best, tl.max(tl.where(more < limit, more, -0x80000000), 0))
-    return tl.maximum(best, -0x7F800001)
-
-
 @triton.jit(do_not_specialize=["num_columns"])
 def _row_state_kernel(
     logits_ptr,  # [N, V]
@@ -177,7 +113,8 @@ def _row_state_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    groups_ptr,  # [N, num_blocks * groups of a block], scratch
+    scratch_ptr,  # [N, scratch_stride] int32
+    scratch_stride,
     state_ptr,  # [N, 4]
     NB: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -212,127 +149,19 @@ def _row_state_kernel(
         tl.store(at + 3, vocab_size.to(tl.float32))
         return
 
-    # A lower bound of the threshold, from the maxima of the groups.
     row_groups = num_blocks * BLOCK_GROUPS
-    lane = tl.arange(0, NB * BLOCK_GROUPS)
-    group_max = tl.load(
-        group_max_ptr + row * row_groups + lane, mask=lane < row_groups, other=-float("inf")
-    )
-    group_key = tl.where(lane < row_groups, _key(group_max), -0x80000000)
-    full = (z * 1099511627776.0).to(tl.int64)
-    top = tl.max(group_key, 0).to(tl.int64) + 1
-    low = tl.full((), -0x7F800001, tl.int64)
-    high = top
-    if by_k:
-        if top_k <= row_groups:
-            while high - low > 65536:
-                middle = low + ((high - low) >> 1)
-                if tl.sum((group_key >= middle.to(tl.int32)).to(tl.int32), 0) >= top_k:
-                    low = middle
-                else:
-                    high = middle
-    elif by_p:
-        group_weight = _weight(group_key, row_max, inv_t)
-        target = top_p.to(tl.float64) * full.to(tl.float64)
-        while high - low > 65536:
-            middle = low + ((high - low) >> 1)
-            above = tl.where(group_key >= middle.to(tl.int32), group_weight, 0)
-            if tl.sum(above, 0).to(tl.float64) >= target:
-                low = middle
-            else:
-                high = middle
-    else:
-        likely = _relative(group_key, row_max, inv_t) >= min_p
-        low = tl.min(tl.where(likely, group_key, 0x7FFFFFFF), 0).to(tl.int64)
-    chosen = group_key >= low.to(tl.int32)
-    num_groups = tl.sum(chosen.to(tl.int32), 0)
-    slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    groups_ptr += row * row_groups
-    tl.store(groups_ptr + slot, lane, mask=chosen)
-    tl.debug_barrier()
-
     row_ptr = logits_ptr + row * logits_stride
-    ids, keys = _load_tile(row_ptr, groups_ptr, 0, num_groups, width, vocab_size, GROUP)
-    weight = _weight(keys, row_max, inv_t)
-    threshold = tl.full((), -0x7F800001, tl.int32)
-    num_ties = tl.full((), 0x7FFFFFFF, tl.int32)
-    mass = full
-    if by_k:
-        high = top
-        while high - low > STEP:
-            middle = low + ((high - low) >> 1)
-            count = _count(
-                keys, middle.to(tl.int32), row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
-            )
-            if count >= top_k:
-                low = middle
-            else:
-                high = middle
-        limit = high.to(tl.int32)
-        threshold = _highest_below(
-            keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
-        )
-        num_ties = top_k - _count(
-            keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
-        )
-        mass = _mass(
-            keys, weight, limit, row_max, inv_t,
-            row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
-        )  # fmt: skip
-        mass += num_ties * _weight(threshold, row_max, inv_t)
-    if by_p:
-        target = top_p.to(tl.float64) * mass.to(tl.float64)
-        high = top
-        while high - low > STEP:
-            middle = low + ((high - low) >> 1)
-            above = _mass(
-                keys, weight, middle.to(tl.int32), row_max, inv_t,
-                row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
-            )  # fmt: skip
-            if above.to(tl.float64) >= target:
-                low = middle
-            else:
-                high = middle
-        limit = high.to(tl.int32)
-        boundary = _highest_below(
-            keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
-        )
-        above = _mass(
-            keys, weight, limit, row_max, inv_t,
-            row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
-        )  # fmt: skip
-        # Ties i = 0, 1, .. are kept while above + i * each < target; the first one always is.
-        each = _weight(boundary, row_max, inv_t)
-        ties = ((target - above.to(tl.float64)) / tl.maximum(each, 1).to(tl.float64)).to(tl.int64)
-        ties += ((above + ties * each).to(tl.float64) < target).to(tl.int64)
-        ties = tl.minimum(tl.maximum(ties, 1), 0x7FFFFFFF)
-        ties = tl.where(each > 0, ties, 0x7FFFFFFF).to(tl.int32)
-        num_ties = tl.where(boundary == threshold, tl.minimum(ties, num_ties), ties)
-        threshold = boundary
-    if min_p > 0.0:
-        lowest = tl.full((), 0x7FFFFFFF, tl.int32)
-        for tile in range(0, (num_groups + 63) // 64):
-            _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, GROUP)
-            likely = _relative(more, row_max, inv_t) >= min_p
-            lowest = tl.minimum(lowest, tl.min(tl.where(likely, more, 0x7FFFFFFF), 0))
-        lowest = tl.minimum(lowest, _key(row_max))
-        num_ties = tl.where(lowest > threshold, 0x7FFFFFFF, num_ties)
-        threshold = tl.maximum(lowest, threshold)
-
-    above = _mass(
-        keys, weight, threshold + 1, row_max, inv_t,
-        row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
+    group_max_ptr += row * row_groups
+    scratch_ptr += row * scratch_stride
+    found, threshold, cutoff, kept = threshold_from_candidates(
+        row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
+        group_max_ptr, scratch_ptr, num_blocks, NB, BLOCK_GROUPS, GROUP,
     )  # fmt: skip
-    tied = 0
-    last_tie = 0x7FFFFFFF
-    for tile in range(0, (num_groups + 63) // 64):
-        ids, keys = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, GROUP)
-        is_tie = (keys == threshold).to(tl.int32)
-        is_last = (is_tie > 0) & (tied + tl.cumsum(is_tie, 0) == num_ties)
-        last_tie = tl.minimum(last_tie, tl.min(tl.where(is_last, ids, 0x7FFFFFFF), 0))
-        tied += tl.sum(is_tie, 0)
-    cutoff = tl.where(tied > num_ties, last_tie, vocab_size)
-    kept = above + tl.minimum(tied, num_ties) * _weight(threshold, row_max, inv_t)
+    if not found:
+        threshold, cutoff, kept = threshold_by_bisection(
+            row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
+            group_max_ptr, scratch_ptr, num_blocks, NB, BLOCK_GROUPS, GROUP, STEP,
+        )  # fmt: skip
     bits = tl.where(threshold >= 0, threshold, threshold ^ 0x7FFFFFFF)
     tl.store(at, row_max)
     tl.store(at + 1, tl.log(kept.to(tl.float32) * 9.094947017729282e-13))
@@ -364,6 +193,7 @@ def row_state(
     )
     group_max = stats.group_max
     if filters and group_max is not None:
+        scratch_stride = max(group_max.shape[1] * group_max.shape[2], CANDIDATE_SCRATCH)
         _row_state_kernel[(len(num_drafts) * num_columns,)](
             logits,
             logits.stride(0),
@@ -381,12 +211,14 @@ def row_state(
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
-            torch.empty_like(group_max, dtype=torch.int32),
+            new((len(logits), scratch_stride), dtype=torch.int32),
+            scratch_stride,
             rows.state,
             NB=triton.next_power_of_2(stats.max.shape[1]),
             BLOCK_GROUPS=group_max.shape[2],
             GROUP=GROUP,
             STEP=_KEY_STEPS[logits.dtype],
             num_warps=8,
+            maxnreg=80,  # 3 programs a multiprocessor; only bisection spills
         )
     return rows

@@ -6,14 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels._dispatch import num_programs
 from outrider.kernels.philox import FIXED_ONE
 from outrider.kernels.sampling import BLOCK, GROUP, Sampling, block_width, is_filtered, num_blocks
+
+_PROGRAMS_PER_SM = 5
 
 
 class BlockStats(NamedTuple):
     max: torch.Tensor  # [N, num_blocks] float32; NaN or inf: the block holds a NaN or an inf
-    argmax: torch.Tensor  # [N, num_blocks] int32 token id, the lowest of equals
-    total: torch.Tensor  # [N, num_blocks] float32 sum of exp((l - max) / t); 0 on greedy rows
+    argmax: torch.Tensor  # [N, num_blocks] int32 lowest id of the maximum; set on greedy rows
+    total: torch.Tensor  # [N, num_blocks] float32 sum of exp((l - max) / t); set on sampled rows
     group_max: torch.Tensor | None  # [N, num_blocks, 64] float32, of filtered rows (kernel only)
 
 
@@ -49,12 +52,26 @@ def scan_reference(logits: torch.Tensor, sampling: Sampling, vocab_size: int) ->
     return BlockStats(block_max, (index + first).int(), total, None)
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit
+def _item(item, num_items, num_blocks, num_columns, cu_rows_ptr, num_drafts_ptr):
+    """Request, row and block of a work item, and whether there is such a row."""
+    exists = item < num_items
+    column = tl.where(exists, item // num_blocks, 0)
+    request = column // num_columns
+    offset = column % num_columns
+    row = tl.load(cu_rows_ptr + request) + offset
+    exists = exists & (offset <= tl.load(num_drafts_ptr + request))
+    return request, row.to(tl.int64), item % num_blocks, exists
+
+
+@triton.jit(do_not_specialize=["num_items", "num_columns"])
 def _scan_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     width,
     vocab_size,
+    num_items,  # B * (K + 1) * num_blocks
+    num_blocks,
     cu_rows_ptr,  # [B + 1]
     num_drafts_ptr,  # [B]
     num_columns,  # K + 1
@@ -70,32 +87,58 @@ def _scan_kernel(
     GROUP: tl.constexpr,
     RAW: tl.constexpr,  # temperature 1 and group maxima for every row
 ):
-    block = tl.program_id(0)
-    request = tl.program_id(1) // num_columns
-    offset = tl.program_id(1) % num_columns
-    if offset > tl.load(num_drafts_ptr + request):
-        return
-    row = (tl.load(cu_rows_ptr + request) + offset).to(tl.int64)
-    temperature = 1.0 if RAW else tl.load(temperature_ptr + request)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < width, other=0.0)
-    x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
-    block_max = tl.max(x, 0)
-    index = tl.min(tl.where(x == block_max, ids, 0x7FFFFFFF), 0)
-    # A sum is +inf or NaN exactly when the block holds a NaN or a +inf.
-    is_bad = not (tl.sum(x, 0) < float("inf"))
-    at = row * tl.num_programs(0) + block
-    tl.store(max_ptr + at, tl.where(is_bad, float("nan"), block_max))
-    tl.store(argmax_ptr + at, index)
-    total = 0.0
-    if temperature > 0:
-        safe_max = tl.where(block_max > -float("inf"), block_max, 0.0)
-        total = tl.sum(tl.exp((x - safe_max) * (1.0 / temperature)), 0)
-        if RAW or is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
-            groups: tl.constexpr = BLOCK // GROUP
-            group_max = tl.max(tl.reshape(x, (groups, GROUP)), 1)
-            tl.store(group_max_ptr + at * groups + tl.arange(0, groups), group_max)
-    tl.store(total_ptr + at, total)
+    # A fixed number of programs walk over all blocks, each loading one ahead.
+    lane = tl.arange(0, BLOCK)
+    start = tl.program_id(0)
+    request, row, block, exists = _item(
+        start, num_items, num_blocks, num_columns, cu_rows_ptr, num_drafts_ptr
+    )
+    limit = tl.where(exists, width, 0)
+    ids = block * BLOCK + lane
+    ahead = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < limit, other=0.0)
+    for item in range(start, num_items, tl.num_programs(0)):
+        x = ahead.to(tl.float32)
+        this_request, this_row, this_block, this_exists = request, row, block, exists
+        request, row, block, exists = _item(
+            item + tl.num_programs(0), num_items, num_blocks, num_columns, cu_rows_ptr,
+            num_drafts_ptr,
+        )  # fmt: skip
+        limit = tl.where(exists, width, 0)
+        ids = block * BLOCK + lane
+        ahead = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < limit, other=0.0)
+        if this_exists:
+            first = this_block * BLOCK
+            if first + BLOCK > vocab_size:
+                x = tl.where(first + lane < vocab_size, x, -float("inf"))
+            temperature = 1.0 if RAW else tl.load(temperature_ptr + this_request)
+            # Maxima of vectors of 8 stay within a thread; everything else works on those.
+            vector_max = tl.max(tl.reshape(x, (BLOCK // 8, 8)), 1)
+            block_max = tl.max(vector_max, 0)
+            at = this_row * num_blocks + this_block
+            if temperature > 0:
+                safe_max = tl.where(block_max > -float("inf"), block_max, 0.0)
+                total = tl.sum(tl.exp((x - safe_max) * (1.0 / temperature)), 0)
+                tl.store(total_ptr + at, total)
+                # NaN where the block holds a NaN or an inf.
+                tl.store(max_ptr + at, tl.where(total == total, block_max, float("nan")))
+                if RAW or is_filtered(
+                    this_request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size
+                ):
+                    groups: tl.constexpr = BLOCK // GROUP
+                    group_max = tl.max(tl.reshape(vector_max, (groups, GROUP // 8)), 1)
+                    tl.store(group_max_ptr + at * groups + tl.arange(0, groups), group_max)
+            else:
+                vector = tl.arange(0, BLOCK // 8)
+                vector = tl.min(tl.where(vector_max == block_max, vector, BLOCK // 8 - 1), 0)
+                near = first + vector * 8 + tl.arange(0, 8)
+                y = tl.load(
+                    logits_ptr + this_row * logits_stride + near, mask=near < vocab_size, other=0.0
+                )
+                hit = (y.to(tl.float32) == block_max) & (near < vocab_size)
+                tl.store(argmax_ptr + at, tl.min(tl.where(hit, near, 0x7FFFFFFF), 0))
+                # A sum is +inf or NaN exactly when the block holds a NaN or a +inf.
+                is_bad = not (tl.sum(x, 0) < float("inf"))
+                tl.store(max_ptr + at, tl.where(is_bad, float("nan"), block_max))
 
 
 @triton.jit
@@ -137,11 +180,14 @@ def scan(
         new(shape, dtype=torch.float32),
         new((*shape, BLOCK // GROUP), dtype=torch.float32),
     )
-    _scan_kernel[(shape[1], len(num_drafts) * num_columns)](
+    num_items = shape[1] * len(num_drafts) * num_columns
+    _scan_kernel[(min(num_items, num_programs(logits.device, _PROGRAMS_PER_SM)),)](
         logits,
         logits.stride(0),
         logits.shape[1],
         vocab_size,
+        num_items,
+        shape[1],
         cu_rows,
         num_drafts,
         num_columns,
