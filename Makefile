@@ -60,9 +60,10 @@ clean: ## remove what was installed and built here (converted models stay)
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Outrider needs Python 3.11 or newer, and none was found on PATH." >&2; \
 		echo "Install one, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; fi
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-		echo "$(PYTHON) comes without its venv module; on Debian and Ubuntu:" >&2; \
-		echo "  apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is not a Python 3.11 or newer that has its venv module." >&2; \
+		echo "Name another (make PYTHON=...); on Debian and Ubuntu: apt install python3-venv" >&2; \
+		exit 1; }
 	@echo "Creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 	@mkdir -p .make && touch $@
