@@ -64,12 +64,10 @@ class Sample:
         self._stops = StopStrings(options.stop, include=options.include_stop)
         self._num_tokens = 0
         self._num_chars = 0
-        self._cached_tokens = 0
         self._pending: list[Token] = []  # taken, but their text is held back
 
     def take(self, output: RequestOutput) -> Delta | None:
         """Add a step's tokens; None where they have nothing to show yet."""
-        self._cached_tokens = max(self._cached_tokens, output.num_cached_tokens)
         shown: list[str] = []
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
         last = len(output.token_ids) - 1
@@ -115,7 +113,7 @@ class Sample:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             completion_tokens=self._num_tokens,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=output.num_cached_tokens,
         )
 
 

@@ -25,7 +25,6 @@ class Tokenizer:
             )
         backend.no_padding()
         backend.no_truncation()
-        self.wrapper = wrapper
         self.backend = backend
         self.special_ids = frozenset(
             token_id

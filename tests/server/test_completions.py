@@ -8,7 +8,7 @@ from asgi import post
 from scripted_client import Play, steps
 from served import Served
 from tokenizers import processors
-from tokenizers_for_tests import BOS, byte_level_tokenizer
+from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.server.tokenizer import Tokenizer
@@ -198,7 +198,7 @@ def test_stop_token_is_counted_but_not_shown(serve: Serve, tokenizer: Tokenizer)
 
 
 def test_end_of_sequence_has_no_stop_reason(serve: Serve, tokenizer: Tokenizer) -> None:
-    eos = tokenizer.wrapper.eos_token_id
+    eos = tokenizer.backend.token_to_id(EOS)
     served = serve(lambda request: steps(request, [70, eos], finish="stop"))
     (choice,) = post(served.app, {"prompt": "Hi"}).json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)

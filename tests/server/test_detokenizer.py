@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from tokenizers_for_tests import byte_fallback_tokenizer
+from tokenizers_for_tests import EOS, byte_fallback_tokenizer
 
 from outrider.server.detokenizer import Detokenizer, StopStrings
 from outrider.server.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def test_incomplete_last_character_is_flushed(tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens_are_skipped_only_if_asked(tokenizer: Tokenizer) -> None:
-    eos = tokenizer.wrapper.eos_token_id
+    eos = tokenizer.backend.token_to_id(EOS)
     ids = [*tokenizer.encode("a", add_special_tokens=False), eos]
     assert "".join(pieces_of(tokenizer, ids)) == "a"
     assert "".join(pieces_of(tokenizer, ids, skip=False)) == "a<eos>"

@@ -5,17 +5,17 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter, TokenType
 from tiny_models import save_tiny_model
-from tokenizers_for_tests import byte_level_tokenizer
+from tokenizers_for_tests import byte_level_wrapper
 
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _FFN = 2, 32, 4, 2, 64
 
 
 def save_tiny_model_with_tokenizer(path: Path, **overrides: object) -> Path:
     """A directory that `resolve` accepts: weights, config and tokenizer."""
-    tokenizer = byte_level_tokenizer()
-    vocab_size = overrides.pop("vocab_size", tokenizer.backend.get_vocab_size())
+    tokenizer = byte_level_wrapper()
+    vocab_size = overrides.pop("vocab_size", len(tokenizer))
     save_tiny_model(path, vocab_size=vocab_size, **overrides)
-    tokenizer.wrapper.save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
 
 

@@ -15,6 +15,11 @@ SAMPLE = (
 
 def byte_level_tokenizer() -> Tokenizer:
     """As GPT-2's: every byte is a token, and any sequence of tokens has a text."""
+    return Tokenizer(byte_level_wrapper())
+
+
+def byte_level_wrapper() -> PreTrainedTokenizerFast:
+    """The same, as transformers has it."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -25,7 +30,7 @@ def byte_level_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator([SAMPLE] * 3, trainer)
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
