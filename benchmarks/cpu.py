@@ -22,6 +22,7 @@ from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from outrider.engine.loop import Engine
 from outrider.server.models.builtin import BUILTINS, obtain
+from outrider.server.progress import ignore_progress
 
 QUESTIONS = [
     "Explain what a hash table is and when to use one.",
@@ -37,9 +38,11 @@ PARTS = ("schedule", "propose", "score", "verify", "commit")
 
 
 def build(config: dict[str, Any], dtype: str) -> Engine:
-    target = ModelConfig(path=str(obtain(BUILTINS["smollm2-135m-instruct"], quiet)), dtype=dtype)
+    target = ModelConfig(
+        path=str(obtain(BUILTINS["smollm2-135m-instruct"], ignore_progress)), dtype=dtype
+    )
     draft = ModelConfig(
-        path=str(obtain(BUILTINS["smollm2-135m-instruct-slice"], quiet)), dtype=dtype
+        path=str(obtain(BUILTINS["smollm2-135m-instruct-slice"], ignore_progress)), dtype=dtype
     )
     return Engine(
         EngineConfig(
@@ -50,10 +53,6 @@ def build(config: dict[str, Any], dtype: str) -> Engine:
             speculation=SpeculationConfig(**config),
         )
     )
-
-
-def quiet(*_: Any) -> None:
-    """No progress: the models are there or the store fetches them first."""
 
 
 def time_parts(engine: Engine) -> dict[str, float]:
@@ -131,7 +130,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    path = obtain(BUILTINS["smollm2-135m-instruct"], quiet)
+    path = obtain(BUILTINS["smollm2-135m-instruct"], ignore_progress)
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = [
         tokenizer.apply_chat_template(

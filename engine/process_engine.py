@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -97,6 +98,7 @@ class ProcessEngine(Dispatcher):
                 *self._command,
                 endpoint,
                 str(log.getEffectiveLevel()),
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
                 start_new_session=True,  # signals to our group are for us, who may want to drain
             )

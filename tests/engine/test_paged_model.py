@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import TINY, VOCAB
+from tiny_models import DEVICE, TINY, VOCAB
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import UnsupportedModelError
@@ -16,7 +16,6 @@ from outrider.engine.paged_model import PagedModel
 from outrider.engine.slots import Slots
 
 PAGE = 4
-CPU = torch.device("cpu")
 
 
 @torch.inference_mode()
@@ -24,7 +23,7 @@ def paged_logits(
     model: PagedModel, sequences: list[list[int]], steps: list[list[tuple[int, int]]]
 ) -> list[torch.Tensor]:
     """Run the steps, each a (start, length) range per sequence; all rows' logits of each step."""
-    slots = Slots(len(sequences), 128, 8, PAGE, CPU)
+    slots = Slots(len(sequences), 128, 8, PAGE, DEVICE)
     # Pages are dealt out of order, so that a wrong block table cannot go unnoticed.
     pages = torch.randperm(127, generator=torch.Generator().manual_seed(0)).int() + 1
     for i, token_ids in enumerate(sequences):
@@ -45,7 +44,7 @@ def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..
     eager = AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), CPU)
+    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
     model.bind_cache(num_pages=128, page_size=PAGE)
     generator = torch.Generator().manual_seed(1)
     sequences = [
@@ -67,7 +66,7 @@ def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..
         expected = torch.cat(
             [truth[i][start : start + length] for i, (start, length) in enumerate(step)]
         )
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_never_calls_our_attention_is_refused(
@@ -79,7 +78,7 @@ def test_a_model_that_never_calls_our_attention_is_refused(
         BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
     ).save_pretrained(tmp_path)
     with pytest.raises((UnsupportedModelError, ValueError), match=r"(?i)bloom"):
-        PagedModel(ModelConfig(path=str(tmp_path)), CPU)
+        PagedModel(ModelConfig(path=str(tmp_path)), DEVICE)
 
 
 def test_dynamic_rope_is_refused_with_the_reason(tiny_model: Callable[..., Path]) -> None:
@@ -87,9 +86,9 @@ def test_dynamic_rope_is_refused_with_the_reason(tiny_model: Callable[..., Path]
         "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     )
     with pytest.raises(UnsupportedModelError, match=r"llama.*dynamic RoPE"):
-        PagedModel(ModelConfig(path=str(path)), CPU)
+        PagedModel(ModelConfig(path=str(path)), DEVICE)
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
-        PagedModel(ModelConfig(path=str(tmp_path)), CPU)
+        PagedModel(ModelConfig(path=str(tmp_path)), DEVICE)

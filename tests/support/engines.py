@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
@@ -31,10 +32,11 @@ def engine_config(
     prefix_caching: bool = True,
     **scheduler: int,
 ) -> EngineConfig:
-    """An fp32 engine on the CPU, small enough to watch."""
+    """An fp32 engine, small enough to watch, on the GPU if there is one."""
     return EngineConfig(
         target=ModelConfig(path=str(target), dtype="float32"),
         draft=ModelConfig(path=str(draft), dtype="float32") if draft else None,
+        device=str(DEVICE),
         speculation=SpeculationConfig(
             proposer=proposer if draft or proposer == "ngram" else "none", num_speculative_tokens=k
         ),
@@ -71,9 +73,12 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 def generate(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """The target's own greedy output, by transformers' generate."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
     ids = model.generate(
-        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+        torch.tensor([prompt], device=DEVICE),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
     )
     return [int(token_id) for token_id in ids[0, len(prompt) :]]
 

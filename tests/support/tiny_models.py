@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 97
 TINY: dict[str, dict[str, object]] = {
     "llama": {"num_key_value_heads": 2},

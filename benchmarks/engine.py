@@ -1,0 +1,139 @@
+"""Tokens a second of a pair, and where a step's time goes, by batch size and k.
+
+    python benchmarks/engine.py TARGET DRAFT [--device cuda] [--k 0 4] [--batch 1 8 32 64]
+
+Needs torch, triton and transformers only. Prompts are random token ids, 128 of them, and 256 tokens
+are decoded, as in the tables of other engines this is compared with.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from outrider.engine.loop import Engine
+
+PARTS = ("schedule", "propose", "score", "verify", "commit")
+
+
+def time_parts(engine: Engine, synchronize: bool) -> dict[str, list[float]]:
+    """Seconds of each of the step's five calls, a list entry a step, filled as the engine runs."""
+    spent: dict[str, list[float]] = defaultdict(list)
+
+    def wrap(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            start_s = time.perf_counter()
+            result = call(*args)
+            if synchronize:
+                torch.cuda.synchronize()
+            spent[name].append(time.perf_counter() - start_s)
+            return result
+
+        setattr(owner, name, timed)
+
+    for owner, names in (
+        (engine.scheduler, ("schedule", "commit")),
+        (engine.proposer, ("propose",)),
+        (engine.target, ("score",)),
+        (engine.verifier, ("verify",)),
+    ):
+        for name in names:
+            wrap(owner, name)
+    return spent
+
+
+def build(args: argparse.Namespace, k: int) -> Engine:
+    return Engine(
+        EngineConfig(
+            target=ModelConfig(path=args.target, dtype=args.dtype),
+            draft=ModelConfig(path=args.draft, dtype=args.dtype) if k else None,
+            device=args.device,
+            max_model_len=4096,
+            cache=CacheConfig(prefix_caching=False),
+            scheduler=SchedulerConfig(max_num_seqs=max(args.batch), max_num_batched_tokens=8192),
+            speculation=SpeculationConfig(num_speculative_tokens=k),
+        )
+    )
+
+
+def run(engine: Engine, batch: int, args: argparse.Namespace, temperature: float) -> float:
+    """Decode a batch to its end; returns tokens a second once the prompts are computed."""
+    generator = torch.Generator().manual_seed(batch)
+    engine.submit(
+        [
+            NewRequest(
+                request_id=str(i),
+                prompt_token_ids=torch.randint(
+                    2, engine.info.vocab_size, (args.prompt_tokens,), generator=generator
+                ).tolist(),
+                params=SamplingParams(
+                    max_tokens=args.new_tokens, temperature=temperature, seed=i, ignore_eos=True
+                ),
+            )
+            for i in range(batch)
+        ]
+    )
+    while engine.stats().generation_tokens == 0 or engine.stats().num_waiting:
+        engine.step()
+    first = engine.stats().generation_tokens
+    start_s = time.perf_counter()
+    while engine.has_work():
+        engine.step()
+    return (engine.stats().generation_tokens - first) / (time.perf_counter() - start_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--k", type=int, nargs="+", default=[0, 4])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    args = parser.parse_args()
+
+    columns = "  ".join(f"{part:>8}" for part in PARTS)
+    print(f" k batch temp  tokens/s  accepted  step ms  | median ms, synchronised: {columns}")
+    for k in args.k:
+        engine = build(args, k)
+        for batch in args.batch:
+            for temperature in (0.0, 1.0):
+                before = engine.stats()
+                rate = run(engine, batch, args, temperature)
+                after = engine.stats()
+                drafted = sum(after.drafted_per_position) - sum(before.drafted_per_position)
+                accepted = sum(after.accepted_per_position) - sum(before.accepted_per_position)
+                tokens = after.generation_tokens - before.generation_tokens
+                step_ms = 1e3 * (tokens / rate) / (after.steps - before.steps)
+                spent = time_parts(engine, synchronize=args.device != "cpu")
+                args_short = argparse.Namespace(**{**vars(args), "new_tokens": 32})
+                run(engine, batch, args_short, temperature)
+                for owner in (engine.scheduler, engine.proposer, engine.target, engine.verifier):
+                    for part in PARTS:
+                        vars(owner).pop(part, None)
+                parts = "  ".join(f"{1e3 * statistics.median(spent[p]):8.2f}" for p in PARTS)
+                print(
+                    f"{k:2d} {batch:5d} {temperature:4.1f} {rate:9.1f}"
+                    f"  {accepted / max(1, drafted):8.3f}  {step_ms:7.2f}  | {'':26} {parts}",
+                    flush=True,
+                )
+        del engine
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The default pair in float32: token for token what transformers' `generate` gives."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import GREEDY, engine_config, generate, run, tokens
+from transformers import AutoTokenizer
+
+from outrider.engine.loop import Engine
+from outrider.server.models.builtin import BUILTINS, obtain
+from outrider.server.progress import ignore_progress
+from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+PARAMS = replace(GREEDY, max_tokens=20, ignore_eos=True)
+TEXTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    '{"name": "Ada", "age": 36, "languages": [',
+    "1, 2, 3, 4, 5, 6, 7,",
+    "Once upon a time there was a fox who",
+    "Die Hauptstadt von Österreich heißt",
+    "日本の首都は",
+    "🙂🙃🙂🙃🙂",
+    "Q: What is 17 times 3?\nA:",
+    "SELECT name, count(*) FROM orders WHERE",
+    "the the the the the the the",
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "a",
+    "\n\n\n",
+    "Water boils at 100 degrees. " * 30,
+]
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Path, Path]:
+    target, draft = (obtain(BUILTINS[n], ignore_progress) for n in (DEFAULT_TARGET, DEFAULT_DRAFT))
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def prompts(pair: tuple[Path, Path]) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(pair[0])
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def truth(pair: tuple[Path, Path], prompts: list[list[int]]) -> list[list[int]]:
+    return [generate(pair[0], prompt, PARAMS.max_tokens) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("proposer", "k"),
+    [("none", 0), ("draft_model", 1), ("draft_model", 3), ("draft_model", 8), ("ngram", 5)],
+)
+def test_sixteen_at_once_give_what_generate_gives(
+    pair: tuple[Path, Path],
+    prompts: list[list[int]],
+    truth: list[list[int]],
+    proposer: str,
+    k: int,
+) -> None:
+    draft = pair[1] if proposer == "draft_model" else None
+    config = engine_config(
+        pair[0], draft, proposer=proposer, k=k, page_size=16, max_num_batched_tokens=256
+    )
+    assert [tokens(o) for o in run(Engine(config), prompts, PARAMS)] == truth
+
+
+def test_preemption_changes_nothing(
+    pair: tuple[Path, Path], prompts: list[list[int]], truth: list[list[int]]
+) -> None:
+    config = engine_config(*pair, k=3, page_size=16, num_pages=22, max_num_batched_tokens=128)
+    engine = Engine(replace(config, max_model_len=336))
+    assert [tokens(o) for o in run(engine, prompts, PARAMS)] == truth
+    assert engine.stats().preemptions > 0
+
+
+def test_prefix_hits_change_nothing(
+    pair: tuple[Path, Path], prompts: list[list[int]], truth: list[list[int]]
+) -> None:
+    engine = Engine(engine_config(*pair, k=3, page_size=4, max_num_batched_tokens=256))
+    run(engine, prompts, PARAMS)
+    again = run(engine, prompts, PARAMS)
+    assert [tokens(o) for o in again] == truth
+    assert sum(outputs[-1].num_cached_tokens > 0 for outputs in again) > 10
