@@ -20,8 +20,7 @@ class ProgressDisplay:
     """A ReportProgress that shows one bar a stage, or one line a stage without a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # The stream itself, not whatever sys.stderr is later: conversions redirect that.
-        self._console = console or Console(file=sys.stderr)
+        self._console = console or Console(file=sys.stderr)  # as it is now, before redirections
         self._bars: Progress | None = None
         self._stages: dict[str, TaskID | None] = {}
 

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -32,7 +33,8 @@ FAREWELL_S = 2  # for the last bytes to reach their clients once the engine has 
 
 def serve(settings: Settings) -> int:
     """Serve until a signal; returns the exit code."""
-    console = Console(stderr=True)
+    # The stream itself, not whatever sys.stderr is later: conversions redirect that.
+    console = Console(file=sys.stderr)
     configure_logging(settings.server.log_level, console)
     try:
         listener = bind(settings.server.host, settings.server.port)
