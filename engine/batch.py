@@ -76,4 +76,5 @@ class ForwardBatch:
 def ragged_arange(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     """Concatenation of `starts[i] + arange(lens[i])`; starts, lens: [B] -> [sum(lens)]."""
     ends = np.cumsum(lens)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lens, lens)
+    offsets: np.ndarray = np.repeat(starts - ends + lens, lens)
+    return offsets + np.arange(len(offsets))

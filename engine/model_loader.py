@@ -1,5 +1,6 @@
 """Load a Hugging Face model and admit it: refuse at load what would be silently wrong."""
 
+import contextlib
 import inspect
 from pathlib import Path
 
@@ -18,6 +19,11 @@ from outrider.engine.attention import (
 from outrider.engine.config import ModelConfig
 from outrider.engine.cpu_linear import pack_linears
 
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # These dispatch to our attention, yet keep part of their meaning in the mask or call it otherwise.
@@ -69,23 +75,22 @@ def load_model(
 def resolve_dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """The dtype to run in; "auto" is the checkpoint's on CUDA and the faster one on a CPU."""
     if name != "auto":
-        dtype = getattr(torch, name, None)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UnsupportedModelError(
-                f"dtype is {name!r}; it may be auto, float32, bfloat16 or float16"
-            )
-        return dtype
+        if name not in DTYPES:
+            raise UnsupportedModelError(f"dtype is {name!r}; it may be auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
     if device.type == "cpu":
-        return torch.bfloat16 if _cpu_has_fast_bfloat16() else torch.float32
-    return hf_config.get_text_config().dtype or torch.bfloat16
+        return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    checkpoint_dtype = hf_config.get_text_config().dtype
+    return checkpoint_dtype if isinstance(checkpoint_dtype, torch.dtype) else torch.bfloat16
 
 
-def _cpu_has_fast_bfloat16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+def _cpu_has_bfloat16() -> bool:
+    # Without these instructions bfloat16 is emulated, several times slower than float32.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(line.split())
+    return False
 
 
 def check_config(hf_config: PreTrainedConfig) -> None:

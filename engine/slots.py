@@ -84,8 +84,8 @@ class Slots:
 
     def check_integrity(self, live_requests: list[Request]) -> None:
         """Every slot is free or held by one request; raises RuntimeError otherwise."""
-        held = [request.slot for request in live_requests]
-        if sorted([*self._free, *held]) != list(range(len(self.token_ids) - 1)):  # type: ignore[list-item]
+        held = [request.slot for request in live_requests if request.slot is not None]
+        if sorted([*self._free, *held]) != list(range(len(self.token_ids) - 1)):
             raise RuntimeError(f"slots do not add up: free {self._free}, held {held}")
 
 

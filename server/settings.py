@@ -50,11 +50,6 @@ class ServerSettings(Section):
 
 class _ModelSettings(Section):
     model: str | None = Field(default=None, min_length=1)  # described below, for each role
-    dtype: Dtype = Field(
-        default="auto",
-        description="Weights and arithmetic; auto: on cuda the checkpoint's own, on cpu bfloat16 "
-        "where the processor has bfloat16 instructions, else float32.",
-    )
     revision: str | None = Field(
         default=None,
         min_length=1,
@@ -74,6 +69,11 @@ class TargetSettings(_ModelSettings):
         min_length=1,
         description="A built-in name, a local directory, a GGUF file, or a hub id.",
     )
+    dtype: Dtype = Field(
+        default="auto",
+        description="Weights and arithmetic; auto: on cuda the checkpoint's own, on cpu bfloat16 "
+        "where the processor has bfloat16 instructions, else float32.",
+    )
     device: Device = Field(
         default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
     )
@@ -88,6 +88,7 @@ class DraftSettings(_ModelSettings):
         description="As target.model, with the same tokenizer. Unset: the slice of the default "
         "target; any other target needs a draft of its own.",
     )
+    dtype: Dtype | None = Field(default=None, description="Unset: target.dtype.")
     device: Device | None = Field(
         default=None, description="The target's, which it must equal: both share one page table."
     )

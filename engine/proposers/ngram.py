@@ -28,8 +28,9 @@ class NgramIndex:
                     self._end_of[tuple(token_ids[end - n : end])] = end
             self._num_indexed = end
         for n in self._lengths:
-            if n < len(token_ids) and (end := self._end_of.get(tuple(token_ids[-n:]))):
-                return token_ids[end : end + num_drafts]
+            found = self._end_of.get(tuple(token_ids[-n:])) if n < len(token_ids) else None
+            if found is not None:
+                return token_ids[found : found + num_drafts]
         return []
 
 

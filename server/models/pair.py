@@ -51,12 +51,16 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
 
 def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
     """What the engine is told: the settings, with nothing left to look up."""
-    device = resolve_device(settings.target.device)
+    dtype = settings.target.dtype
     speculates = settings.speculation.proposer != "none"
     return EngineConfig(
-        target=_model_config(pair.target, settings.target, device),
-        draft=_model_config(pair.draft, settings.draft, device) if pair.draft else None,
-        device=device,
+        target=_model_config(pair.target, dtype, settings.target),
+        draft=(
+            _model_config(pair.draft, settings.draft.dtype or dtype, settings.draft)
+            if pair.draft
+            else None
+        ),
+        device=resolve_device(settings.target.device),
         vocab_size=pair.vocab_size,
         eos_token_ids=pair.eos_token_ids,
         max_model_len=settings.engine.max_model_len,
@@ -81,29 +85,11 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def resolve_dtype(dtype: str, device: str) -> str:
-    """`auto` made definite on cpu; on cuda it stays, for the checkpoint's own dtype."""
-    if dtype != "auto" or device != "cpu":
-        return dtype
-    return "bfloat16" if _cpu_has_bfloat16() else "float32"
-
-
-def _cpu_has_bfloat16() -> bool:
-    # Without these instructions bfloat16 is emulated, several times slower than float32.
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(line.split())
-    return False
-
-
 def _model_config(
-    directory: Path, settings: TargetSettings | DraftSettings, device: str
+    directory: Path, dtype: str, settings: TargetSettings | DraftSettings
 ) -> ModelConfig:
     return ModelConfig(
-        path=str(directory),
-        dtype=resolve_dtype(settings.dtype, device),
-        trust_remote_code=settings.trust_remote_code,
+        path=str(directory), dtype=dtype, trust_remote_code=settings.trust_remote_code
     )
 
 

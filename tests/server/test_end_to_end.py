@@ -23,7 +23,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     log = tmp_path_factory.mktemp("server") / "log"
     settings = [
         "target.dtype=float32",
-        "draft.dtype=float32",
         "cache.num_pages=512",
         f"scheduler.max_queue_len={QUEUE}",
         f"scheduler.max_num_seqs={SEATS}",

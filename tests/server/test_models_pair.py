@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_pairs import save_tiny_model_with_tokenizer
 
-from outrider.server.models import pair
-from outrider.server.models.pair import Pair, engine_config, prepare_pair, resolve_dtype
+from outrider.server.models.pair import Pair, engine_config, prepare_pair
 from outrider.server.models.store import ModelError
 from outrider.server.settings_loader import load_settings
 
@@ -31,9 +30,7 @@ def settings_for(models: Path, draft: str, *more: str):  # type: ignore[no-untyp
 
 
 def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> None:
-    settings = settings_for(
-        models, "draft", "target.dtype=float32", "draft.dtype=float32", "cache.num_pages=64"
-    )
+    settings = settings_for(models, "draft", "target.dtype=float32", "cache.num_pages=64")
     found = prepare_pair(settings)
     config = engine_config(settings, found)
     assert config.target.path == str(models / "target")
@@ -80,23 +77,6 @@ def test_ngram_needs_no_draft(models: Path) -> None:
 def test_errors_name_the_setting(models: Path) -> None:
     with pytest.raises(ModelError, match=r"draft\.model = '.*not-there': .*does not exist"):
         prepare_pair(settings_for(models, "not-there"))
-
-
-@pytest.mark.parametrize(
-    ("has_bfloat16", "asked", "device", "given"),
-    [
-        (True, "auto", "cpu", "bfloat16"),
-        (False, "auto", "cpu", "float32"),
-        (False, "bfloat16", "cpu", "bfloat16"),
-        (True, "auto", "cuda", "auto"),
-        (True, "float16", "cuda:1", "float16"),
-    ],
-)
-def test_dtype_auto_follows_the_processor_or_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, asked: str, device: str, given: str
-) -> None:
-    monkeypatch.setattr(pair, "_cpu_has_bfloat16", lambda: has_bfloat16)
-    assert resolve_dtype(asked, device) == given
 
 
 def test_every_engine_setting_reaches_the_engine(models: Path) -> None:

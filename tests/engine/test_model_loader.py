@@ -1,0 +1,50 @@
+"""In which dtype a model runs, and how long its sequences may be."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from outrider.engine import model_loader
+from outrider.engine.attention import UnsupportedModelError
+from outrider.engine.model_loader import max_positions, resolve_dtype
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "asked", "device", "given"),
+    [
+        (True, "auto", "cpu", torch.bfloat16),
+        (False, "auto", "cpu", torch.float32),
+        (False, "bfloat16", "cpu", torch.bfloat16),
+        (True, "auto", "cuda", torch.float16),
+        (True, "bfloat16", "cuda:1", torch.bfloat16),
+    ],
+)
+def test_dtype_auto_follows_the_processor_or_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+    has_bfloat16: bool,
+    asked: str,
+    device: str,
+    given: torch.dtype,
+) -> None:
+    monkeypatch.setattr(model_loader, "_cpu_has_bfloat16", lambda: has_bfloat16)
+    config = LlamaConfig(dtype=torch.float16)
+    assert resolve_dtype(asked, config, torch.device(device)) == given
+
+
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'int4'.*auto, float32, bfloat16"):
+        resolve_dtype("int4", LlamaConfig(), torch.device("cpu"))
+
+
+def test_longrope_is_served_up_to_its_original_length() -> None:
+    config = LlamaConfig(
+        max_position_embeddings=4096,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 64,
+            "long_factor": [2.0] * 64,
+            "original_max_position_embeddings": 512,
+        },
+    )
+    assert max_positions(config) == 512
