@@ -185,9 +185,9 @@ def time_us(calls: list[Callable[[], object]], replays: int = 30) -> float:
 
 def measure_bandwidth() -> float:
     """Bytes a second, read plus written, of a large device-to-device copy."""
-    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
+    source = torch.empty(2**30, dtype=torch.float32, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.numel() / (time_us([lambda: target.copy_(source)], 5) * 1e-6)
+    return 8 * source.numel() / (time_us([lambda: target.copy_(source)], 5) * 1e-6)
 
 
 def make_sets(batch: int, k: int, vocab: int, mode: Mode) -> list[Inputs]:

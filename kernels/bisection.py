@@ -11,7 +11,7 @@ from outrider.kernels.keys import key_of, relative_of, weight_of
 
 
 @triton.jit
-def _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G: tl.constexpr):
+def _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G: tl.constexpr):
     """Ids and keys of 64 candidate groups, ids ascending."""
     lane = tl.arange(0, 64 * G)
     slot = tile * 64 + lane // G
@@ -23,10 +23,10 @@ def _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G: tl.c
 
 
 @triton.jit
-def _count(keys, at_least, row_ptr, groups_ptr, num_groups, width, vocab_size, G: tl.constexpr):
+def _count(keys, at_least, row_ptr, groups_ptr, num_groups, vocab_size, G: tl.constexpr):
     count = tl.sum((keys >= at_least).to(tl.int32), 0)
     for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
+        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G)
         count += tl.sum((more >= at_least).to(tl.int32), 0)
     return count
 
@@ -34,36 +34,32 @@ def _count(keys, at_least, row_ptr, groups_ptr, num_groups, width, vocab_size, G
 @triton.jit
 def _mass(
     keys, weight, at_least, row_max, inv_t,
-    row_ptr, groups_ptr, num_groups, width, vocab_size, G: tl.constexpr,
+    row_ptr, groups_ptr, num_groups, vocab_size, G: tl.constexpr,
 ):  # fmt: skip
     mass = tl.sum(tl.where(keys >= at_least, weight, 0), 0)
     for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
+        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G)
         mass += tl.sum(tl.where(more >= at_least, weight_of(more, row_max, inv_t), 0), 0)
     return mass
 
 
 @triton.jit
-def _highest_below(
-    keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, G: tl.constexpr
-):
+def _highest_below(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, G: tl.constexpr):
     best = tl.max(tl.where(keys < limit, keys, -0x80000000), 0)
     for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, G)
+        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G)
         best = tl.maximum(best, tl.max(tl.where(more < limit, more, -0x80000000), 0))
     return tl.maximum(best, -0x7F800001)
 
 
 @triton.jit
 def threshold_by_bisection(
-    row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max_ptr,
-    groups_ptr, num_blocks, NB: tl.constexpr, BLOCK_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    STEP: tl.constexpr,
+    row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max_ptr,
+    groups_ptr, row_groups, LANES: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Key of the lowest logit that is kept, id of the last kept of its ties, and the kept mass."""
     # A lower bound of the threshold, from the maxima of the groups.
-    row_groups = num_blocks * BLOCK_GROUPS
-    lane = tl.arange(0, NB * BLOCK_GROUPS)
+    lane = tl.arange(0, LANES)
     group_max = tl.load(group_max_ptr + lane, mask=lane < row_groups, other=-float("inf"))
     group_key = tl.where(lane < row_groups, key_of(group_max), -0x80000000)
     full = (z * 1099511627776.0).to(tl.int64)
@@ -97,7 +93,7 @@ def threshold_by_bisection(
     tl.store(groups_ptr + slot, lane, mask=chosen)
     tl.debug_barrier()
 
-    ids, keys = _load_tile(row_ptr, groups_ptr, 0, num_groups, width, vocab_size, GROUP)
+    ids, keys = _load_tile(row_ptr, groups_ptr, 0, num_groups, vocab_size, GROUP)
     weight = weight_of(keys, row_max, inv_t)
     threshold = tl.full((), -0x7F800001, tl.int32)
     num_ties = tl.full((), 0x7FFFFFFF, tl.int32)
@@ -107,22 +103,18 @@ def threshold_by_bisection(
         while high - low > STEP:
             middle = low + ((high - low) >> 1)
             count = _count(
-                keys, middle.to(tl.int32), row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
+                keys, middle.to(tl.int32), row_ptr, groups_ptr, num_groups, vocab_size, GROUP
             )
             if count >= top_k:
                 low = middle
             else:
                 high = middle
         limit = high.to(tl.int32)
-        threshold = _highest_below(
-            keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
-        )
-        num_ties = top_k - _count(
-            keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
-        )
+        threshold = _highest_below(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, GROUP)
+        num_ties = top_k - _count(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, GROUP)
         mass = _mass(
             keys, weight, limit, row_max, inv_t,
-            row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
+            row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
         )  # fmt: skip
         mass += num_ties * weight_of(threshold, row_max, inv_t)
     if by_p:
@@ -132,19 +124,17 @@ def threshold_by_bisection(
             middle = low + ((high - low) >> 1)
             above = _mass(
                 keys, weight, middle.to(tl.int32), row_max, inv_t,
-                row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
+                row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
             )  # fmt: skip
             if above.to(tl.float64) >= target:
                 low = middle
             else:
                 high = middle
         limit = high.to(tl.int32)
-        boundary = _highest_below(
-            keys, limit, row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP
-        )
+        boundary = _highest_below(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, GROUP)
         above = _mass(
             keys, weight, limit, row_max, inv_t,
-            row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
+            row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
         )  # fmt: skip
         # Ties i = 0, 1, .. are kept while above + i * each < target; the first one always is.
         each = weight_of(boundary, row_max, inv_t)
@@ -157,7 +147,7 @@ def threshold_by_bisection(
     if min_p > 0.0:
         lowest = tl.full((), 0x7FFFFFFF, tl.int32)
         for tile in range(0, (num_groups + 63) // 64):
-            _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, GROUP)
+            _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, GROUP)
             likely = relative_of(more, row_max, inv_t) >= min_p
             lowest = tl.minimum(lowest, tl.min(tl.where(likely, more, 0x7FFFFFFF), 0))
         lowest = tl.minimum(lowest, key_of(row_max))
@@ -166,12 +156,12 @@ def threshold_by_bisection(
 
     above = _mass(
         keys, weight, threshold + 1, row_max, inv_t,
-        row_ptr, groups_ptr, num_groups, width, vocab_size, GROUP,
+        row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
     )  # fmt: skip
     tied = 0
     last_tie = 0x7FFFFFFF
     for tile in range(0, (num_groups + 63) // 64):
-        ids, keys = _load_tile(row_ptr, groups_ptr, tile, num_groups, width, vocab_size, GROUP)
+        ids, keys = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, GROUP)
         is_tie = (keys == threshold).to(tl.int32)
         is_last = (is_tie > 0) & (tied + tl.cumsum(is_tie, 0) == num_ties)
         last_tie = tl.minimum(last_tie, tl.min(tl.where(is_last, ids, 0x7FFFFFFF), 0))

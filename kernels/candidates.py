@@ -11,57 +11,55 @@ import triton.language as tl
 
 from outrider.kernels.keys import key_of, relative_of, weight_of
 
+_TILE_GROUPS = tl.constexpr(64)  # groups that are read at a time
 _MAX_GROUPS = tl.constexpr(128)
 _MAX_CANDIDATES = tl.constexpr(256)
-CANDIDATE_SCRATCH = 128 + 2 * 256  # int32 a row: groups, then keys and ids of candidates
+CANDIDATE_SCRATCH = 64 + 128 + 2 * 256  # int32 a row: set maxima, groups, keys, ids
 
 
 @triton.jit
 def threshold_from_candidates(
-    row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max_ptr,
-    scratch_ptr, num_blocks, NB: tl.constexpr, BLOCK_GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max_ptr,
+    scratch_ptr, num_groups, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Whether it could be found; key of the lowest kept logit; last kept tie; kept mass."""
+    groups_ptr = scratch_ptr + 64
+    keys_ptr = groups_ptr + _MAX_GROUPS
+    ids_ptr = keys_ptr + _MAX_CANDIDATES
     # A bound that about 60 groups reach.
-    lane = tl.arange(0, NB)[:, None] * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)[None, :]
-    in_row = lane < num_blocks * BLOCK_GROUPS
+    lane = tl.arange(0, LANES)
+    in_row = lane < num_groups
     group_max = tl.load(group_max_ptr + lane, mask=in_row, other=-float("inf"))
     group_key = tl.where(in_row, key_of(group_max), -0x80000000)
-    best = tl.max(group_key, 0)  # [BLOCK_GROUPS]
-    column = tl.arange(0, BLOCK_GROUPS)
+    best = tl.max(tl.reshape(group_key, (LANES // 64, 64)), 0)
+    column = tl.arange(0, 64)
     tl.store(scratch_ptr + column, best)
     tl.debug_barrier()
-    best_row = tl.load(scratch_ptr + column)[:, None]
-    best_column = tl.load(scratch_ptr + column)[None, :]
-    earlier = (best_row == best_column) & (column[:, None] < column[None, :])
-    better = tl.sum(((best_row > best_column) | earlier).to(tl.int32), 0)
-    wanted = tl.where(by_k, tl.minimum(tl.maximum(top_k, 40), BLOCK_GROUPS), 40)
-    best_column = tl.load(scratch_ptr + column)
-    bound = tl.sum(tl.where(better == wanted - 1, best_column, 0), 0)
-    tl.debug_barrier()
+    other = tl.load(scratch_ptr + column)
+    earlier = (other[:, None] == best[None, :]) & (column[:, None] < column[None, :])
+    better = tl.sum(((other[:, None] > best[None, :]) | earlier).to(tl.int32), 0)
+    wanted = tl.where(by_k, tl.minimum(tl.maximum(top_k, 40), 64), 40)
+    bound = tl.sum(tl.where(better == wanted - 1, best, 0), 0)
 
-    chosen = (in_row & (group_key >= bound)).to(tl.int32)
-    in_block = tl.sum(chosen, 1)
-    num_groups = tl.sum(in_block, 0)
-    slot = (tl.cumsum(in_block, 0) - in_block)[:, None] + tl.cumsum(chosen, 1) - 1
-    tl.store(scratch_ptr + slot, lane, mask=(chosen > 0) & (slot < _MAX_GROUPS))
+    chosen = in_row & (group_key >= bound)
+    slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    num_chosen = tl.sum(chosen.to(tl.int32), 0)
+    tl.store(groups_ptr + slot, lane, mask=chosen & (slot < _MAX_GROUPS))
     tl.debug_barrier()
-
-    slot = tl.arange(0, _MAX_GROUPS)
-    group = tl.load(scratch_ptr + slot, mask=slot < num_groups, other=0)
-    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    valid = (slot < num_groups)[:, None] & (ids < vocab_size)
-    x = tl.load(row_ptr + ids, mask=valid, other=0.0).to(tl.float32)
-    key = tl.where(valid, key_of(x), -0x80000000)
-    candidate = (valid & (key >= bound)).to(tl.int32)
-    in_group = tl.sum(candidate, 1)
-    num_candidates = tl.sum(in_group, 0)
-    position = (tl.cumsum(in_group, 0) - in_group)[:, None] + tl.cumsum(candidate, 1) - 1
-    keep = (candidate > 0) & (position < _MAX_CANDIDATES)
-    keys_ptr = scratch_ptr + _MAX_GROUPS
-    ids_ptr = keys_ptr + _MAX_CANDIDATES
-    tl.store(keys_ptr + position, key, mask=keep)
-    tl.store(ids_ptr + position, ids, mask=keep)
+    num_candidates = 0
+    lane = tl.arange(0, _TILE_GROUPS * GROUP)
+    for start in range(0, tl.minimum(num_chosen, _MAX_GROUPS), _TILE_GROUPS):
+        at = start + lane // GROUP
+        group = tl.load(groups_ptr + at, mask=at < num_chosen, other=0)
+        tile_ids = group * GROUP + lane % GROUP
+        valid = (at < num_chosen) & (tile_ids < vocab_size)
+        tile_key = key_of(tl.load(row_ptr + tile_ids, mask=valid, other=0.0).to(tl.float32))
+        candidate = valid & (tile_key >= bound)
+        position = num_candidates + tl.cumsum(candidate.to(tl.int32), 0) - 1
+        num_candidates += tl.sum(candidate.to(tl.int32), 0)
+        candidate = candidate & (position < _MAX_CANDIDATES)
+        tl.store(keys_ptr + position, tile_key, mask=candidate)
+        tl.store(ids_ptr + position, tile_ids, mask=candidate)
     tl.debug_barrier()
 
     own = tl.arange(0, _MAX_CANDIDATES)
@@ -73,15 +71,15 @@ def threshold_from_candidates(
     enough = tl.sum(weight, 0).to(tl.float64) >= top_p.to(tl.float64) * full.to(tl.float64)
     found = (by_k & (num_candidates >= top_k)) | (by_p & (by_k == 0) & enough)
     found = found | ((min_p > 0.0) & (relative_of(bound, row_max, inv_t) < min_p))
-    found = found & (num_groups <= _MAX_GROUPS) & (num_candidates <= _MAX_CANDIDATES)
+    found = found & (num_chosen <= _MAX_GROUPS) & (num_candidates <= _MAX_CANDIDATES)
 
     rank = tl.zeros((_MAX_CANDIDATES,), tl.int32)
     before = tl.zeros((_MAX_CANDIDATES,), tl.int64)
     for start in range(0, tl.where(found, num_candidates, 0), 16):
-        other = start + tl.arange(0, 16)
-        other_key = tl.load(keys_ptr + other, mask=other < num_candidates, other=-0x80000000)
+        each = start + tl.arange(0, 16)
+        other_key = tl.load(keys_ptr + each, mask=each < num_candidates, other=-0x80000000)
         other_weight = weight_of(other_key, row_max, inv_t)
-        tied = (other_key[None, :] == key[:, None]) & (other[None, :] < own[:, None])
+        tied = (other_key[None, :] == key[:, None]) & (each[None, :] < own[:, None])
         ahead = (other_key[None, :] > key[:, None]) | tied
         rank += tl.sum(ahead.to(tl.int32), 1)
         before += tl.sum(tl.where(ahead, other_weight[None, :], 0), 1)

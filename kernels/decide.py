@@ -15,6 +15,7 @@ import triton.language as tl
 
 from outrider.kernels.philox import (
     Purpose,
+    log,
     philox,
     philox_reference,
     uniform,
@@ -181,7 +182,6 @@ def _decide_kernel(
     accepted_ptr,  # [B]
     rows_to_read_ptr,  # [B]
     log_scale_ptr,  # [B, K + 1]
-    num_arrived_ptr,  # [B], zeroed for the kernel after this
     NB: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -204,7 +204,6 @@ def _decide_kernel(
     first = 0  # the last i with P_i = 1
     later = tl.full((), 1, tl.int64)  # bits of `first` and of the i after it with u_i <= P_i
     whole = k == 0
-    tl.store(num_arrived_ptr + request, 0)
     tl.store(log_scale_ptr + request * num_columns, 0.0)
     for start in range(0, k + 1, ROWS):
         j = start + lane
@@ -213,7 +212,7 @@ def _decide_kernel(
         row_max, argmax, z, bad = merge_blocks(
             row, valid, max_ptr, argmax_ptr, total_ptr, num_blocks, inv_t, NB
         )
-        log_z = tl.where(bad, float("nan"), tl.where(greedy, 0.0, tl.log(z)))
+        log_z = tl.where(bad, float("nan"), tl.where(greedy, 0.0, log(z)))
         at = state_ptr + row * 4
         is_set = j <= tl.where(filtered, k, -1)
         row_max = tl.load(at, mask=is_set, other=row_max)
@@ -255,7 +254,7 @@ def _decide_kernel(
         else:
             at_word = words_ptr + (request * (num_columns + 1) + j) * 4
             word = tl.load(at_word, mask=drafted, other=0).to(tl.uint32)
-        log_u = tl.log(uniform(word))
+        log_u = log(uniform(word))
         ok = tl.where(greedy, argmax == token, log_u <= ratio) & drafted
         accepted = tl.minimum(accepted, tl.min(tl.where(ok, k, j), 0))
         scale = tl.zeros((ROWS,), tl.float32)
@@ -297,8 +296,8 @@ def decide(
     anchor: torch.Tensor,
     vocab_size: int,
     words: torch.Tensor | None,
-) -> tuple[Plan, torch.Tensor]:
-    """Plan of every request, and zeroed arrival counters [B] int32 for `finish`.
+) -> Plan:
+    """Plan of every request.
 
     `rows` holds the states of filtered rows already; those of the others are written here.
     """
@@ -310,7 +309,6 @@ def decide(
         new(batch, dtype=torch.int64),
         new((batch, k_max + 1), dtype=torch.float32),
     )
-    num_arrived = new(batch, dtype=torch.int32)
     q, q_state = drafts.logits, drafts.state
     has_q = q is not None and q_state is not None and k_max > 0
     _decide_kernel[(batch,)](
@@ -338,9 +336,8 @@ def decide(
         anchor,
         words,
         *plan,
-        num_arrived,
         NB=triton.next_power_of_2(blocks),
         ROWS=_ROWS,
         num_warps=4,
     )
-    return plan, num_arrived
+    return plan

@@ -19,6 +19,8 @@ from outrider.kernels.decide import (
 from outrider.kernels.philox import (
     FIXED_ONE,
     Purpose,
+    exp,
+    fixed,
     philox,
     philox_reference,
     pick,
@@ -27,8 +29,6 @@ from outrider.kernels.philox import (
     uniform_reference,
 )
 from outrider.kernels.residual import (
-    Masses,
-    fixed,
     unpack_best_reference,
     weights,
     weights_reference,
@@ -41,8 +41,10 @@ from outrider.kernels.sampling import (
     Rule,
     Sampling,
     block_width,
+    is_filtered,
+    log_prob_reference,
 )
-from outrider.kernels.scan import BlockStats
+from outrider.kernels.scan import BlockStats, blocks_reference
 
 
 class Verified(NamedTuple):
@@ -53,7 +55,7 @@ class Verified(NamedTuple):
 
 def accept_blocks_reference(
     plan: Plan,
-    masses: Masses,
+    mass: torch.Tensor,
     drafts: Drafts,
     sampling: Sampling,
     anchor: torch.Tensor,
@@ -66,7 +68,7 @@ def accept_blocks_reference(
         return accepted
     offset = torch.arange(1, k_max, device=accepted.device)
     u = uniform_reference(accept_words_reference(sampling, anchor, k_max, words))[:, :-1]
-    z = masses.residual[:, 1:-1].sum(-1).float() / FIXED_ONE
+    z = mass[:, 1:-1].sum(-1).float() / FIXED_ONE
     h = z / (z + 1.0 - plan.log_scale[:, 1:-1].exp())
     open_rows = ((plan.rows_to_read[:, None] >> offset) & 1).bool()
     open_rows &= (sampling.rule == Rule.BLOCK)[:, None] & (offset > accepted[:, None])
@@ -81,7 +83,7 @@ def draw_reference(
     cu_rows: torch.Tensor,
     drafts: Drafts,
     plan: Plan,
-    masses: Masses,
+    mass: torch.Tensor,
     sampling: Sampling,
     anchor: torch.Tensor,
     position: torch.Tensor,
@@ -97,10 +99,10 @@ def draw_reference(
     row_index = row_index_reference(cu_rows, drafts)
     greedy = sampling.temperature <= 0
     match = (sampling.rule == Rule.MATCH) & ~greedy
-    accepted = accept_blocks_reference(plan, masses, drafts, sampling, anchor, words)
+    accepted = accept_blocks_reference(plan, mass, drafts, sampling, anchor, words)
     last = torch.zeros_like(k)
     if bool(match.any()):
-        best = unpack_best_reference(masses.residual.amax(-1))  # [B, K + 1]
+        best = unpack_best_reference(mass.amax(-1))  # [B, K + 1]
         same = (best[:, :-1] == drafts.token_ids) & (offset[:-1] < k[:, None])
         accepted = torch.where(match, same.long().cumprod(-1).sum(-1), accepted)
         last = best.gather(1, accepted[:, None]).squeeze(1)
@@ -109,7 +111,7 @@ def draw_reference(
     sampled = (~greedy & ~match).nonzero().squeeze(-1)
     if len(sampled):
         last[sampled] = _draw_last_reference(
-            logits, stats, rows, drafts, plan, masses, sampling, anchor, position, purpose,
+            logits, stats, rows, drafts, plan, mass, sampling, anchor, position, purpose,
             vocab_size, words, sampled, accepted[sampled], row[sampled],
         )  # fmt: skip
     bad_rows = rows.state[row_index, STATE_LOG_Z].isnan() & (offset <= accepted[:, None])
@@ -128,7 +130,7 @@ def _draw_last_reference(
     rows: RowStates,
     drafts: Drafts,
     plan: Plan,
-    masses: Masses,
+    mass: torch.Tensor,
     sampling: Sampling,
     anchor: torch.Tensor,
     position: torch.Tensor,
@@ -145,14 +147,18 @@ def _draw_last_reference(
     inv_t = own.inverse_temperature()
     state = rows.state[row]
     plain = accepted == drafts.num_drafts[b]
-    residual, target = masses.residual[b, accepted], masses.target[b, accepted]
+    own_mass = mass[b, accepted]
     # Rounding can reject where p = q and nothing is left to recover: fall back to p.
-    use_residual = ~plain & (residual.sum(-1) > 0)
+    lost = ~plain & (own_mass.sum(-1) == 0)
+    if bool(lost.any()):
+        x = blocks_reference(logits[row], vocab_size)
+        ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
+        p = log_prob_reference(x, ids, state, inv_t).exp()
+        own_mass = torch.where(lost[:, None], (p * FIXED_ONE).long().sum(-1), own_mass)
     relative = (stats.max[row] - state[:, STATE_MAX, None]) * inv_t[:, None]
     block_p = stats.total[row] * torch.exp(relative - state[:, STATE_LOG_Z, None])
     from_stats = plain & ~own.is_filtered(vocab_size)
-    mass = torch.where(from_stats[:, None], (block_p * FIXED_ONE).long(), target)
-    mass = torch.where(use_residual[:, None], residual, mass)
+    own_mass = torch.where(from_stats[:, None], (block_p * FIXED_ONE).long(), own_mass)
     if words is None:
         start, zero = anchor[b], torch.zeros_like(b)
         offset = position[b] - start + accepted
@@ -160,7 +166,7 @@ def _draw_last_reference(
     else:
         w0, w1, w2, w3 = words[b, k_max + 1].unbind(-1)
         w = (w0, w1, w2, w3)
-    block = _choose(mass, pick_reference(w[0], w[1], mass.sum(-1)))
+    block = _choose(own_mass, pick_reference(w[0], w[1], own_mass.sum(-1)))
 
     ids = block[:, None] * BLOCK + torch.arange(block_width(vocab_size), device=logits.device)
     inside = ids < vocab_size
@@ -174,15 +180,14 @@ def _draw_last_reference(
         draft = drafts.logits[b[:, None], slot[:, None], ids.clamp_max(width - 1)].float()
         draft = torch.where(ids < width, draft, -torch.inf)
         draft_state = drafts.state[b, slot]
-    residual_w, target_w = weights_reference(
-        x, ids, state, draft, draft_state, draft_id, use_residual,
+    weight = weights_reference(
+        x, ids, state, draft, draft_state, draft_id, ~plain & ~lost,
         plan.log_scale[b, accepted], inv_t,
     )  # fmt: skip
     # Plain rows are normalised by their block, so that few bits are lost in a light one.
     block_max = stats.max[row].gather(1, block[:, None])
     block_total = stats.total[row].gather(1, block[:, None])
     block_w = torch.exp((x - block_max) * inv_t[:, None]) / block_total
-    weight = torch.where(use_residual[:, None], residual_w, target_w)
     weight = torch.where(from_stats[:, None], (block_w * FIXED_ONE).long(), weight)
     inner = _choose(weight, pick_reference(w[2], w[3], weight.sum(-1)))
     return ids.gather(1, inner[:, None]).squeeze(1).clamp_max(vocab_size - 1)
@@ -196,7 +201,7 @@ def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def accept_blocks(
-    accepted, rows_to_read, request, k, num_columns, num_blocks, log_scale_ptr, residual_ptr,
+    accepted, rows_to_read, request, k, num_columns, num_blocks, log_scale_ptr, mass_ptr,
     seed, anchor, words_ptr, NB: tl.constexpr,
 ):  # fmt: skip
     """Accepted drafts of a `block` request now that Z is known: the last i with u_i <= h_i."""
@@ -206,9 +211,9 @@ def accept_blocks(
     for i in range(first + 1, k):
         if ((rows_to_read >> i) & 1) != 0:
             at = request * num_columns + i
-            mass = tl.load(residual_ptr + at * num_blocks + lane, mask=lane < num_blocks, other=0)
+            mass = tl.load(mass_ptr + at * num_blocks + lane, mask=lane < num_blocks, other=0)
             z = tl.sum(mass, 0).to(tl.float32) * 9.094947017729282e-13
-            h = z / (z + 1.0 - tl.exp(tl.load(log_scale_ptr + at)))
+            h = z / (z + 1.0 - exp(tl.load(log_scale_ptr + at)))
             if words_ptr is None:
                 word, _, _, _ = philox(seed, anchor.to(tl.int32), one * (i - 1), one, one - one)
             else:
@@ -221,7 +226,7 @@ def accept_blocks(
 
 @triton.jit
 def match_drafts(
-    request, k, num_columns, num_blocks, draft_ids_ptr, draft_stride, residual_ptr,
+    request, k, num_columns, num_blocks, draft_ids_ptr, draft_stride, mass_ptr,
     NB: tl.constexpr,
 ):  # fmt: skip
     """Drafts that equal the target's own tokens, and its own token after them."""
@@ -230,7 +235,7 @@ def match_drafts(
     last = tl.zeros((), tl.int64)
     standing = True
     for j in range(0, k + 1):
-        at = residual_ptr + (request * num_columns + j) * num_blocks + lane
+        at = mass_ptr + (request * num_columns + j) * num_blocks + lane
         lowest = -0x7FFFFFFFFFFFFFFF
         best = tl.max(tl.load(at, mask=lane < num_blocks, other=lowest), 0)
         token = 0x7FFFFFFF - (best & 0xFFFFFFFF)
@@ -246,7 +251,7 @@ def draw_last(
     request, accepted, k, row, num_columns, num_blocks, logits_ptr, logits_stride, width,
     vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr, draft_stride, draft_logits_ptr,
     draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr, log_scale_ptr,
-    residual_ptr, target_ptr, filtered, seed, anchor, offset, inv_t, words_ptr,
+    mass_ptr, filtered, seed, anchor, offset, inv_t, words_ptr,
     PURPOSE: tl.constexpr, HAS_Q: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Token after `accepted` drafts: a block by its mass, then a token inside it."""
@@ -258,17 +263,28 @@ def draw_last(
     block_max = tl.load(max_ptr + row * num_blocks + lane, mask=in_row, other=-float("inf"))
     block_total = tl.load(total_ptr + row * num_blocks + lane, mask=in_row, other=0.0)
     from_stats = plain & (filtered == 0)
-    use_residual = False
-    at = (request * num_columns + accepted) * num_blocks + lane
+    row_ptr = logits_ptr + row * logits_stride
+    row_max, log_z = tl.load(state), tl.load(state + 1)
+    threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
+    scale = exp(tl.load(log_scale_ptr + request * num_columns + accepted))
+    own_mass = mass_ptr + (request * num_columns + accepted) * num_blocks
+    use_residual = plain == 0
     if from_stats:
-        p = block_total * tl.exp((block_max - tl.load(state)) * inv_t - tl.load(state + 1))
-        mass = fixed(p)
+        p = block_total * exp((block_max - row_max) * inv_t - log_z)
+        mass = fixed(tl.where(in_row, p, 0.0))
     else:
-        mass = tl.load(residual_ptr + at, mask=in_row, other=0)
-        # Rounding can reject where p = q and nothing is left to recover: fall back to p.
-        use_residual = (accepted < k) & (tl.sum(mass, 0) > 0)
-        if not use_residual:
-            mass = tl.load(target_ptr + at, mask=in_row, other=0)
+        mass = tl.load(own_mass + lane, mask=in_row, other=0)
+        if use_residual & (tl.sum(mass, 0) == 0):
+            # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+            use_residual = plain
+            for block in range(0, num_blocks):
+                weight, _ = weights(
+                    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, row_ptr,
+                    0, state, -1, False, scale, inv_t, False, BLOCK,
+                )  # fmt: skip
+                tl.store(own_mass + block, fixed(tl.sum(weight, 0)))
+            tl.debug_barrier()
+            mass = tl.load(own_mass + lane, mask=in_row, other=0)
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
         w0, w1, w2, w3 = philox(
@@ -283,7 +299,6 @@ def draw_last(
     below = tl.cumsum(mass, 0) <= pick(w0, w1, tl.sum(mass, 0))
     block = tl.minimum(tl.sum(below.to(tl.int32), 0), num_blocks - 1)
 
-    ids = block * BLOCK + tl.arange(0, BLOCK)
     draft_id = tl.load(
         draft_ids_ptr + request * draft_stride + accepted, mask=accepted < k, other=-1
     )
@@ -294,20 +309,18 @@ def draw_last(
         draft_row += request.to(tl.int64) * draft_logits_stride_b
         draft_row += slot.to(tl.int64) * draft_logits_stride_k
         draft_state += (request * (num_columns - 1) + slot) * 4
-    residual, target, x = weights(
-        ids, logits_ptr + row * logits_stride, width, vocab_size, state, draft_row, draft_width,
-        draft_state, draft_id, use_residual,
-        tl.load(log_scale_ptr + request * num_columns + accepted), inv_t, HAS_Q,
+    weight, x = weights(
+        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, draft_row,
+        draft_width, draft_state, draft_id, use_residual, scale, inv_t, HAS_Q, BLOCK,
     )  # fmt: skip
     # Plain rows are normalised by their block, so that few bits are lost in a light one.
     own_max = tl.load(max_ptr + row * num_blocks + block)
     own_total = tl.load(total_ptr + row * num_blocks + block)
-    of_block = tl.exp((x - own_max) * inv_t) / own_total
-    weight = tl.where(use_residual, residual, target)
+    of_block = exp((x - own_max) * inv_t) / own_total
     weight = fixed(tl.where(from_stats, of_block, weight))
     # The same inverse CDF again, through the sums of groups: a short scan twice, not a long one.
-    part: tl.constexpr = BLOCK // 64
-    by_group = tl.reshape(weight, (part, 64))
+    part: tl.constexpr = BLOCK // 32
+    by_group = tl.reshape(weight, (part, 32))
     mass = tl.sum(by_group, 1)
     target = pick(w2, w3, tl.sum(mass, 0))
     prefix = tl.cumsum(mass, 0)
@@ -315,5 +328,160 @@ def draw_last(
     here = tl.arange(0, part) == group
     target -= tl.sum(tl.where(here, prefix - mass, 0), 0)
     inner = tl.cumsum(tl.sum(tl.where(here[:, None], by_group, 0), 0), 0)
-    token = block * BLOCK + group * 64 + tl.sum((inner <= target).to(tl.int32), 0)
+    token = block * BLOCK + group * 32 + tl.sum((inner <= target).to(tl.int32), 0)
     return tl.minimum(token, vocab_size - 1).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
+def _draw_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    max_ptr,  # [N, num_blocks], as the next
+    total_ptr,
+    num_blocks,
+    state_ptr,  # [N, 4]
+    row_argmax_ptr,  # [N]
+    cu_rows_ptr,  # [B + 1]
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft_logits_ptr,  # [B, K, V'] or None
+    draft_logits_stride_b,
+    draft_logits_stride_k,
+    draft_width,
+    draft_state_ptr,  # [B, K, 4] or None
+    temperature_ptr,  # [B], as the next seven
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    rule_ptr,
+    anchor_ptr,
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    accepted_ptr,  # [B]
+    rows_to_read_ptr,  # [B]
+    log_scale_ptr,  # [B, K + 1]
+    mass_ptr,  # [B, K + 1, num_blocks]
+    token_ids_ptr,  # [B, K + 1]
+    num_tokens_ptr,  # [B]
+    is_bad_ptr,  # [B]
+    PURPOSE: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    NB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    rows_to_read = tl.load(rows_to_read_ptr + request)
+    k = tl.load(num_drafts_ptr + request)
+    row0 = tl.load(cu_rows_ptr + request)
+    temperature = tl.load(temperature_ptr + request)
+    greedy = temperature <= 0.0
+    inv_t = 1.0 / tl.where(greedy, 1.0, temperature)
+    rule = tl.load(rule_ptr + request)
+    is_match = (rule == 2) & (temperature > 0.0)
+    is_block = (rule == 1) & (temperature > 0.0)
+    seed = tl.load(seed_ptr + request)
+    anchor = tl.load(anchor_ptr + request)
+    position = tl.load(position_ptr + request)
+
+    accepted = tl.load(accepted_ptr + request)
+    last = tl.zeros((), tl.int64)
+    if is_match:
+        accepted, last = match_drafts(
+            request, k, num_columns, num_blocks, draft_ids_ptr, draft_stride, mass_ptr, NB
+        )
+    elif greedy:
+        last = tl.load(row_argmax_ptr + row0 + accepted).to(tl.int64)
+    else:
+        if is_block:
+            accepted = accept_blocks(
+                accepted, rows_to_read, request, k, num_columns, num_blocks, log_scale_ptr,
+                mass_ptr, seed, anchor, words_ptr, NB,
+            )  # fmt: skip
+        filtered = is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+        last = draw_last(
+            request, accepted, k, row0 + accepted, num_columns, num_blocks, logits_ptr,
+            logits_stride, width, vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr,
+            draft_stride, draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k,
+            draft_width, draft_state_ptr, log_scale_ptr, mass_ptr, filtered, seed,
+            anchor, position - anchor, inv_t, words_ptr, PURPOSE, HAS_Q, NB, BLOCK,
+        )  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    log_z = tl.load(state_ptr + (row0 + column) * 4 + 1, mask=column <= accepted, other=0.0)
+    is_bad = tl.sum((log_z != log_z).to(tl.int32), 0) > 0
+    last = tl.where(is_bad, 0, last)
+    token = tl.load(
+        draft_ids_ptr + request * draft_stride + column, mask=column < accepted, other=-1
+    )
+    token = tl.where(column == accepted, last, token)
+    tl.store(token_ids_ptr + request * num_columns + column, token, mask=column < num_columns)
+    tl.store(num_tokens_ptr + request, accepted + 1)
+    tl.store(is_bad_ptr + request, is_bad)
+
+
+def draw(
+    logits: torch.Tensor,
+    stats: BlockStats,
+    rows: RowStates,
+    cu_rows: torch.Tensor,
+    drafts: Drafts,
+    plan: Plan,
+    mass: torch.Tensor,
+    sampling: Sampling,
+    anchor: torch.Tensor,
+    position: torch.Tensor,
+    purpose: Purpose,
+    vocab_size: int,
+    words: torch.Tensor | None,
+) -> Verified:
+    """Tokens of every request; `position` [B] is that of a request's row 0."""
+    batch, k_max = drafts.token_ids.shape
+    blocks = stats.max.shape[1]
+    new = logits.new_empty
+    verified = Verified(
+        new((batch, k_max + 1), dtype=torch.int64),
+        new(batch, dtype=torch.int32),
+        new(batch, dtype=torch.bool),
+    )
+    q, q_state = drafts.logits, drafts.state
+    has_q = q is not None and q_state is not None and k_max > 0
+    _draw_kernel[(batch,)](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        vocab_size,
+        stats.max,
+        stats.total,
+        blocks,
+        rows.state,
+        rows.argmax,
+        cu_rows,
+        drafts.num_drafts,
+        k_max + 1,
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        q if has_q else None,
+        q.stride(0) if q is not None else 0,
+        q.stride(1) if q is not None else 0,
+        q.shape[2] if q is not None else 0,
+        q_state if has_q else None,
+        *sampling,
+        anchor,
+        position,
+        words,
+        *plan,
+        mass,
+        *verified,
+        PURPOSE=int(purpose),
+        HAS_Q=has_q,
+        NB=triton.next_power_of_2(blocks),
+        BLOCK=BLOCK,
+        COLUMNS=64,
+        num_warps=4,
+    )
+    return verified

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from outrider.kernels.philox import exp, fixed
+
 
 # -0x80000000 is the key of no token, below the key of -inf, which is -0x7F800001.
 @triton.jit
@@ -17,9 +19,9 @@ def relative_of(key, row_max, inv_t):
     """exp((l - max) / t) of keys; 0 for the key of no token."""
     bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
     x = tl.where(key > -0x7F800001, bits.to(tl.float32, bitcast=True), -float("inf"))
-    return tl.exp((x - row_max) * inv_t)
+    return exp((x - row_max) * inv_t)
 
 
 @triton.jit
 def weight_of(key, row_max, inv_t):
-    return (relative_of(key, row_max, inv_t) * 1099511627776.0).to(tl.int64)
+    return fixed(relative_of(key, row_max, inv_t))

@@ -13,10 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels._dispatch import INTERPRET
+
 MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
+_INTERPRET = tl.constexpr(INTERPRET)
 FIXED_BITS = 40  # probabilities are summed as int64 multiples of 2**-40: any order, the same bits
 FIXED_ONE = float(2**FIXED_BITS)
 
@@ -59,8 +62,9 @@ def log_exponential_reference(word: torch.Tensor) -> torch.Tensor:
     All 32 bits count: the smallest of V variates decides, and 23 bits would tie them at large V.
     """
     v = ((word.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
-    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0)))  # -log1p(-v), where 1 - v would round v away
-    return torch.where(v < 0.01, series, -torch.log(1.0 - v)).log()
+    # -log1p(-v) by its series where 1 - v would round v away.
+    series = v * (1.0 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
+    return torch.where(v < 0.1, series, -torch.log(1.0 - v)).log()
 
 
 def pick_reference(w_high: torch.Tensor, w_low: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -68,6 +72,39 @@ def pick_reference(w_high: torch.Tensor, w_low: torch.Tensor, total: torch.Tenso
     w = (w_high << 8) | (w_low >> 24)
     high, low = total >> 20, total & 0xFFFFF
     return (w * high + ((w * low) >> 20)) >> 20
+
+
+@triton.jit
+def exp2(x):
+    """2**x; subnormal results are 0 on a GPU, where keeping them would cost three instructions."""
+    if _INTERPRET:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
+    return y
+
+
+@triton.jit
+def exp(x):
+    return exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def log(x):
+    if _INTERPRET:
+        y = tl.log(x)
+    else:
+        y = 0.6931471805599453 * tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
+    return y
+
+
+@triton.jit
+def fixed(p):
+    return (p * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
@@ -98,8 +135,8 @@ def uniform(word):
 @triton.jit
 def log_exponential(word):
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0)))
-    return tl.log(tl.where(v < 0.01, series, -tl.log(1.0 - v)))
+    series = v * (1.0 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
+    return log(tl.where(v < 0.1, series, -log(1.0 - v)))
 
 
 @triton.jit

@@ -1,19 +1,20 @@
 """K3: the rows that the decision left open, block by block.
 
-Of each such row, the mass of max(P p - q, 0) and of p, as int64 multiples of 2**-40; of a `match`
-request, its best token under the noise of the row's position.
+Of a row with a draft the mass of max(P p - q, 0), of a request's last row that of p, as int64
+multiples of 2**-40; of a `match` request, the best token under the noise of the row's position.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels._dispatch import num_programs
 from outrider.kernels.decide import Drafts, Plan, row_index_reference
 from outrider.kernels.philox import (
     FIXED_ONE,
     Purpose,
+    exp,
+    fixed,
     log_exponential,
     log_exponential_reference,
     philox,
@@ -21,6 +22,7 @@ from outrider.kernels.philox import (
 )
 from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import (
+    BLOCK,
     STATE_LOG_Z,
     Rule,
     Sampling,
@@ -28,16 +30,10 @@ from outrider.kernels.sampling import (
     log_prob_reference,
     num_blocks,
 )
-from outrider.kernels.scan import blocks_reference
+from outrider.kernels.scan import BlockStats, blocks_reference
 
+_PROGRAMS_PER_SM = 24
 NO_ID = 0x7FFFFFFF
-
-
-class Masses(NamedTuple):
-    """Defined where the plan asks for the row; `residual` of a `match` row holds packed bests."""
-
-    residual: torch.Tensor  # [B, K + 1, num_blocks] int64
-    target: torch.Tensor  # [B, K + 1, num_blocks] int64
 
 
 def weights_reference(
@@ -50,20 +46,22 @@ def weights_reference(
     has_draft: torch.Tensor,
     log_scale: torch.Tensor,
     inv_t: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fixed-point max(P p - q, 0) and p. Shape: target, draft [R, ...]; the rest a row each."""
+) -> torch.Tensor:
+    """Fixed-point max(P p - q, 0), or p of rows without a draft.
+
+    Shape: target, draft [R, ...]; the rest a row each.
+    """
     lead = (-1,) + (1,) * (target.ndim - 1)
-    log_p = log_prob_reference(target, token_ids, target_state, inv_t)
-    p = log_p.exp()
-    scaled = (log_p + log_scale.reshape(lead)).exp()
+    has_draft = has_draft.reshape(lead)
+    p = log_prob_reference(target, token_ids, target_state, inv_t).exp()
+    scaled = p * log_scale.exp().reshape(lead)
     is_draft = token_ids == draft_id.reshape(lead)
     residual = torch.where(is_draft, 0.0, scaled)  # one-hot: P p(X) - 1 <= 0
     if draft is not None and draft_state is not None:
         q = log_prob_reference(draft, token_ids, draft_state, inv_t).exp()
         one_hot = draft_state[:, STATE_LOG_Z].isnan().reshape(lead)
         residual = torch.where(one_hot, residual, (scaled - q).clamp_min(0.0))
-    residual = torch.where(has_draft.reshape(lead), residual, scaled)
-    return (residual * FIXED_ONE).long(), (p * FIXED_ONE).long()
+    return (torch.where(has_draft, residual, p) * FIXED_ONE).long()
 
 
 def pack_best_reference(score: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -113,19 +111,19 @@ def residual_reference(
     sampling: Sampling,
     position: torch.Tensor,
     vocab_size: int,
-) -> Masses:
-    """Read the rows that the plan names. `position` [B] is that of a request's row 0."""
+) -> torch.Tensor:
+    """Block masses of the rows that the plan names, of `match` rows packed bests; 0 elsewhere.
+
+    `position` [B] is that of a request's row 0. Shape: [B, K + 1, num_blocks] int64.
+    """
     batch, width = plan.log_scale.shape
     k = drafts.num_drafts
     shape = (batch, width, num_blocks(vocab_size))
-    masses = Masses(
-        torch.zeros(shape, dtype=torch.int64, device=logits.device),
-        torch.zeros(shape, dtype=torch.int64, device=logits.device),
-    )
+    mass = torch.zeros(shape, dtype=torch.int64, device=logits.device)
     offset = torch.arange(width, device=logits.device)
     b, j = ((plan.rows_to_read[:, None] >> offset) & 1).nonzero(as_tuple=True)
     if not len(b):
-        return masses
+        return mass
     row = row_index_reference(cu_rows, drafts)[b, j]
     of_match = (sampling.rule == Rule.MATCH)[b]
     pick = of_match.nonzero().squeeze(-1)
@@ -134,7 +132,7 @@ def residual_reference(
         x = blocks_reference(logits[rp], vocab_size)
         own = sampling.take(bp)
         best = best_reference(x, rows.state[rp], position[bp] + jp, own, vocab_size)
-        masses.residual[bp, jp] = best
+        mass[bp, jp] = best
     rest = (~of_match).nonzero().squeeze(-1)
     if len(rest):
         bp, jp, rp = b[rest], j[rest], row[rest]
@@ -149,113 +147,210 @@ def residual_reference(
             draft_state = drafts.state[bp, slot]
         ids_of_drafts = drafts.token_ids[bp, slot] if width > 1 else torch.full_like(bp, -1)
         inv_t = sampling.inverse_temperature()[bp]
-        residual, target = weights_reference(
+        weight = weights_reference(
             x, ids, rows.state[rp], draft, draft_state, ids_of_drafts, jp < k[bp],
             plan.log_scale[bp, jp], inv_t,
         )  # fmt: skip
-        masses.residual[bp, jp] = residual.sum(-1)
-        masses.target[bp, jp] = target.sum(-1)
-    return masses
+        mass[bp, jp] = weight.sum(-1)
+    return mass
+
+
+@triton.jit
+def probs(
+    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, inv_t,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Processed probabilities of one block of a row, and its raw logits."""
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row_ptr + ids, mask=ids < width, other=0.0).to(tl.float32)
+    if block * BLOCK + BLOCK > vocab_size:
+        x = tl.where(ids < vocab_size, x, -float("inf"))
+    p = exp((x - row_max) * inv_t - log_z)
+    if threshold > -float("inf"):
+        p = tl.where((x > threshold) | ((x == threshold) & (ids <= cutoff.to(tl.int32))), p, 0.0)
+    return p, x
 
 
 @triton.jit
 def weights(
-    ids, row_ptr, width, vocab_size, state_ptr, draft_row_ptr, draft_width, draft_state_ptr,
-    draft_id, has_draft, log_scale, inv_t, HAS_Q: tl.constexpr,
+    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, draft_row_ptr,
+    draft_width, draft_state_ptr, draft_id, has_draft, scale, inv_t, HAS_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """max(P p - q, 0) and p of the tokens `ids` of one row, and its raw logits."""
-    x = tl.load(row_ptr + ids, mask=ids < width, other=0.0)
-    x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
-    log_p = log_prob(
-        x, ids, tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2),
-        tl.load(state_ptr + 3), inv_t,
-    )  # fmt: skip
-    p = tl.exp(log_p)
-    scaled = tl.exp(log_p + log_scale)
-    residual = scaled
+    """max(P p - q, 0) of one block, or p of a row without a draft; and the raw logits."""
+    weight, x = probs(
+        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, inv_t, BLOCK
+    )
     if has_draft:
-        residual = tl.where(ids == draft_id, 0.0, scaled)  # one-hot: P p(X) - 1 <= 0
+        is_one_hot = True
         if HAS_Q:
             q_log_z = tl.load(draft_state_ptr + 1)
             if q_log_z == q_log_z:
-                xq = tl.load(draft_row_ptr + ids, mask=ids < draft_width, other=0.0)
-                in_both = (ids < draft_width) & (ids < vocab_size)
-                xq = tl.where(in_both, xq.to(tl.float32), -float("inf"))
-                log_q = log_prob(
-                    xq, ids, tl.load(draft_state_ptr), q_log_z, tl.load(draft_state_ptr + 2),
-                    tl.load(draft_state_ptr + 3), inv_t,
+                is_one_hot = False
+                q, _ = probs(
+                    block, draft_row_ptr, draft_width, tl.minimum(draft_width, vocab_size),
+                    tl.load(draft_state_ptr), q_log_z, tl.load(draft_state_ptr + 2),
+                    tl.load(draft_state_ptr + 3), inv_t, BLOCK,
                 )  # fmt: skip
-                residual = tl.maximum(scaled - tl.exp(log_q), 0.0)
-    return residual, p, x
-
-
-@triton.jit
-def fixed(p):
-    return (p * 1099511627776.0).to(tl.int64)
+                weight = tl.maximum(weight * scale - q, 0.0)
+        if is_one_hot:
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            weight = tl.where(ids == draft_id, 0.0, weight * scale)  # P p(X) - 1 <= 0
+    return weight, x
 
 
 @triton.jit
 def best_of_block(
-    block, row_ptr, width, vocab_size, state_ptr, seed, position, inv_t, BLOCK: tl.constexpr
-):
+    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, seed, position, inv_t,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Best token of a block under the Gumbel noise of its position, packed for a maximum."""
-    group = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    zero = tl.zeros((BLOCK // 4,), tl.int32)
-    words = philox(seed, zero + position.to(tl.int32), zero, zero + 2, group)
-    row_max, log_z = tl.load(state_ptr), tl.load(state_ptr + 1)
-    threshold, cutoff = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
     best = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
-    for part in tl.static_range(4):
-        ids = group * 4 + part
-        x = tl.load(row_ptr + ids, mask=ids < width, other=0.0)
-        x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
-        log_p = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t)
-        score = log_p - log_exponential(words[part])
-        score = tl.where(score == score, score, -float("inf"))
-        bits = score.to(tl.int32, bitcast=True)
-        ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
-        best = tl.maximum(best, tl.max((ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64), 0))
+    zero = tl.zeros((64,), tl.int32)
+    for start in range(block * BLOCK, block * BLOCK + BLOCK, 256):
+        group = start // 4 + tl.arange(0, 64)
+        words = philox(seed, zero + position.to(tl.int32), zero, zero + 2, group)
+        for part in tl.static_range(4):
+            ids = group * 4 + part
+            x = tl.load(row_ptr + ids, mask=ids < width, other=0.0)
+            x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
+            log_p = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t)
+            score = log_p - log_exponential(words[part])
+            score = tl.where(score == score, score, -float("inf"))
+            bits = score.to(tl.int32, bitcast=True)
+            ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
+            best = tl.maximum(best, tl.max((ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64), 0))
     return best
 
 
-@triton.jit
-def read_rows(
-    request, strip, num_strips, num_blocks, rows_to_read, k, row0, num_columns, logits_ptr,
-    logits_stride, width, vocab_size, max_ptr, state_ptr, draft_ids_ptr, draft_stride,
-    draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr,
-    log_scale_ptr, is_match, seed, position, inv_t, residual_ptr, target_ptr,
-    HAS_Q: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store the masses of every num_strips-th block of the rows that a request's plan names."""
-    for j in range(0, k + 1):
-        if ((rows_to_read >> j) & 1) != 0:
-            row = (row0 + j).to(tl.int64)
-            row_ptr = logits_ptr + row * logits_stride
-            state = state_ptr + row * 4
-            threshold = tl.load(state + 2)
-            log_scale = tl.load(log_scale_ptr + request * num_columns + j)
-            draft_id = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
-            draft_row = draft_logits_ptr
-            draft_state = draft_state_ptr
-            if HAS_Q:
-                draft_row += request.to(tl.int64) * draft_logits_stride_b
-                draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
-                draft_state += (request * (num_columns - 1) + j) * 4
-            for block in range(strip, num_blocks, num_strips):
-                at = (request * num_columns + j) * num_blocks + block
-                if is_match:
-                    best = best_of_block(
-                        block, row_ptr, width, vocab_size, state, seed, position + j, inv_t, BLOCK
-                    )
-                    tl.store(residual_ptr + at, best)
-                elif tl.load(max_ptr + row * num_blocks + block) < threshold:
-                    tl.store(residual_ptr + at, tl.zeros((), tl.int64))  # p keeps nothing here
-                    tl.store(target_ptr + at, tl.zeros((), tl.int64))
-                else:
-                    ids = block * BLOCK + tl.arange(0, BLOCK)
-                    residual, target, _ = weights(
-                        ids, row_ptr, width, vocab_size, state, draft_row, draft_width,
-                        draft_state, draft_id, j < k, log_scale, inv_t, HAS_Q,
-                    )  # fmt: skip
-                    tl.store(residual_ptr + at, tl.sum(fixed(residual), 0))
-                    tl.store(target_ptr + at, tl.sum(fixed(target), 0))
+@triton.jit(do_not_specialize=["num_items", "num_columns", "draft_stride"])
+def _residual_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    num_items,  # B * num_blocks
+    num_blocks,
+    max_ptr,  # [N, num_blocks]
+    state_ptr,  # [N, 4]
+    cu_rows_ptr,  # [B + 1]
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft_logits_ptr,  # [B, K, V'] or None
+    draft_logits_stride_b,
+    draft_logits_stride_k,
+    draft_width,
+    draft_state_ptr,  # [B, K, 4] or None
+    temperature_ptr,  # [B], as the next three
+    seed_ptr,
+    rule_ptr,
+    position_ptr,
+    rows_to_read_ptr,  # [B]
+    log_scale_ptr,  # [B, K + 1]
+    mass_ptr,  # [B, K + 1, num_blocks]
+    HAS_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # As in the scan, programs of one warp: no barriers, and many loads in flight.
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        request = item // num_blocks
+        block = item % num_blocks
+        rows_to_read = tl.load(rows_to_read_ptr + request)
+        if rows_to_read != 0:
+            k = tl.load(num_drafts_ptr + request)
+            row0 = tl.load(cu_rows_ptr + request)
+            inv_t = 1.0 / tl.load(temperature_ptr + request)
+            is_match = tl.load(rule_ptr + request) == 2
+            for j in range(0, k + 1):
+                if ((rows_to_read >> j) & 1) != 0:
+                    row = (row0 + j).to(tl.int64)
+                    row_ptr = logits_ptr + row * logits_stride
+                    state = state_ptr + row * 4
+                    row_max, log_z = tl.load(state), tl.load(state + 1)
+                    threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
+                    at = (request * num_columns + j) * num_blocks + block
+                    is_empty = False
+                    if threshold > -float("inf"):
+                        is_empty = tl.load(max_ptr + row * num_blocks + block) < threshold
+                    if is_match:
+                        best = best_of_block(
+                            block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
+                            tl.load(seed_ptr + request), tl.load(position_ptr + request) + j,
+                            inv_t, BLOCK,
+                        )  # fmt: skip
+                        tl.store(mass_ptr + at, best)
+                    elif is_empty:
+                        tl.store(mass_ptr + at, tl.zeros((), tl.int64))
+                    else:
+                        draft_id = tl.load(
+                            draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1
+                        )
+                        draft_row = draft_logits_ptr
+                        draft_state = draft_state_ptr
+                        if HAS_Q:
+                            draft_row += tl.cast(request, tl.int64) * draft_logits_stride_b
+                            draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
+                            draft_state += (request * (num_columns - 1) + j) * 4
+                        scale = exp(tl.load(log_scale_ptr + request * num_columns + j))
+                        weight, _ = weights(
+                            block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
+                            draft_row, draft_width, draft_state, draft_id, j < k, scale, inv_t,
+                            HAS_Q, BLOCK,
+                        )  # fmt: skip
+                        tl.store(mass_ptr + at, fixed(tl.sum(weight, 0)))
+
+
+def residual(
+    logits: torch.Tensor,
+    stats: BlockStats,
+    rows: RowStates,
+    cu_rows: torch.Tensor,
+    drafts: Drafts,
+    plan: Plan,
+    sampling: Sampling,
+    position: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Block masses of the rows that the plan names, of `match` rows packed bests; else undefined.
+
+    `position` [B] is that of a request's row 0. Shape: [B, K + 1, num_blocks] int64.
+    """
+    batch, k_max = drafts.token_ids.shape
+    blocks = stats.max.shape[1]
+    mass = logits.new_empty((batch, k_max + 1, blocks), dtype=torch.int64)
+    q, q_state = drafts.logits, drafts.state
+    has_q = q is not None and q_state is not None and k_max > 0
+    num_items = batch * blocks
+    _residual_kernel[(min(num_items, num_programs(logits.device, _PROGRAMS_PER_SM)),)](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        vocab_size,
+        num_items,
+        blocks,
+        stats.max,
+        rows.state,
+        cu_rows,
+        drafts.num_drafts,
+        k_max + 1,
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        q if has_q else None,
+        q.stride(0) if q is not None else 0,
+        q.stride(1) if q is not None else 0,
+        q.shape[2] if q is not None else 0,
+        q_state if has_q else None,
+        sampling.temperature,
+        sampling.seed,
+        sampling.rule,
+        position,
+        plan.rows_to_read,
+        plan.log_scale,
+        mass,
+        HAS_Q=has_q,
+        BLOCK=BLOCK,
+        num_warps=1,
+    )
+    return mass

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from outrider.kernels.bisection import threshold_by_bisection
 from outrider.kernels.candidates import CANDIDATE_SCRATCH, threshold_from_candidates
-from outrider.kernels.philox import FIXED_ONE
+from outrider.kernels.philox import FIXED_ONE, log
 from outrider.kernels.sampling import GROUP, STATE_WIDTH, Sampling, is_filtered
 from outrider.kernels.scan import BlockStats, merge_blocks
 
@@ -99,7 +99,6 @@ def _filter_reference(
 def _row_state_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
-    width,
     vocab_size,
     max_ptr,  # [N, num_blocks], as the next two
     argmax_ptr,
@@ -118,6 +117,7 @@ def _row_state_kernel(
     state_ptr,  # [N, 4]
     NB: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,  # no two distinct logits have keys closer than this
 ):
@@ -154,17 +154,17 @@ def _row_state_kernel(
     group_max_ptr += row * row_groups
     scratch_ptr += row * scratch_stride
     found, threshold, cutoff, kept = threshold_from_candidates(
-        row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
-        group_max_ptr, scratch_ptr, num_blocks, NB, BLOCK_GROUPS, GROUP,
+        row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
+        group_max_ptr, scratch_ptr, row_groups, LANES, GROUP,
     )  # fmt: skip
     if not found:
         threshold, cutoff, kept = threshold_by_bisection(
-            row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
-            group_max_ptr, scratch_ptr, num_blocks, NB, BLOCK_GROUPS, GROUP, STEP,
+            row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
+            group_max_ptr, scratch_ptr, row_groups, LANES, GROUP, STEP,
         )  # fmt: skip
     bits = tl.where(threshold >= 0, threshold, threshold ^ 0x7FFFFFFF)
     tl.store(at, row_max)
-    tl.store(at + 1, tl.log(kept.to(tl.float32) * 9.094947017729282e-13))
+    tl.store(at + 1, log(kept.to(tl.float32) * 9.094947017729282e-13))
     tl.store(at + 2, bits.to(tl.float32, bitcast=True))
     tl.store(at + 3, cutoff.to(tl.float32))
 
@@ -197,7 +197,6 @@ def row_state(
         _row_state_kernel[(len(num_drafts) * num_columns,)](
             logits,
             logits.stride(0),
-            logits.shape[1],
             vocab_size,
             stats.max,
             stats.argmax,
@@ -216,9 +215,9 @@ def row_state(
             rows.state,
             NB=triton.next_power_of_2(stats.max.shape[1]),
             BLOCK_GROUPS=group_max.shape[2],
+            LANES=max(64, triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]),
             GROUP=GROUP,
             STEP=_KEY_STEPS[logits.dtype],
             num_warps=8,
-            maxnreg=80,  # 3 programs a multiprocessor; only bisection spills
         )
     return rows

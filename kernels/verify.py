@@ -10,10 +10,9 @@ import torch
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.decide import Drafts, decide, decide_reference
-from outrider.kernels.draw import Verified, draw_reference
-from outrider.kernels.finish import finish
+from outrider.kernels.draw import Verified, draw, draw_reference
 from outrider.kernels.philox import Purpose
-from outrider.kernels.residual import residual_reference
+from outrider.kernels.residual import residual, residual_reference
 from outrider.kernels.row_state import RowStates, row_state, row_state_reference
 from outrider.kernels.sampling import MAX_DRAFTS, Sampling
 from outrider.kernels.scan import scan, scan_reference
@@ -164,11 +163,10 @@ def _sample(
         rows = row_state(
             logits, stats, cu_rows, drafts.num_drafts, columns, sampling, vocab_size, filters
         )
-        plan, num_arrived = decide(
-            logits, stats, rows, cu_rows, drafts, sampling, anchor, vocab_size, words
-        )
-        verified = finish(
-            logits, stats, rows, cu_rows, drafts, plan, num_arrived, sampling, anchor, position,
+        plan = decide(logits, stats, rows, cu_rows, drafts, sampling, anchor, vocab_size, words)
+        mass = residual(logits, stats, rows, cu_rows, drafts, plan, sampling, position, vocab_size)
+        verified = draw(
+            logits, stats, rows, cu_rows, drafts, plan, mass, sampling, anchor, position,
             purpose, vocab_size, words,
         )  # fmt: skip
         return verified, rows
@@ -177,9 +175,9 @@ def _sample(
     stats = scan_reference(used, of_row, vocab_size)
     rows = row_state_reference(used, stats, of_row, vocab_size)
     plan = decide_reference(used, rows, cu_rows, drafts, sampling, anchor, vocab_size, words)
-    masses = residual_reference(used, rows, cu_rows, drafts, plan, sampling, position, vocab_size)
+    mass = residual_reference(used, rows, cu_rows, drafts, plan, sampling, position, vocab_size)
     verified = draw_reference(
-        used, stats, rows, cu_rows, drafts, plan, masses, sampling, anchor, position, purpose,
+        used, stats, rows, cu_rows, drafts, plan, mass, sampling, anchor, position, purpose,
         vocab_size, words,
     )  # fmt: skip
     return verified, rows
