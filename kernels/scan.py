@@ -10,8 +10,7 @@ from outrider.kernels._dispatch import num_programs
 from outrider.kernels.philox import FIXED_ONE, exp, exp2
 from outrider.kernels.sampling import BLOCK, GROUP, Sampling, block_width, is_filtered, num_blocks
 
-_PROGRAMS_PER_SM = 14
-_TILE_BLOCKS = 2
+_PROGRAMS_PER_SM = 18
 
 
 class BlockStats(NamedTuple):
@@ -53,6 +52,54 @@ def scan_reference(logits: torch.Tensor, sampling: Sampling, vocab_size: int) ->
     return BlockStats(block_max, (index + first).int(), total, None)
 
 
+@triton.jit
+def _tile(item, num_items, num_tiles, num_columns, cu_rows_ptr, num_drafts_ptr):
+    """Request, row and tile of a work item, and whether there is such a row."""
+    exists = item < num_items
+    column = tl.where(exists, item // num_tiles, 0)
+    request = column // num_columns
+    offset = column % num_columns
+    row = tl.load(cu_rows_ptr + request) + offset
+    exists = exists & (offset <= tl.load(num_drafts_ptr + request))
+    return request, row.to(tl.int64), item % num_tiles, exists
+
+
+@triton.jit
+def _scan_block(
+    x, row_ptr, vocab_size, block, at, temperature, filtered, max_ptr, argmax_ptr, total_ptr,
+    group_max_ptr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store the stats of one block, whose place in them is `at`."""
+    x = x.to(tl.float32)
+    first = block * BLOCK
+    if first + BLOCK > vocab_size:
+        x = tl.where(first + tl.arange(0, BLOCK) < vocab_size, x, -float("inf"))
+    # Maxima of vectors of 8 stay within a thread; everything else works on those.
+    vector_max = tl.max(tl.reshape(x, (BLOCK // 8, 8)), 1)
+    block_max = tl.max(vector_max, 0)
+    if temperature > 0:
+        safe_max = tl.where(block_max > -float("inf"), block_max, 0.0)
+        total = tl.sum(exp2((x - safe_max) * (1.4426950408889634 / temperature)), 0)
+        tl.store(total_ptr + at, total)
+        # NaN where the block holds a NaN or an inf.
+        tl.store(max_ptr + at, tl.where(total == total, block_max, float("nan")))
+        if filtered:
+            groups: tl.constexpr = BLOCK // GROUP
+            group_max = tl.max(tl.reshape(vector_max, (groups, GROUP // 8)), 1)
+            tl.store(group_max_ptr + at * groups + tl.arange(0, groups), group_max)
+    else:
+        vector = tl.arange(0, BLOCK // 8)
+        vector = tl.min(tl.where(vector_max == block_max, vector, BLOCK // 8 - 1), 0)
+        near = first + vector * 8 + tl.arange(0, 8)
+        inside = near < vocab_size
+        y = tl.load(row_ptr + near, mask=inside, other=0.0).to(tl.float32)
+        hit = inside & (y == block_max)
+        tl.store(argmax_ptr + at, tl.min(tl.where(hit, near, 0x7FFFFFFF), 0))
+        # A sum is +inf or NaN exactly when the block holds a NaN or a +inf.
+        is_bad = not (tl.sum(x, 0) < float("inf"))
+        tl.store(max_ptr + at, tl.where(is_bad, float("nan"), block_max))
+
+
 @triton.jit(do_not_specialize=["num_items", "num_columns"])
 def _scan_kernel(
     logits_ptr,  # [N, V]
@@ -60,7 +107,7 @@ def _scan_kernel(
     width,
     vocab_size,
     num_items,  # B * (K + 1) * num_tiles
-    num_tiles,
+    num_tiles,  # pairs of blocks
     num_blocks,
     cu_rows_ptr,  # [B + 1]
     num_drafts_ptr,  # [B]
@@ -74,81 +121,53 @@ def _scan_kernel(
     total_ptr,
     group_max_ptr,  # [N, num_blocks, BLOCK // GROUP]
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,  # blocks of a tile
     GROUP: tl.constexpr,
     RAW: tl.constexpr,  # temperature 1 and group maxima for every row
 ):
-    # A fixed number of programs of one warp (no barriers) walk over all tiles, loading one ahead.
-    lane = tl.arange(0, BLOCKS * BLOCK)
-    in_tile = tl.arange(0, BLOCKS)
-    item = tl.program_id(0)
-    step = tl.num_programs(0)
-    tile = item % num_tiles
-    column = item // num_tiles
-    request = column // num_columns
-    offset = column % num_columns
-    tile_step = step % num_tiles
-    column_step = step // num_tiles
-    row = tl.load(cu_rows_ptr + request) + offset
-    exists = offset <= tl.load(num_drafts_ptr + request)
-    at = logits_ptr + row.to(tl.int64) * logits_stride + tile * (BLOCKS * BLOCK)
-    limit = tl.where(exists, width - tile * (BLOCKS * BLOCK), 0)
-    ahead = tl.load(at + lane, mask=lane < limit, other=0.0)
-    for item in range(tl.program_id(0), num_items, step):
-        x = ahead.to(tl.float32)
+    # A fixed number of programs of one warp (no barriers) walk over all tiles, loading one ahead:
+    # two blocks, so that enough bytes are in flight.
+    lane = tl.arange(0, BLOCK)
+    start = tl.program_id(0)
+    request, row, tile, exists = _tile(
+        start, num_items, num_tiles, num_columns, cu_rows_ptr, num_drafts_ptr
+    )
+    limit = tl.where(exists, width, 0)
+    ids = tile * (2 * BLOCK) + lane
+    at = logits_ptr + row * logits_stride + ids
+    ahead = tl.load(at, mask=ids < limit, other=0.0)
+    ahead_2 = tl.load(at + BLOCK, mask=ids + BLOCK < limit, other=0.0)
+    for item in range(start, num_items, tl.num_programs(0)):
+        x, x_2 = ahead, ahead_2
         this_request, this_row, this_tile, this_exists = request, row, tile, exists
-        tile += tile_step
-        column += column_step + tl.where(tile >= num_tiles, 1, 0)
-        tile -= tl.where(tile >= num_tiles, num_tiles, 0)
-        is_item = item + step < num_items
-        request = tl.where(is_item, column // num_columns, 0)
-        offset = column - request * num_columns
-        row = tl.load(cu_rows_ptr + request) + offset
-        exists = is_item & (offset <= tl.load(num_drafts_ptr + request))
-        at = logits_ptr + row.to(tl.int64) * logits_stride + tile * (BLOCKS * BLOCK)
-        limit = tl.where(exists, width - tile * (BLOCKS * BLOCK), 0)
-        ahead = tl.load(at + lane, mask=lane < limit, other=0.0)
+        request, row, tile, exists = _tile(
+            item + tl.num_programs(0), num_items, num_tiles, num_columns, cu_rows_ptr,
+            num_drafts_ptr,
+        )  # fmt: skip
+        limit = tl.where(exists, width, 0)
+        ids = tile * (2 * BLOCK) + lane
+        at = logits_ptr + row * logits_stride + ids
+        ahead = tl.load(at, mask=ids < limit, other=0.0)
+        ahead_2 = tl.load(at + BLOCK, mask=ids + BLOCK < limit, other=0.0)
         if this_exists:
-            first = this_tile * (BLOCKS * BLOCK)
-            if first + BLOCKS * BLOCK > vocab_size:
-                x = tl.where(first + lane < vocab_size, x, -float("inf"))
-            temperature = 1.0 if RAW else tl.load(temperature_ptr + this_request)
-            # Maxima of vectors of 8 stay within a thread; everything else works on those.
-            vector_max = tl.max(tl.reshape(x, (BLOCKS, BLOCK // 8, 8)), 2)
-            block_max = tl.max(vector_max, 1)
-            block = this_tile * BLOCKS + in_tile
-            at_block = this_row.to(tl.int64) * num_blocks + block
-            blocks = tl.reshape(x, (BLOCKS, BLOCK))
-            if temperature > 0:
-                safe_max = tl.where(block_max > -float("inf"), block_max, 0.0)
-                scale = 1.4426950408889634 / temperature
-                total = tl.sum(exp2((blocks - safe_max[:, None]) * scale), 1)
-                tl.store(total_ptr + at_block, total, mask=block < num_blocks)
-                # NaN where the block holds a NaN or an inf.
-                block_max = tl.where(total == total, block_max, float("nan"))
-                if RAW or is_filtered(
+            temperature = 1.0
+            filtered = True
+            if not RAW:
+                temperature = tl.load(temperature_ptr + this_request)
+                filtered = is_filtered(
                     this_request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size
-                ):
-                    groups: tl.constexpr = BLOCK // GROUP
-                    group_max = tl.max(tl.reshape(vector_max, (BLOCKS, groups, GROUP // 8)), 2)
-                    at_group = at_block[:, None] * groups + tl.arange(0, groups)[None, :]
-                    tl.store(
-                        group_max_ptr + at_group, group_max, mask=(block < num_blocks)[:, None]
-                    )
-            else:
-                vector = tl.arange(0, BLOCK // 8)[None, :]
-                hit = vector_max == block_max[:, None]
-                vector = tl.min(tl.where(hit, vector, BLOCK // 8 - 1), 1)
-                near = (block * BLOCK + vector * 8)[:, None] + tl.arange(0, 8)[None, :]
-                inside = near < vocab_size
-                row_ptr = logits_ptr + this_row.to(tl.int64) * logits_stride
-                y = tl.load(row_ptr + near, mask=inside, other=0.0).to(tl.float32)
-                hit = inside & (y == block_max[:, None])
-                index = tl.min(tl.where(hit, near, 0x7FFFFFFF), 1)
-                tl.store(argmax_ptr + at_block, index, mask=block < num_blocks)
-                # A sum is +inf or NaN exactly when the block holds a NaN or a +inf.
-                block_max = tl.where(tl.sum(blocks, 1) < float("inf"), block_max, float("nan"))
-            tl.store(max_ptr + at_block, block_max, mask=block < num_blocks)
+                )
+            row_ptr = logits_ptr + this_row * logits_stride
+            block = this_tile * 2
+            at_block = this_row * num_blocks + block
+            _scan_block(
+                x, row_ptr, vocab_size, block, at_block, temperature, filtered, max_ptr,
+                argmax_ptr, total_ptr, group_max_ptr, BLOCK, GROUP,
+            )  # fmt: skip
+            if block + 1 < num_blocks:
+                _scan_block(
+                    x_2, row_ptr, vocab_size, block + 1, at_block + 1, temperature, filtered,
+                    max_ptr, argmax_ptr, total_ptr, group_max_ptr, BLOCK, GROUP,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -190,7 +209,7 @@ def scan(
         new(shape, dtype=torch.float32),
         new((*shape, BLOCK // GROUP), dtype=torch.float32),
     )
-    num_tiles = triton.cdiv(shape[1], _TILE_BLOCKS)
+    num_tiles = triton.cdiv(shape[1], 2)
     num_items = num_tiles * len(num_drafts) * num_columns
     _scan_kernel[(min(num_items, num_programs(logits.device, _PROGRAMS_PER_SM)),)](
         logits,
@@ -206,7 +225,6 @@ def scan(
         *((None,) * 4 if sampling is None else sampling[:4]),
         *stats,
         BLOCK=BLOCK,
-        BLOCKS=_TILE_BLOCKS,
         GROUP=GROUP,
         RAW=sampling is None,
         num_warps=1,
