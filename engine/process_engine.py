@@ -98,7 +98,7 @@ class ProcessEngine(Dispatcher):
                 *self._command,
                 endpoint,
                 str(log.getEffectiveLevel()),
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env=_child_environment(),
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
                 start_new_session=True,  # signals to our group are for us, who may want to drain
             )
@@ -137,3 +137,16 @@ class ProcessEngine(Dispatcher):
             self._receive(message)
         except Exception:  # one message, or a progress display, must not cost the engine
             log.exception("could not act on a message of the engine (%d bytes)", len(data))
+
+
+def _child_environment() -> dict[str, str]:
+    """Ours, and CPU threads that wait briefly before they sleep, unless the user says otherwise.
+
+    OpenMP's threads spin at barriers for milliseconds. On a machine with neighbours the spinning
+    thread takes the core from the very thread it waits for (benchmarks/LOG.md: 34 to 1 tokens/s);
+    without any spinning every barrier costs a system call (34 to 24).
+    """
+    environment = dict(os.environ)
+    if environment.keys().isdisjoint({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}):
+        environment["GOMP_SPINCOUNT"] = "2000"
+    return environment
