@@ -61,6 +61,7 @@ def build(args: argparse.Namespace, k: int) -> Engine:
             target=ModelConfig(path=args.target, dtype=args.dtype),
             draft=ModelConfig(path=args.draft, dtype=args.dtype) if k else None,
             device=args.device,
+            enforce_eager=args.enforce_eager,
             max_model_len=4096,
             cache=CacheConfig(prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=max(args.batch), max_num_batched_tokens=8192),
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--k", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     args = parser.parse_args()

@@ -43,6 +43,7 @@ class EngineConfig:
     vocab_size: int | None = None  # real vocabulary; None: the target's logits width
     max_model_len: int | None = None  # tokens of prompt and output; None: what the target supports
     eos_token_ids: tuple[int, ...] = ()
+    enforce_eager: bool = False  # CUDA: launch every kernel, capture no graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

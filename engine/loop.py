@@ -73,6 +73,8 @@ class Engine:
             if model is not None:
                 model.bind_cache(num_pages, page_size)
 
+        if device.type == "cuda" and not config.enforce_eager:
+            self._capture_graphs(config, target, draft, k, -(-max_model_len // page_size), report)
         self._slots = Slots(config.scheduler.max_num_seqs, max_model_len, k, page_size, device)
         self._kv_cache = KVCacheManager(num_pages, page_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self._kv_cache, self._slots, k, max_model_len)
@@ -154,6 +156,29 @@ class Engine:
         """Account for every page and seat; raises RuntimeError on a leak. Cheap; run when idle."""
         self._kv_cache.check_integrity(self.scheduler.running)
         self._slots.check_integrity(self.scheduler.running)
+
+    @staticmethod
+    def _capture_graphs(
+        config: EngineConfig,
+        target: PagedModel,
+        draft: PagedModel | None,
+        k: int,
+        pages_per_seq: int,
+        report: Progress,
+    ) -> None:
+        """The target's plain decodes and verifications; the draft's steps and catch-ups of two."""
+        for name, model, rows_per_seq in (
+            ("target", target, (1, k + 1)),
+            ("draft", draft, (1, 2)),
+        ):
+            if model is not None:
+                stage = f"capturing the {name}'s graphs"
+                model.capture_graphs(
+                    config.scheduler.max_num_seqs,
+                    rows_per_seq,
+                    pages_per_seq,
+                    lambda done, total, stage=stage: report(stage, done, total),  # type: ignore[misc]
+                )
 
     @staticmethod
     def _fit(max_model_len: int, config: EngineConfig, num_pages: int) -> int:

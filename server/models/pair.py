@@ -64,6 +64,7 @@ def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
         vocab_size=pair.vocab_size,
         eos_token_ids=pair.eos_token_ids,
         max_model_len=settings.engine.max_model_len,
+        enforce_eager=settings.engine.enforce_eager,
         num_threads=settings.engine.num_threads,
         speculation=SpeculationConfig(
             proposer=settings.speculation.proposer if speculates else "draft_model",

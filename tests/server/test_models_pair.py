@@ -95,6 +95,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "scheduler.max_queue_len=5",
         "engine.max_model_len=99",
         "engine.num_threads=1",
+        "engine.enforce_eager=true",
     )
     config = engine_config(settings, Pair(models, None, 10, (1,)))
     speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
@@ -105,4 +106,5 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 33)
     assert scheduler.max_queue_len == 5
     assert (config.max_model_len, config.num_threads) == (99, 1)
+    assert config.enforce_eager
     assert (config.vocab_size, config.eos_token_ids) == (10, (1,))
