@@ -112,10 +112,10 @@ def from_exception(error: BaseException) -> APIError:
     return internal_error()
 
 
-def cut(value: object) -> str:
+def cut(value: object, max_chars: int = MAX_VALUE_CHARS) -> str:
     """The value as text, short enough to be echoed."""
     text = str(value)
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
+    return text if len(text) <= max_chars else f"{text[:max_chars]}…"
 
 
 def install(app: FastAPI) -> None:
@@ -155,16 +155,24 @@ def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
 
 def _describe(problem: Mapping[str, Any]) -> str:
     message = cut(problem["msg"].removeprefix("Value error, "))
-    field = _field_of(problem)
-    where = f"{field}: " if field else ""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem))
+    where = f"{cut(path.removeprefix('.'))}: " if path else ""
     given = problem.get("input")
     shown = isinstance(given, str | int | float) and problem["type"] != "missing"
     return f"{where}{message}" + (f" (given: {cut(repr(given))})" if shown else "")
 
 
 def _field_of(problem: Mapping[str, Any]) -> str | None:
-    location = problem["loc"]
-    return str(location[1]) if len(location) > 1 else None
+    return next((str(part) for part in _path(problem)), None)
+
+
+def _path(problem: Mapping[str, Any]) -> list[int | str]:
+    """The field and what leads on inside it: list indices and names, no kinds of a union."""
+    return [
+        part
+        for part in problem["loc"][1:]
+        if isinstance(part, int) or (part.isidentifier() and part.islower())
+    ]
 
 
 def _from_http(error: HTTPException) -> APIError:

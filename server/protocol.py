@@ -45,23 +45,24 @@ StopStrings = TypeAliasType(
 )
 
 
+# Tags of unions stand in angle brackets: error messages leave them out of a field's path.
 def _prompt_kind(value: object) -> str | None:
     """Judge by the first element, so that a wrong prompt is reported once, not once a kind."""
     if isinstance(value, str):
-        return "text"
+        return "<text>"
     if not isinstance(value, list):
         return None
     first = value[0] if value else 0
     if isinstance(first, str):
-        return "texts"
-    return "id_lists" if isinstance(first, list) else "ids"
+        return "<texts>"
+    return "<id_lists>" if isinstance(first, list) else "<ids>"
 
 
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[Texts, Tag("texts")]
-    | Annotated[TokenIds, Tag("ids")]
-    | Annotated[TokenIdLists, Tag("id_lists")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[TokenIdLists, Tag("<id_lists>")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",
@@ -115,6 +116,8 @@ class SamplingFields(APIRequest):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     speculation: Speculation = Speculation()
     user: str | None = None
 
@@ -141,8 +144,6 @@ class CompletionRequest(SamplingFields):
     best_of: Int | None = Field(default=None, ge=1)
     suffix: str | None = None
     add_special_tokens: bool = True
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -157,23 +158,34 @@ class CompletionRequest(SamplingFields):
 # Parameters that are known and not served yet, with the values that ask for nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
+    "audio": (),
     "bad_words": ([],),
     "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
     "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
     "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
     "presence_penalty": (0,),
     "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "reasoning_effort": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 
 
@@ -208,6 +220,17 @@ class Usage(APIResponse):
     prompt_tokens_details: PromptTokensDetails
 
 
+class GenerationResponse(APIResponse):
+    """A whole answer, or one chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | None = None
+
+
 class CompletionLogprobs(APIResponse):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -225,15 +248,9 @@ class CompletionChoice(APIResponse):
     prompt_token_ids: list[int] | None = None
 
 
-class Completion(APIResponse):
-    """A whole answer, or one chunk of a stream."""
-
-    id: str
+class Completion(GenerationResponse):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
 
 
 class Model(APIResponse):

@@ -13,7 +13,7 @@ from outrider.server.errors import (
 )
 from outrider.server.generation import Sample, TextOptions
 from outrider.server.metrics import Metrics
-from outrider.server.protocol import SamplingFields
+from outrider.server.protocol import SamplingFields, check_unknown_fields
 from outrider.server.sampling import request_seed, sample_seed, sampling_params
 from outrider.server.tokenizer import Tokenizer
 
@@ -40,7 +40,11 @@ class Service:
         if given is not None and given != self.model_name:
             raise model_not_found(given, self.model_name)
 
-    def check_num_samples(self, num_prompts: int, n: int) -> None:
+    def check_request(self, fields: SamplingFields, *, num_prompts: int) -> None:
+        """Refuse what can be told before there are prompts; raises APIError."""
+        self.check_model(fields.model)
+        check_unknown_fields(fields)
+        n = fields.n
         if num_prompts * n > self.max_prompts_times_n:
             raise invalid_value(
                 "n",
@@ -48,6 +52,8 @@ class Service:
                 f"server takes at most {self.max_prompts_times_n} a request "
                 "(server.max_prompts_times_n).",
             )
+        if fields.stream_options is not None and not fields.stream:
+            raise invalid_value("stream_options", "stream_options needs stream: true.")
 
     async def tokenize(
         self, prompts: list[str] | list[list[int]], *, add_special_tokens: bool
@@ -79,10 +85,9 @@ class Service:
 
         Raises APIError for what the engine could never run.
         """
-        info = self.engine_info
         for prompt in prompts:
-            _check_prompt(prompt, info, param=param, max_tokens=max_tokens)
-        _check_token_ids(fields.stop_token_ids, info.vocab_size, "stop_token_ids")
+            self._check_prompt(prompt, param=param, max_tokens=max_tokens)
+        self.check_token_ids(fields.stop_token_ids, "stop_token_ids")
         options = TextOptions(
             stop=fields.stop_strings,
             include_stop=fields.include_stop_str_in_output,
@@ -110,23 +115,22 @@ class Service:
             for index in range(len(prompts) * fields.n)
         ]
 
+    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        vocab_size = self.engine_info.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise invalid_value(
+                    param, f"Token id {token_id} is not in the vocabulary: 0 to {vocab_size - 1}."
+                )
 
-def _check_prompt(prompt: list[int], info: EngineInfo, *, param: str, max_tokens: int) -> None:
-    if not prompt:
-        raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
-    if len(prompt) + max_tokens > info.max_model_len:
-        raise context_length_exceeded(
-            max_model_len=info.max_model_len,
-            prompt_tokens=len(prompt),
-            max_tokens=max_tokens,
-            param=param,
-        )
-    _check_token_ids(prompt, info.vocab_size, param)
-
-
-def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise invalid_value(
-                param, f"Token id {token_id} is not in the vocabulary: 0 to {vocab_size - 1}."
+    def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:
+        if not prompt:
+            raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
+        if len(prompt) + max_tokens > self.engine_info.max_model_len:
+            raise context_length_exceeded(
+                max_model_len=self.engine_info.max_model_len,
+                prompt_tokens=len(prompt),
+                max_tokens=max_tokens,
+                param=param,
             )
+        self.check_token_ids(prompt, param)

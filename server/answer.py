@@ -1,0 +1,127 @@
+"""From a generation to the JSON of its answer, for completions and chat alike."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from outrider.server.generation import Delta, Generation, Sample
+from outrider.server.protocol import (
+    APIResponse,
+    GenerationResponse,
+    PromptTokensDetails,
+    SamplingFields,
+    Usage,
+)
+from outrider.server.service import Service
+from outrider.server.streaming import EventStream, while_connected
+
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+
+
+class Answer(ABC):
+    """One request's deltas as the JSON of its answer; subclasses say what a choice looks like."""
+
+    def __init__(
+        self, service: Service, body: SamplingFields, prompts: list[list[int]], *, id_prefix: str
+    ) -> None:
+        # What all parts of the answer begin with.
+        self._head: dict[str, Any] = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+        self._service = service
+        self._prompts = prompts
+        self._n = body.n
+        self._stream = body.stream
+        self._include_usage = body.include_usage
+        self._continuous_usage = body.continuous_usage
+        self._ids_as_texts = body.return_tokens_as_token_ids
+        self._completion_tokens = [0] * (len(prompts) * body.n)
+        self._cached_tokens = [0] * len(prompts)
+        self._begun: set[int] = set()  # choices of which something has been said
+
+    @abstractmethod
+    def _choice(self, delta: Delta, *, first: bool) -> APIResponse:
+        """A choice, or what a stream adds to one; `first` where nothing was said of it before."""
+
+    @abstractmethod
+    def _answer(self, choices: list[APIResponse]) -> GenerationResponse:
+        """An answer, or one chunk of a stream."""
+
+    async def respond(self, http: Request, samples: list[Sample]) -> Response:
+        """Generate, as a stream or as a whole, for as long as the client stays."""
+        generation = await Generation.start(self._service.client, samples, self._service.metrics)
+        if self._stream:
+            return EventStream(self._events(generation), close=generation.aclose)
+        try:
+            whole = await while_connected(http.receive, self._whole(generation))
+        except ClientDisconnect:
+            http.scope["state"]["outcome"] = "disconnected"
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            await generation.aclose()
+        return Response(whole.to_json(), media_type="application/json")
+
+    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+        async for delta in generation:
+            self._count(delta)
+            chunk = self._answer([self._next_choice(delta)])
+            if self._include_usage:
+                chunk.usage = self._usage() if self._continuous_usage else None
+            yield chunk.to_json()
+        if self._include_usage:
+            last = self._answer([])
+            last.usage = self._usage()
+            yield last.to_json()
+
+    async def _whole(self, generation: Generation) -> GenerationResponse:
+        """The chunks of a stream, joined."""
+        merged: dict[int, Delta] = {}
+        texts: dict[int, list[str]] = {}
+        async for delta in generation:
+            self._count(delta)
+            texts.setdefault(delta.index, []).append(delta.text)
+            earlier = merged.get(delta.index)
+            tokens = earlier.tokens + delta.tokens if earlier else delta.tokens
+            merged[delta.index] = replace(delta, tokens=tokens)
+        whole = self._answer(
+            [
+                self._next_choice(replace(delta, text="".join(texts[index])))
+                for index, delta in sorted(merged.items())
+            ]
+        )
+        whole.usage = self._usage()
+        return whole
+
+    def _next_choice(self, delta: Delta) -> APIResponse:
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        return self._choice(delta, first=first)
+
+    def _count(self, delta: Delta) -> None:
+        self._completion_tokens[delta.index] = delta.completion_tokens
+        # The samples of one prompt find its pages in the cache because of each other.
+        if delta.index % self._n == 0:
+            self._cached_tokens[delta.index // self._n] = delta.cached_tokens
+
+    def _usage(self) -> Usage:
+        prompt_tokens = sum(map(len, self._prompts))
+        completion_tokens = sum(self._completion_tokens)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
+        )
+
+    def _token_text(self, token_id: int) -> str:
+        if self._ids_as_texts:
+            return f"token_id:{token_id}"
+        return self._service.tokenizer.token_text(token_id)
