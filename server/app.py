@@ -15,12 +15,23 @@ from starlette.types import ASGIApp
 
 from outrider.engine.client import EngineClient
 from outrider.server import errors
+from outrider.server.chat import create_chat_completion
+from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import ApiKeys, BodyLimit, Drain, Gate, Observe, RequestId
 from outrider.server.protocol import Completion, CompletionRequest, Model, ModelList
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
+from outrider.server.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 from outrider.server.tokenizer import Tokenizer
 
 VERSION = importlib.metadata.version("outrider")
@@ -45,11 +56,12 @@ def create_app(
     api = FastAPI(
         title="Outrider",
         version=VERSION,
-        description="OpenAI-compatible completions by speculative decoding.",
+        description="OpenAI-compatible completions and chat by speculative decoding.",
     )
     errors.install(api)
     openai = _openai_routes(service)
     api.include_router(openai)
+    api.include_router(_tokenizer_routes(service))
     api.include_router(_status_routes(service, gate))
 
     app: ASGIApp = BodyLimit(api, settings.max_body_bytes)
@@ -96,6 +108,11 @@ def _openai_routes(service: Service) -> APIRouter:
         """Continue a prompt, or several; as a whole, or as server-sent events."""
         return await create_completion(service, body, request)
 
+    @router.post("/chat/completions", response_model=ChatCompletion)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answer a conversation; as a whole, or as server-sent events."""
+        return await create_chat_completion(service, body, request)
+
     @router.get("/models")
     async def models() -> ModelList:
         """The model that is served."""
@@ -121,10 +138,32 @@ def _model(service: Service, started: int) -> Model:
     )
 
 
+def _tokenizer_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=_JSONRoute)
+
+    @router.post("/tokenize")
+    async def tokens_of_text(body: TokenizeRequest) -> TokenizeResponse:
+        """Token ids of a prompt, or of a conversation as the chat template writes it."""
+        return await tokenize(service, body)
+
+    @router.post("/detokenize")
+    async def text_of_tokens(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids."""
+        return await detokenize(service, body)
+
+    @router.get("/tokenizer_info")
+    async def info() -> dict[str, Any]:
+        """The tokenizer's special tokens and chat template."""
+        return tokenizer_info(service)
+
+    return router
+
+
 def _status_routes(service: Service, gate: Gate) -> APIRouter:
     router = APIRouter()
     client = service.client
 
+    @router.get("/ready")
     @router.get("/health")
     async def health() -> JSONResponse:
         """200 while requests are served; else 503 with the state and its reason."""

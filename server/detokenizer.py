@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.tokenizer import INCOMPLETE, Tokenizer
 
 # Tokens of the prompt that the first new token is decoded with. A character spans at most four;
 # one more gives a clean place to start.
 MAX_CONTEXT_TOKENS = 5
 # Tokens that are decoded together before the oldest are let go.
 MAX_WINDOW_TOKENS = 16
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:

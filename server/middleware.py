@@ -120,7 +120,7 @@ class Gate:
 class Drain:
     """Turn new requests away with 503 once the gate is closed."""
 
-    always_open = ("/health", "/metrics")
+    always_open = ("/health", "/ready", "/metrics")
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app

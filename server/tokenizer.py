@@ -1,12 +1,31 @@
 """Text to token ids and back, with the target's own tokenizer."""
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 
+from outrider.server.chat_template import ChatTemplate
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands in a text for part of a character
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones as themselves, others from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHAR = _byte_of_char()
 
 
 class Tokenizer:
@@ -31,6 +50,12 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
+        self.chat_template = ChatTemplate(wrapper) if wrapper.chat_template is not None else None
+        self.info: dict[str, Any] = {
+            "tokenizer_class": type(wrapper).__name__,
+            **wrapper.special_tokens_map,
+            "chat_template": wrapper.chat_template,
+        }
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -48,6 +73,10 @@ class Tokenizer:
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """The tokens as the vocabulary writes them; ids that it does not use are empty."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def token_text(self, token_id: int) -> str:
         """One token by itself, as `logprobs` names it; part of a character reads as U+FFFD."""
         text = self._token_texts.get(token_id)
@@ -55,3 +84,14 @@ class Tokenizer:
             text = self.decode([token_id], skip_special_tokens=False)
             self._token_texts[token_id] = text
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, also where they are only part of a character."""
+        text = self.token_text(token_id)
+        piece = self.backend.id_to_token(token_id)
+        if INCOMPLETE in text and piece is not None:
+            if found := _BYTE_PIECE.fullmatch(piece):
+                return bytes.fromhex(found[1])
+            if all(char in _BYTE_OF_CHAR for char in piece):
+                return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        return text.encode()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from scripted_client import Play, steps
 from served import Served
-from tokenizers_for_tests import byte_level_tokenizer
+from tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
 
 from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server.tokenizer import Tokenizer
@@ -15,6 +15,11 @@ from outrider.server.tokenizer import Tokenizer
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def byte_fallback() -> Tokenizer:
+    return byte_fallback_tokenizer()
 
 
 @pytest.fixture

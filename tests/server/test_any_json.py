@@ -6,13 +6,21 @@ import pytest
 from asgi import post
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from scripted_client import steps
 from served import Served
 from tokenizers_for_tests import byte_level_tokenizer
 
+from outrider.server.chat_protocol import ChatCompletionRequest
 from outrider.server.protocol import NEUTRAL_VALUES, CompletionRequest
+from outrider.server.tokenization import TokenizeChat
 
-FIELDS = [*CompletionRequest.model_fields, *NEUTRAL_VALUES, "guided_json", "unheard_of"]
+MESSAGES = [{"role": "user", "content": "Hi"}]
+ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
+    ("/v1/completions", CompletionRequest, {"prompt": "Hi"}),
+    ("/v1/chat/completions", ChatCompletionRequest, {"messages": MESSAGES}),
+    ("/tokenize", TokenizeChat, {"messages": MESSAGES}),
+]
 SCALARS = (
     st.none()
     | st.booleans()
@@ -25,7 +33,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
-BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6)
+MESSAGE_FIELDS = st.sampled_from(["role", "content", "tool_calls", "name", "type", "text"])
+MESSAGE = st.dictionaries(MESSAGE_FIELDS, JSON | st.just("user") | st.just("text"))
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +42,33 @@ def served() -> Served:
     return Served(lambda request: steps(request, [70, 71]), byte_level_tokenizer())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(body=BODIES, with_prompt=st.booleans())
-def test_any_fields_are_answered(served: Served, body: dict[str, Any], with_prompt: bool) -> None:
-    reply = post(served.app, ({"prompt": "Hi"} | body) if with_prompt else body)
+@pytest.mark.parametrize(("path", "model", "minimal"), ENDPOINTS)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), complete=st.booleans())
+def test_any_fields_are_answered(
+    served: Served,
+    path: str,
+    model: type[BaseModel],
+    minimal: dict[str, Any],
+    data: st.DataObject,
+    complete: bool,
+) -> None:
+    fields = [*model.model_fields, *NEUTRAL_VALUES, "guided_json", "unheard_of"]
+    body = data.draw(st.dictionaries(st.sampled_from(fields), JSON, max_size=6))
+    reply = post(served.app, (minimal | body) if complete else body, path=path)
     if reply.status != 200:
         assert reply.status in (400, 404)
+        assert reply.error["message"]
+        assert len(reply.body) < 4000
+
+
+@settings(max_examples=150, deadline=None)
+@given(messages=st.lists(MESSAGE | JSON, max_size=3), end=st.booleans())
+def test_any_messages_are_answered(served: Served, messages: list[Any], end: bool) -> None:
+    body = {"messages": messages, "continue_final_message": end}
+    reply = post(served.app, body, path="/v1/chat/completions")
+    if reply.status != 200:
+        assert reply.status == 400
         assert reply.error["message"]
         assert len(reply.body) < 4000
 
@@ -46,4 +76,5 @@ def test_any_fields_are_answered(served: Served, body: dict[str, Any], with_prom
 @settings(max_examples=100, deadline=None)
 @given(body=JSON)
 def test_any_value_as_the_body_is_answered(served: Served, body: object) -> None:
-    assert post(served.app, body).status == 400
+    for path, _, _ in ENDPOINTS:
+        assert post(served.app, body, path=path).status == 400

@@ -99,9 +99,10 @@ def test_closed_gate_turns_new_requests_away_and_lets_others_finish(serve: Serve
         late = start_post(served.app, OK, path="/v1/completions")
         await late.finished
         assert (late.reply.status, late.reply.error["code"]) == (503, "shutting_down")
-        health = Call(served.app, "GET", "/health", [b""])
-        await health.finished
-        assert (health.reply.status, health.reply.json()["status"]) == (503, "draining")
+        for path in ("/health", "/ready"):
+            health = Call(served.app, "GET", path, [b""])
+            await health.finished
+            assert (health.reply.status, health.reply.json()["status"]) == (503, "draining")
         assert not await served.gate.drained(0.01)
         go_on.set()
         assert await served.gate.drained(1)
@@ -126,11 +127,12 @@ def test_stopped_engine_ends_streams_with_an_error_event(serve: Serve) -> None:
 # ---- what watches
 
 
-def test_health_tells_the_state_and_its_reason(serve: Serve) -> None:
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_health_tells_the_state_and_its_reason(serve: Serve, path: str) -> None:
     served = serve()
-    assert get(served.app, "/health").json() == {"status": "ok"}
+    assert get(served.app, path).json() == {"status": "ok"}
     served.client.state, served.client.status_reason = "restarting", "killed by signal 9"
-    reply = get(served.app, "/health")
+    reply = get(served.app, path)
     assert reply.status == 503
     assert reply.json() == {"status": "restarting", "reason": "killed by signal 9"}
 
@@ -185,3 +187,4 @@ def test_metrics_count_outcomes_and_show_the_engine(serve: Serve) -> None:
 def test_openapi_document_names_the_request_fields(serve: Serve) -> None:
     schemas = get(serve().app, "/openapi.json").json()["components"]["schemas"]
     assert "max_tokens" in schemas["CompletionRequest"]["properties"]
+    assert "max_completion_tokens" in schemas["ChatCompletionRequest"]["properties"]

@@ -9,6 +9,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from running_server import RunningServer, events_of, running_server, text_of
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -75,6 +76,72 @@ def test_openai_client_streams_the_same_text(client: openai.OpenAI) -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices]
+
+
+def test_openai_client_chats(client: openai.OpenAI, server: RunningServer) -> None:
+    model = model_of(client)
+    messages: list[ChatCompletionMessageParam] = [
+        {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}]}
+    ]
+    answer = client.chat.completions.create(
+        model=model, messages=messages, max_completion_tokens=12, temperature=0, logprobs=True
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert "Paris" in (choice.message.content or "")
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    assert (
+        b"".join(bytes(token.bytes or []) for token in tokens)
+        .decode()
+        .startswith(choice.message.content or "")
+    )
+    # The same as a completion of what the chat template makes of the messages.
+    prompt = httpx.post(f"{server.url}/tokenize", json={"messages": messages}).json()["tokens"]
+    completion = client.completions.create(model=model, prompt=prompt, max_tokens=12, temperature=0)
+    assert completion.choices[0].text == choice.message.content
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_openai_client_streams_the_same_chat(client: openai.OpenAI) -> None:
+    def ask(stream: bool) -> object:
+        return client.chat.completions.create(
+            model=model_of(client),
+            messages=[
+                {"role": "system", "content": "You write poems."},
+                {"role": "user", "content": "Write one about the sea 🌊."},
+            ],
+            n=2,
+            max_tokens=8,
+            temperature=0.8,
+            seed=7,
+            stream=stream,
+            stream_options={"include_usage": True} if stream else openai.omit,
+        )
+
+    whole = ask(False)
+    assert isinstance(whole, ChatCompletion)
+    texts, reasons, usage = ["", ""], ["", ""], None
+    stream = ask(True)
+    assert isinstance(stream, openai.Stream)
+    for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_tokens_travel_both_ways(server: RunningServer) -> None:
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "naïve 🙂"}).json()["tokens"]
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == "naïve 🙂"
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert "<|im_start|>" in httpx.get(f"{server.url}/tokenizer_info").json()["chat_template"]
 
 
 def test_greedy_choice_is_the_most_likely_of_its_alternatives(client: openai.OpenAI) -> None:

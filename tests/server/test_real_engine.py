@@ -90,6 +90,16 @@ def random_body(rng: random.Random) -> dict[str, Any]:
     return {"prompt": "The", "max_tokens": 5} | chosen
 
 
+def as_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """A chat with the same parameters."""
+    chat = body | {"messages": [{"role": "user", "content": str(body["prompt"])}]}
+    for name in ("prompt", "echo"):
+        chat.pop(name, None)
+    if "logprobs" in chat:
+        chat |= {"logprobs": True, "top_logprobs": chat["logprobs"]}
+    return chat
+
+
 @pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
 def test_no_mixture_of_parameters_breaks_the_engine(
     pair: tuple[Path, Path], tokenizer: Tokenizer, proposer: str
@@ -99,7 +109,12 @@ def test_no_mixture_of_parameters_breaks_the_engine(
     async def run() -> None:
         async with serving(pair, tokenizer, proposer=proposer, num_pages=60) as (http, engine):
             bodies = [random_body(rng) for _ in range(25)]
-            replies = await asyncio.gather(*(http.post("/completions", json=b) for b in bodies))
+            chats = [as_chat(random_body(rng)) for _ in range(10)]
+            replies = await asyncio.gather(
+                *(http.post("/completions", json=body) for body in bodies),
+                *(http.post("/chat/completions", json=body) for body in chats),
+            )
+            bodies += chats
             for body, reply in zip(bodies, replies, strict=True):
                 assert reply.status_code in (200, 400), (body, reply.text)
                 if reply.status_code == 200:

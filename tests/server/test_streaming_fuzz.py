@@ -79,30 +79,44 @@ def test_any_steps_give_the_text_of_a_plain_search(tokenizer: Tokenizer) -> None
             assert stop not in fewer.rstrip("\ufffd"), case
 
 
+def append(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a part of a stream to what came before, as a client would."""
+    for key, value in part.items():
+        if key == "index":
+            whole[key] = value
+        elif isinstance(value, dict):
+            append(whole.setdefault(key, {}), value)
+        elif isinstance(value, list) and key != "prompt_token_ids":
+            whole[key] = whole.get(key, []) + value
+        elif key in ("text", "content"):
+            whole[key] = whole.get(key, "") + value
+        else:
+            assert whole.get(key) is None, key  # nothing follows a finish_reason
+            whole[key] = value
+
+
 def merged(chunks: list[Any], num_choices: int) -> list[Any]:
-    """The choices of a stream, put together as a client would."""
-    choices: list[dict[str, Any]] = [{"index": i, "text": ""} for i in range(num_choices)]
+    """The choices of a stream, put together."""
+    choices: list[dict[str, Any]] = [{} for _ in range(num_choices)]
     for chunk in chunks:
         for part in chunk["choices"]:
-            whole = choices[part["index"]]
-            assert "finish_reason" not in whole or whole["finish_reason"] is None
-            whole["text"] += part["text"]
-            whole["finish_reason"] = part["finish_reason"]
-            whole["stop_reason"] = part["stop_reason"]
-            if "token_ids" in part:
-                whole["token_ids"] = whole.get("token_ids", []) + part["token_ids"]
-                whole.setdefault("prompt_token_ids", part.get("prompt_token_ids"))
-            if part["logprobs"] is None:
-                whole["logprobs"] = None
-            else:
-                lists = whole.setdefault("logprobs", {key: [] for key in part["logprobs"]})
-                for key, values in part["logprobs"].items():
-                    lists[key] += values
+            append(choices[part["index"]], part)
     return choices
 
 
+COMPLETION = {"prompt": "Hi"}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("seed", range(8))
-def test_stream_equals_whole_answer(serve: Serve, tokenizer: Tokenizer, seed: int) -> None:
+def test_stream_equals_whole_answer(
+    serve: Serve, tokenizer: Tokenizer, seed: int, path: str
+) -> None:
+    chat = path == "/v1/chat/completions"
+    logprobs: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 3}, {"echo": True}]
+    if chat:
+        logprobs = [{"logprobs": True}, {"logprobs": True, "top_logprobs": 3}]
     rng = random.Random(seed)
     script: dict[str, tuple[list[int], str]] = {}
     sizes_of = random.Random()
@@ -120,16 +134,20 @@ def test_stream_equals_whole_answer(serve: Serve, tokenizer: Tokenizer, seed: in
             script[str(index)] = random_ids(rng, tokenizer), rng.choice(["length", "stop"])
         text = tokenizer.decode(script["0"][0], skip_special_tokens=True)
         body = {
-            "prompt": "Hi",
+            **(CHAT if chat else COMPLETION),
             "n": n,
             "stop": random_stops(rng, text) or None,
-            **rng.choice([{"logprobs": 0}, {"logprobs": 3}, {"echo": True}, {}]),
+            **rng.choice([*logprobs, {}]),
             "return_token_ids": rng.random() < 0.5,
             "include_stop_str_in_output": rng.random() < 0.5,
             "skip_special_tokens": rng.random() < 0.5,
         }
-        whole = post(served.app, body).json()
-        options = {"include_usage": True}
-        *chunks, last = post(served.app, body | {"stream": True, "stream_options": options}).chunks
-        assert merged(chunks, n) == whole["choices"]
+        whole = post(served.app, body, path=path).json()
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = post(served.app, body, path=path).chunks
+        choices = merged(chunks, n)
+        if chat:
+            for choice in choices:
+                choice["message"] = {"refusal": None} | choice.pop("delta")
+        assert choices == whole["choices"]
         assert last["usage"] == whole["usage"]

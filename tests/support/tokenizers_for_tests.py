@@ -11,6 +11,18 @@ SAMPLE = (
     "The quick brown fox jumps over the lazy dog. Hello world, hello there! naïve café "
     "你好世界 🙂👩‍👩‍👧 <stop> one two three four five six seven "
 )
+CHAT_TEMPLATE = """\
+{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{% for message in messages %}
+{% if message.role not in ["system", "user", "assistant", "tool"] %}
+{{ raise_exception("nobody is called " + message.role) }}
+{% endif %}
+<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}
+{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"""
 
 
 def byte_level_tokenizer() -> Tokenizer:
@@ -30,7 +42,9 @@ def byte_level_wrapper() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     backend.train_from_iterator([SAMPLE] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, chat_template=CHAT_TEMPLATE
+    )
 
 
 def byte_fallback_tokenizer() -> Tokenizer:

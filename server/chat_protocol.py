@@ -1,0 +1,180 @@
+"""The JSON of chat completions."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag, model_validator
+from pydantic_core import from_json
+from typing_extensions import TypeAliasType
+
+from outrider.server.protocol import (
+    MAX_LOGPROBS,
+    APIRequest,
+    APIResponse,
+    GenerationResponse,
+    Int,
+    SamplingFields,
+)
+
+
+class TextPart(APIRequest):
+    """The one kind of content part that a model of text can read."""
+
+    type: Literal["text"]
+    text: str
+
+
+TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
+
+
+def _content_kind(value: object) -> str | None:
+    """Tell the two apart, so that wrong content is reported once, not once a kind."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<parts>" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[TextParts, Tag("<parts>")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content_type",
+        custom_error_message="expected a string or a list of text parts",
+    ),
+]
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    """Checked, and otherwise left as it came: templates print tools with their keys in order."""
+    match value:
+        case {"type": "function", "function": {"name": str(name)}} if name:
+            return value
+    raise ValueError('expected {"type": "function", "function": {"name": …, …}}')
+
+
+def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
+    """Arguments come as a text with JSON, and templates expect the object that it says."""
+    match value:
+        case {"function": {"name": str(), "arguments": str(text)} as function}:
+            try:
+                arguments = from_json(text or "{}", allow_inf_nan=False)
+            except ValueError:
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise ValueError("function.arguments: expected a text that is a JSON object")
+            return value | {"function": function | {"arguments": arguments}}
+        case {"function": {"name": str()}}:
+            return value
+    raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
+
+
+Tool = Annotated[dict[str, Any], AfterValidator(_tool)]
+ToolCalls = TypeAliasType(
+    "ToolCalls", Annotated[list[Annotated[dict[str, Any], AfterValidator(_tool_call)]], FailFast()]
+)
+
+
+class Message(APIRequest):
+    """A turn of the conversation; what else it has goes to the template as it is."""
+
+    role: str = Field(min_length=1)
+    content: Content | None = None
+    tool_calls: ToolCalls | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} needs content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """With its content as one text, which every template of a model of text can take."""
+        message = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(part.text for part in self.content)
+        return message
+
+
+class ChatFields(APIRequest):
+    """What becomes the prompt of a chat."""
+
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def prompts_an_answer(self) -> bool:
+        """Whether the prompt ends with the header of a new turn of the assistant."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+    @property
+    def has_two_ends(self) -> bool:
+        """Whether both kinds of end are asked for, one of them not just by default."""
+        asked = "add_generation_prompt" in self.model_fields_set
+        return asked and self.add_generation_prompt and self.continue_final_message
+
+
+class ChatCompletionRequest(SamplingFields, ChatFields):
+    max_completion_tokens: Int | None = Field(default=None, ge=1)
+    max_tokens: Int | None = Field(default=None, ge=1)  # the older name of the same
+    logprobs: bool = False
+    top_logprobs: Int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+    tool_choice: str | dict[str, Any] = "auto"
+
+
+class TopLogprob(APIResponse):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(APIResponse):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(APIResponse):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(APIResponse):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(GenerationResponse):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatDelta(APIResponse):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(APIResponse):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(GenerationResponse):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None

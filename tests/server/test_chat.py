@@ -1,0 +1,363 @@
+"""POST /v1/chat/completions, whole and streamed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import Reply, post
+from scripted_client import Play, steps
+from served import Served
+
+from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
+from outrider.server.tokenizer import Tokenizer
+
+Serve = Callable[..., Served]
+HI = [{"role": "user", "content": "Hi"}]
+PROMPT = "<user>Hi<eos>\n<assistant>"
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def chat(served: Served, **fields: Any) -> Reply:
+    return post(served.app, {"messages": HI} | fields, path="/v1/chat/completions")
+
+
+def prompt_of(served: Served, **fields: Any) -> str:
+    """The text that the engine was given."""
+    reply = chat(served, **fields)
+    assert reply.status == 200, reply.body
+    ids = served.client.submitted[-1][0].prompt_token_ids
+    return served.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def saying(tokenizer: Tokenizer, text: str, **kw: Any) -> Play:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return lambda request: steps(request, ids, **kw)
+
+
+# ---- answers
+
+
+def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
+    served = serve()
+    answer = chat(served, model="test-model").json()
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert isinstance(answer.pop("created"), int)
+    prompt_tokens = len(served.tokenizer.encode(PROMPT, add_special_tokens=False))
+    completion_tokens = len(served.tokenizer.encode(" Hello world", add_special_tokens=False))
+    assert answer == {
+        "object": "chat.completion",
+        "model": "test-model",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": " Hello world", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_stream_begins_with_the_role_and_ends_with_the_reason(serve: Serve) -> None:
+    served = serve()
+    chunks = chat(served, stream=True).chunks
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    roles = [choice["delta"].get("role") for choice in choices]
+    assert roles == ["assistant"] + [None] * (len(choices) - 1)
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == " Hello world"
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(choices) - 1) + ["length"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_every_choice_of_a_stream_has_its_role(serve: Serve) -> None:
+    roles = {}
+    for chunk in chat(serve(), stream=True, n=3).chunks:
+        for choice in chunk["choices"]:
+            roles.setdefault(choice["index"], choice["delta"].get("role"))
+    assert roles == dict.fromkeys(range(3), "assistant")
+
+
+def test_stream_usage_comes_last_and_only_when_asked(serve: Serve) -> None:
+    *chunks, last = chat(serve(), stream=True, stream_options={"include_usage": True}).chunks
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"] == chat(serve()).json()["usage"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    first, *_ = chat(serve(), stream=True, stream_options=options).chunks
+    assert first["usage"]["completion_tokens"] == 1
+
+
+def test_stop_string_ends_the_message(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = serve(saying(tokenizer, "one two three four", sizes=(99,)))
+    (choice,) = chat(served, stop=" three").json()["choices"]
+    assert choice["message"]["content"] == "one two"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " three")
+
+
+def test_answer_of_nothing_has_a_role_and_no_text(serve: Serve) -> None:
+    served = serve(lambda request: steps(request, [0], finish="stop"))
+    (choice,) = chat(served).json()["choices"]
+    assert choice["message"]["content"] == ""
+    (chunk,) = chat(served, stream=True).chunks
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+
+
+def test_parameters_reach_the_engine(serve: Serve) -> None:
+    served = serve()
+    fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 3, "n": 2}
+    assert chat(served, **fields).status == 200
+    first, second = (request.params for request in served.client.submitted[0])
+    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.5, 0.25, 7, 0.125)
+    assert first.seed == 3 != second.seed
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6}, 6),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+    ],
+)
+def test_both_names_limit_the_tokens(serve: Serve, fields: dict[str, int], expected: int) -> None:
+    served = serve()
+    assert chat(served, **fields).status == 200
+    assert served.client.submitted[0][0].params.max_tokens == expected
+
+
+def test_unlimited_message_may_fill_the_context(serve: Serve) -> None:
+    served = serve()
+    assert chat(served).status == 200
+    (request,) = served.client.submitted[0]
+    assert request.params.max_tokens == 1000 - len(request.prompt_token_ids)
+
+
+# ---- logprobs
+
+
+def test_logprobs_have_the_shape_of_openai(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = serve(saying(tokenizer, "one 🙂"))
+    ids = tokenizer.encode("one 🙂", add_special_tokens=False)
+    (choice,) = chat(served, logprobs=True, top_logprobs=2).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [tokenizer.token_text(i) for i in ids]
+    # Tokens that are part of a character have the bytes of their part.
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "one 🙂"
+    for entry in content:
+        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert [set(top) for top in entry["top_logprobs"]] == [{"token", "logprob", "bytes"}] * 2
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
+    (choice,) = chat(served, logprobs=True).json()["choices"]
+    assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
+
+
+def test_minus_infinity_is_clamped(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=[70],
+                logprobs=[TokenLogprobs(float("-inf"), [(71, float("-inf"))])],
+                finish_reason="length",
+            )
+        ]
+
+    (choice,) = chat(serve(play), logprobs=True, top_logprobs=1).json()["choices"]
+    (entry,) = choice["logprobs"]["content"]
+    assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_token_ids_come_along_when_asked_for(
+    serve: Serve, tokenizer: Tokenizer, stream: bool
+) -> None:
+    reply = chat(serve(), return_token_ids=True, stream=stream)
+    parts = reply.chunks if stream else [reply.json()]
+    ids = [i for part in parts for choice in part["choices"] for i in choice["token_ids"]]
+    assert ids == tokenizer.encode(" Hello world", add_special_tokens=False)
+    prompts = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
+    assert prompts == [tokenizer.encode(PROMPT, add_special_tokens=False)]
+
+
+# ---- prompts
+
+
+def test_prompt_is_made_by_the_template_of_the_model(serve: Serve) -> None:
+    served = serve()
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi", "name": None},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Who are you?"},
+    ]
+    assert prompt_of(served, messages=messages) == (
+        "<system>Be kind.<eos>\n<user>Hi<eos>\n<assistant>Hello<eos>\n<user>Who are you?<eos>\n"
+        "<assistant>"
+    )
+
+
+def test_special_tokens_of_the_template_are_tokens(serve: Serve) -> None:
+    served = serve()
+    chat(served)
+    eos = served.tokenizer.backend.token_to_id("<eos>")
+    assert served.client.submitted[0][0].prompt_token_ids.count(eos) == 1
+
+
+def test_text_parts_are_lines(serve: Serve) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    prompt = prompt_of(serve(), messages=[{"role": "user", "content": parts}])
+    assert prompt == "<user>one\ntwo<eos>\n<assistant>"
+
+
+def test_developer_is_the_system_to_a_template_that_knows_no_developer(serve: Serve) -> None:
+    messages = [{"role": "developer", "content": "Be kind."}]
+    assert prompt_of(serve(), messages=messages).startswith("<system>Be kind.")
+
+
+def test_last_message_can_be_continued(serve: Serve) -> None:
+    messages = [*HI, {"role": "assistant", "content": "Hel"}]
+    served = serve()
+    for fields in ({}, {"add_generation_prompt": False}):
+        prompt = prompt_of(served, messages=messages, continue_final_message=True, **fields)
+        assert prompt == "<user>Hi<eos>\n<assistant>Hel"
+    prompt = prompt_of(served, messages=messages, add_generation_prompt=False)
+    assert prompt == "<user>Hi<eos>\n<assistant>Hel<eos>\n"
+
+
+def test_variables_reach_the_template(serve: Serve) -> None:
+    assert prompt_of(serve(), chat_template_kwargs={"mood": "glad"}) == PROMPT + "glad"
+
+
+def test_tools_are_shown_to_the_template_as_they_came(serve: Serve) -> None:
+    shown = (
+        '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
+    )
+    assert prompt_of(serve(), tools=[TOOL]) == f"{shown}\n{PROMPT}"
+    assert prompt_of(serve(), tools=[TOOL], tool_choice="auto") == f"{shown}\n{PROMPT}"
+    assert prompt_of(serve(), tools=[TOOL], tool_choice="none") == PROMPT
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
+def test_arguments_of_earlier_calls_are_objects_to_the_template(
+    serve: Serve, arguments: object
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    prompt = prompt_of(serve(), messages=messages)
+    assert prompt == "<user>Hi<eos>\n<assistant>Rome<eos>\n<tool>sunny<eos>\n<assistant>"
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": None}, "messages", "messages: Field required"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "Hi"}, "messages", "list"),
+        ({"messages": ["Hi"]}, "messages", "messages[0]"),
+        ({"messages": [*HI, {"content": "Hi"}]}, "messages", "messages[1].role: Field required"),
+        ({"messages": [{"role": "user"}]}, "messages", "needs content"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages", "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+            "messages[0].content[0].type: Input should be 'text'",
+        ),
+        (
+            {"messages": [{"role": "nurse", "content": "Hi"}]},
+            "messages",
+            "nobody is called nurse",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "weather", "arguments": "Rome"}}],
+                    }
+                ]
+            },
+            "messages",
+            "function.arguments",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", '"name"'),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "none or auto"),
+        ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice", "none or auto"),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{ messages }}"}},
+            "chat_template_kwargs",
+            "cannot set chat_template",
+        ),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "exclude each other",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": []}], "continue_final_message": True},
+            "messages",
+            'no "content" to continue',
+        ),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+        ({"logprobs": 1}, "logprobs", "boolean"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"top_logprobs": 1}, "top_logprobs", "logprobs: true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"n": 1000}, "n", "at most 128"),
+        ({"functions": [{}]}, "functions", "not supported"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ],
+)
+def test_unusable_field_is_named(
+    serve: Serve, fields: dict[str, Any], param: str, words: str
+) -> None:
+    served = serve()
+    reply = chat(served, **fields)
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert words in reply.error["message"]
+    assert not served.client.submitted
+
+
+def test_conversation_that_is_too_long_is_told_in_the_words_clients_match(serve: Serve) -> None:
+    long = [{"role": "user", "content": "x " * 2000}]
+    reply = chat(serve(), messages=long, stream=True)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert reply.error["message"].startswith("This model's maximum context length is 1000 tokens.")
+    assert "in the messages" in reply.error["message"]
+
+
+def test_model_without_a_template_takes_no_messages(byte_fallback: Tokenizer) -> None:
+    served = Served(lambda request: steps(request, [70]), byte_fallback)
+    reply = chat(served)
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+    assert "no chat template" in reply.error["message"]
+
+
+def test_failure_in_mid_stream_ends_with_an_error_event(serve: Serve) -> None:
+    served = serve(lambda request: [*steps(request, [70, 71])[:1], ZeroDivisionError()])
+    *_, last = chat(served, stream=True).events
+    assert '"error"' in last
+
+
+def test_unknown_model_is_404(serve: Serve) -> None:
+    assert chat(serve(), model="gpt-5").error["code"] == "model_not_found"
