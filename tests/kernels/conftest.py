@@ -1,0 +1,16 @@
+"""Where the kernels run: on a GPU if there is one, else under Triton's interpreter."""
+
+import pytest
+import torch
+from verification import DEVICE, ROADS
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(params=ROADS)
+def road(request: pytest.FixtureRequest) -> str:
+    """`reference` or `kernel`; without GPU and interpreter only the former."""
+    return str(request.param)

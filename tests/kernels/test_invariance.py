@@ -1,0 +1,95 @@
+"""Proof 4: a request's tokens do not depend on its company, its row or padding."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from verification import DEVICE, cu_rows_of, make_sampling, on_road
+
+from outrider.kernels.sampling import Rule, Sampling
+from outrider.kernels.verify import draft_sample, verify
+
+VOCAB = 1300
+
+
+class Request(NamedTuple):
+    target: torch.Tensor  # [k + 1, V]
+    draft: torch.Tensor  # [k, V]
+    sampling: Sampling  # of one request
+    position: int
+
+
+def make_request(seed: int, k: int, **parameters: object) -> Request:
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(k + 1, VOCAB, generator=generator) * 3
+    draft = target[:k] + torch.randn(k, VOCAB, generator=generator)
+    sampling = make_sampling(1, seed=seed, **parameters)  # type: ignore[arg-type]
+    return Request(target.to(DEVICE), draft.to(DEVICE), sampling, 10 + seed)
+
+
+def run(
+    requests: list[Request], road: str, k_padding: int = 0, row_padding: int = 0, width: int = VOCAB
+) -> list[list[int]]:
+    """Tokens of each request, drafting and verifying all of them in one batch."""
+    counts = [len(request.draft) for request in requests]
+    batch, k_max = len(requests), max(counts) + k_padding
+    sampling = Sampling(
+        *(torch.cat(f) for f in zip(*(request.sampling for request in requests), strict=True))
+    )
+    positions = torch.tensor([request.position for request in requests], device=DEVICE)
+    num_drafts = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    logits = torch.full((batch, k_max, VOCAB), torch.nan, device=DEVICE)
+    for i, request in enumerate(requests):
+        logits[i, : counts[i]] = request.draft
+    ids = torch.full((batch, k_max), -1, dtype=torch.int64, device=DEVICE)
+    state = torch.full((batch, k_max, 4), torch.nan, device=DEVICE)
+    target = torch.full((sum(counts) + batch + row_padding, width), torch.nan, device=DEVICE)
+    target[: sum(counts) + batch, :VOCAB] = torch.cat([request.target for request in requests])
+    with on_road(road):
+        for j in range(max(counts)):
+            drawn = draft_sample(logits[:, j], sampling, positions + j, positions, VOCAB)
+            real = num_drafts > j
+            ids[real, j], state[real, j] = drawn.token_ids[real], drawn.state[real]
+        verified = verify(
+            target, cu_rows_of(num_drafts), ids, num_drafts, logits, state, sampling, positions,
+            VOCAB,
+        )  # fmt: skip
+    assert not verified.is_bad.any()
+    pairs = zip(verified.token_ids.tolist(), verified.num_tokens.tolist(), strict=True)
+    return [tokens[:n] for tokens, n in pairs]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}])
+def test_tokens_are_the_same_alone_and_in_company(
+    rule: Rule, filters: dict[str, float], road: str
+) -> None:
+    mine = make_request(1, 2, rule=rule, **filters)
+    mates = [
+        make_request(2, 3, top_k=5, rule=Rule.BLOCK),
+        make_request(3, 0, temperature=0.0),
+        make_request(4, 1, top_p=0.5, rule=Rule.MATCH),
+    ]
+    alone = run([mine], road)[0]
+    assert run([mine, *mates], road)[0] == alone
+    assert run([*mates, mine], road)[3] == alone
+    assert run([mates[1], mine], road, k_padding=3, row_padding=5, width=VOCAB + 13)[1] == alone
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_match_gives_the_same_tokens_whatever_k(temperature: float, road: str) -> None:
+    """Reproducible with speculation on, off, or any k: each row's token is the position's own."""
+    full = make_request(9, 3, rule=Rule.MATCH, temperature=temperature)
+    plain = []
+    for row in range(4):
+        request = full._replace(
+            target=full.target[row : row + 1], draft=full.draft[:0], position=full.position + row
+        )
+        plain += run([request], road)[0]
+    tokens = run([full], road)[0]
+    assert tokens == plain[: len(tokens)]
+
+
+def test_rules_of_a_batch_do_not_mix(road: str) -> None:
+    requests = [make_request(20, 2, rule=rule) for rule in Rule]
+    assert run(requests, road) == [run([request], road)[0] for request in requests]

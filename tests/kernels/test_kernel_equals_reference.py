@@ -1,0 +1,87 @@
+"""The kernels against the references, over dtypes, odd vocabularies, ragged drafts, mixed rows."""
+
+import pytest
+import torch
+from verification import DEVICE, HAS_KERNELS, Batch, equal, make_sampling, random_batch
+
+from outrider.kernels.sampling import Rule, Sampling
+
+pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
+
+
+def mixed_sampling(batch: int, seed: int) -> Sampling:
+    """Greedy and sampled requests of every rule, filtered and not, side by side."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        index = torch.randint(len(values), (batch,), generator=generator)
+        return torch.tensor(values)[index].to(dtype).to(DEVICE)
+
+    return Sampling(
+        choose([0.0, 0.7, 1.0, 1.5], torch.float32),
+        choose([0, 0, 3, 40], torch.int32),
+        choose([1.0, 1.0, 0.9, 0.5], torch.float32),
+        choose([0.0, 0.0, 0.05], torch.float32),
+        make_sampling(batch, seed=seed).seed,
+        choose([Rule.TOKEN, Rule.BLOCK, Rule.MATCH], torch.int32),
+    )
+
+
+def check(batch: Batch) -> None:
+    for one_hot in (False, True):
+        ours, truth = batch.verify("kernel", one_hot), batch.verify("reference", one_hot)
+        assert equal(ours, truth), (ours, truth, batch.sampling)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab", "num_drafts", "draft_width"),
+    [(2, [1, 0, 2], None), (97, [3, 0, 1], 90), (1025, [2, 4], 1100), (2049, [0, 3], None)],
+)
+def test_mixed_batch(
+    dtype: torch.dtype, vocab: int, num_drafts: list[int], draft_width: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    sampling = mixed_sampling(len(num_drafts), vocab + dtype.itemsize)
+    check(
+        random_batch(
+            generator, len(num_drafts), num_drafts, vocab, dtype, sampling, draft_width=draft_width
+        )
+    )
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
+    """Drafts equal to the target's choice, so that all of them are looked at."""
+    generator = torch.Generator().manual_seed(5)
+    sampling = make_sampling(2, rule=rule, temperature=0.3)
+    batch = random_batch(generator, 2, [32, 0], 40, torch.float32, sampling, spread=8.0)
+    check(batch)
+    assert int(batch.verify("kernel").num_tokens.max()) > 8  # past the first tile of rows
+
+
+@pytest.mark.parametrize("vocab", [50257, 151936, 262144])
+def test_large_vocabulary(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    sampling = mixed_sampling(2, 3)
+    check(random_batch(generator, 2, [1, 0], vocab, torch.bfloat16, sampling))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("vocab", [32000, 50257, 128256, 151936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_batch(vocab: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    num_drafts = [i % 6 for i in range(48)]
+    batch = random_batch(generator, 48, num_drafts, vocab, dtype, mixed_sampling(48, vocab))
+    check(batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_a_thousand_requests_of_ragged_drafts() -> None:
+    generator = torch.Generator().manual_seed(8)
+    num_drafts = [i % 33 for i in range(1024)]
+    batch = random_batch(generator, 1024, num_drafts, 300, torch.bfloat16, mixed_sampling(1024, 4))
+    check(batch)

@@ -1,0 +1,59 @@
+"""Raw logprobs: the log-softmax, in a deterministic order, one float a token."""
+
+import pytest
+import torch
+from verification import DEVICE, on_road
+
+from outrider.kernels.logprobs import gather_logprobs
+
+
+@pytest.mark.parametrize("vocab", [3, 70, 1024, 2500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_logprobs_are_the_log_softmax(vocab: int, dtype: torch.dtype, road: str) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(4, vocab + 5, generator=generator) * 3).to(dtype)
+    ids, num_top = torch.tensor([0, 1, 2, vocab - 1]), min(vocab, 6)
+    with on_road(road):
+        found = gather_logprobs(logits.to(DEVICE), ids.to(DEVICE), num_top, vocab)
+    truth = logits[:, :vocab].double().log_softmax(-1)
+    order = sorted(range(vocab), key=lambda i: (-float(logits[0, i]), i))[:num_top]
+    assert found.top_ids[0].tolist() == order
+    chosen = truth.gather(1, ids[:, None])[:, 0]
+    assert torch.allclose(found.logprob.cpu().double(), chosen, atol=1e-5)
+    top = truth.gather(1, found.top_ids.cpu())
+    assert torch.allclose(found.top_logprobs.cpu().double(), top, atol=1e-5)
+
+
+def test_token_and_its_entry_among_the_best_are_the_same_float(road: str) -> None:
+    logits = torch.randn(5, 1500, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with on_road(road):
+        best = gather_logprobs(logits, torch.zeros(5, dtype=torch.int64, device=DEVICE), 3, 1500)
+        again = gather_logprobs(logits, best.top_ids[:, 1].contiguous(), 3, 1500)
+    assert torch.equal(again.logprob, again.top_logprobs[:, 1])
+
+
+def test_equals_come_by_id_within_and_across_groups(road: str) -> None:
+    logits = torch.zeros(1, 1300)
+    logits[0, [7, 8, 900, 1200]] = 2.0
+    with on_road(road):
+        found = gather_logprobs(
+            logits.to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE), 6, 1300
+        )
+    assert found.top_ids.tolist() == [[7, 8, 900, 1200, 0, 1]]
+
+
+def test_no_alternatives(road: str) -> None:
+    with on_road(road):
+        found = gather_logprobs(
+            torch.zeros(2, 4, device=DEVICE),
+            torch.zeros(2, dtype=torch.int64, device=DEVICE),
+            0,
+            4,
+        )
+    assert found.top_ids.shape == (2, 0)
+    assert found.logprob.tolist() == pytest.approx([-1.3862944, -1.3862944])
+
+
+def test_more_alternatives_than_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_top 9"):
+        gather_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 9, 4)

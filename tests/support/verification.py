@@ -1,0 +1,171 @@
+"""Inputs of verification, and its two roads: the Triton kernels and the torch references."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import torch
+
+from outrider.kernels import logprobs as logprobs_module
+from outrider.kernels import verify as verify_module
+from outrider.kernels._dispatch import INTERPRET
+from outrider.kernels.sampling import Rule, Sampling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HAS_KERNELS = INTERPRET or DEVICE.type == "cuda"
+ROADS = ["reference", "kernel"] if HAS_KERNELS else ["reference"]
+MARGIN = 84  # steps of 2**-23: 1e-5, wider than float32 can err
+
+
+@contextmanager
+def on_road(road: str) -> Iterator[None]:
+    """Run on the kernels or on the references, whatever the device."""
+    modules = (verify_module, logprobs_module)
+    saved = [module.uses_triton for module in modules]
+    for module in modules:
+        module.uses_triton = lambda tensor: road == "kernel"
+    try:
+        yield
+    finally:
+        for module, dispatch in zip(modules, saved, strict=True):
+            module.uses_triton = dispatch
+
+
+def make_sampling(
+    batch: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    rule: Rule = Rule.TOKEN,
+    seed: int = 0,
+) -> Sampling:
+    """The same parameters for every request, a seed of its own for each."""
+
+    def full(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((batch,), value, dtype=dtype, device=DEVICE)
+
+    return Sampling(
+        full(temperature, torch.float32),
+        full(top_k, torch.int32),
+        full(top_p, torch.float32),
+        full(min_p, torch.float32),
+        (torch.arange(batch, device=DEVICE) + seed) * 0x9E3779B97F4A7C1 + seed,
+        full(int(rule), torch.int32),
+    )
+
+
+def cu_rows_of(num_drafts: torch.Tensor) -> torch.Tensor:
+    """Offsets of requests of num_drafts + 1 rows each."""
+    cu_rows = torch.zeros(len(num_drafts) + 1, dtype=torch.int32, device=num_drafts.device)
+    cu_rows[1:] = (num_drafts + 1).cumsum(0)
+    return cu_rows
+
+
+def logits_of(probabilities: list[Fraction]) -> torch.Tensor:
+    """Logits whose softmax is the distribution; 0 becomes -inf."""
+    p = torch.tensor([float(value) for value in probabilities], dtype=torch.float64)
+    return p.log().float()
+
+
+def word_of(u: float) -> int:
+    """The 32-bit word whose uniform is next to u."""
+    return min(max(round(u * 2**23 - 0.5), 0), 2**23 - 1) << 9
+
+
+def words40_of(u: float) -> tuple[int, int]:
+    """The two words whose 40 bits are next to u."""
+    bits = min(max(int(u * 2**40), 0), 2**40 - 1)
+    return bits >> 8, (bits & 0xFF) << 24
+
+
+def sides_of(edges: list[float]) -> list[float]:
+    """A point just below and just above every edge inside (0, 1), and the two ends."""
+    step = MARGIN * 2.0**-23
+    points = {step, 1 - step}
+    for edge in edges:
+        points |= {edge - step, edge + step}
+    inside = sorted(point for point in points if 0 < point < 1)
+    # Where two edges are too close for a point between them, there is nothing to test.
+    return [u for u in inside if all(abs(u - edge) > 0.9 * step for edge in edges)]
+
+
+def random_batch(
+    generator: torch.Generator,
+    batch: int,
+    num_drafts: list[int],
+    vocab_size: int,
+    dtype: torch.dtype,
+    sampling: Sampling,
+    spread: float = 3.0,
+    draft_width: int | None = None,
+) -> "Batch":
+    """Requests with random logits and drafts drawn from draft logits near the target's."""
+    return Batch(generator, batch, num_drafts, vocab_size, dtype, sampling, spread, draft_width)
+
+
+class Batch:
+    """One step of a batch: everything that `verify` takes."""
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        batch: int,
+        num_drafts: list[int],
+        vocab_size: int,
+        dtype: torch.dtype,
+        sampling: Sampling,
+        spread: float,
+        draft_width: int | None,
+    ) -> None:
+        k_max = max(num_drafts)
+        self.vocab_size = vocab_size
+        self.sampling = sampling
+        self.num_drafts = torch.tensor(num_drafts, dtype=torch.int32, device=DEVICE)
+        self.cu_rows = cu_rows_of(self.num_drafts)
+        rows = int(self.cu_rows[-1])
+        target = torch.randn(rows, vocab_size, generator=generator) * spread
+        width = draft_width or vocab_size
+        self.draft_logits = torch.zeros(batch, k_max, width, dtype=dtype, device=DEVICE)
+        shared = min(width, vocab_size)
+        for i, k in enumerate(num_drafts):
+            first = int(self.cu_rows[i])
+            noise = torch.randn(k, shared, generator=generator) * spread * 0.3
+            self.draft_logits[i, :k, :shared] = (target[first : first + k, :shared] + noise).to(
+                self.draft_logits
+            )
+        self.target_logits = target.to(dtype).to(DEVICE)
+        self.positions = torch.arange(batch, device=DEVICE) * 7 + 11
+        self.draft_ids = torch.zeros(batch, k_max, dtype=torch.int64, device=DEVICE)
+        self.state = torch.zeros(batch, k_max, 4, device=DEVICE)
+        with on_road("reference"):
+            for j in range(k_max):
+                drawn = verify_module.draft_sample(
+                    self.draft_logits[:, j],
+                    sampling,
+                    self.positions + j,
+                    self.positions,
+                    vocab_size,
+                )
+                self.draft_ids[:, j], self.state[:, j] = drawn.token_ids, drawn.state
+
+    def verify(self, road: str, one_hot: bool = False) -> verify_module.Verified:
+        with on_road(road):
+            return verify_module.verify(
+                self.target_logits,
+                self.cu_rows,
+                self.draft_ids,
+                self.num_drafts,
+                None if one_hot else self.draft_logits,
+                None if one_hot else self.state,
+                self.sampling,
+                self.positions,
+                self.vocab_size,
+            )
+
+
+def equal(a: verify_module.Verified, b: verify_module.Verified) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+Verify = Callable[..., verify_module.Verified]
