@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import Tokenizer as Backend
 
@@ -74,8 +74,9 @@ class Tokenizer:
         return text
 
     def pieces(self, token_ids: list[int]) -> list[str]:
-        """The tokens as the vocabulary writes them; ids that it does not use are empty."""
-        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+        """Tokens of the vocabulary, as it writes them."""
+        pieces = [self.backend.id_to_token(token_id) for token_id in token_ids]
+        return cast(list[str], pieces)
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, as `logprobs` names it; part of a character reads as U+FFFD."""

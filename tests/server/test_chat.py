@@ -262,6 +262,13 @@ def test_arguments_of_earlier_calls_are_objects_to_the_template(
     assert prompt == "<user>Hi<eos>\n<assistant>Rome<eos>\n<tool>sunny<eos>\n<assistant>"
 
 
+def test_call_without_arguments_is_one(serve: Serve) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    messages = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    prompt = prompt_of(serve(), messages=messages)
+    assert prompt == "<user>Hi<eos>\n<assistant><eos>\n<assistant>"
+
+
 # ---- what is refused
 
 

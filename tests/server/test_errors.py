@@ -139,6 +139,9 @@ def test_errors_stay_small_however_wrong_the_body(serve: Serve) -> None:
     reply = post(serve().app, many)
     assert reply.status == 400
     assert len(reply.body) < 4000
+    named_by_the_client = post(serve().app, OK | {"speculation": {"x" * 10_000: 1}})
+    assert named_by_the_client.status == 400
+    assert len(named_by_the_client.body) < 4000
 
 
 def test_unknown_model_is_404(serve: Serve) -> None:

@@ -108,5 +108,5 @@ def test_unknown_model_is_404_and_a_missing_engine_503(serve: Serve, path: str, 
 def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer, byte_fallback: Tokenizer) -> None:
     ids = tokenizer.encode(f"{TEXT} naïve<eos>", add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == f"{TEXT} naïve<eos>"
-    unknown = byte_fallback.backend.token_to_id("<0xF0>")
-    assert byte_fallback.token_bytes(unknown) == b"\xf0"
+    for piece, expected in {"<0xF0>": b"\xf0", "ñ": "ñ".encode()}.items():
+        assert byte_fallback.token_bytes(byte_fallback.backend.token_to_id(piece)) == expected

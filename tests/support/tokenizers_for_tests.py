@@ -49,7 +49,7 @@ def byte_level_wrapper() -> PreTrainedTokenizerFast:
 
 def byte_fallback_tokenizer() -> Tokenizer:
     """As Llama 2's: words begin with a marker for their space, unknown characters become bytes."""
-    words = ["▁", "▁Hello", "▁world", "▁the", "capital", "▁is", "▁Paris", "▁capital", "▁of"]
+    words = ["▁", "▁Hello", "▁world", "▁the", "capital", "▁is", "▁Paris", "▁capital", "▁of", "ñ"]
     vocab = {EOS: 0, "<unk>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
     vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
