@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from outrider.engine import cpu_linear
-from outrider.engine.cpu_linear import PackedLinear, pack_linears
+from outrider.engine.cpu_linear import PackedLinear, pack_linears, padded_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 5, 64])
+@pytest.mark.parametrize("num_rows", [1, 5, 17, 64, 75])
 @torch.inference_mode()
 def test_packed_rows_equal_plain_rows(num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -18,6 +18,13 @@ def test_packed_rows_equal_plain_rows(num_rows: int, dtype: torch.dtype) -> None
     expected = model(x)
     assert pack_linears(model) == 2
     torch.testing.assert_close(model(x), expected)
+
+
+def test_few_row_counts_ever_reach_the_library() -> None:
+    padded = [padded_rows(n) for n in range(1, 513)]
+    assert padded[:16] == list(range(1, 17))
+    assert len(set(padded)) <= 36
+    assert all(n <= rows <= 1.25 * n for n, rows in enumerate(padded, start=1))
 
 
 def test_a_layer_that_packs_to_something_else_stays_as_it_was(
