@@ -66,7 +66,9 @@ class Tokenizer:
         return cls(wrapper)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: `encode` would hold the GIL throughout, and with it the event loop.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
