@@ -4,10 +4,16 @@ First over the maxima of groups of 64 tokens, which bound the threshold from bel
 groups that reach the bound. Masses are fixed-point sums, so the outcome depends on no order.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.keys import key_of, relative_of, weight_of
+from outrider.kernels.keys import key_of, relative_of, value_of, weight_of
+from outrider.kernels.philox import log
+from outrider.kernels.sampling import GROUP, Sampling, is_filtered
+from outrider.kernels.scan import BlockStats, merge_totals
+
+_KEY_STEPS = {torch.float32: 1, torch.float16: 1 << 13, torch.bfloat16: 1 << 16}
 
 
 @triton.jit
@@ -53,7 +59,7 @@ def _highest_below(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, G: 
 
 
 @triton.jit
-def threshold_by_bisection(
+def _threshold_by_bisection(
     row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max_ptr,
     groups_ptr, row_groups, LANES: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -169,3 +175,94 @@ def threshold_by_bisection(
     cutoff = tl.where(tied > num_ties, last_tie, vocab_size)
     kept = above + tl.minimum(tied, num_ties) * weight_of(threshold, row_max, inv_t)
     return threshold, cutoff, kept
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def _bisect_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    vocab_size,
+    max_ptr,  # [N, num_blocks], as the next
+    total_ptr,
+    group_max_ptr,  # [N, num_blocks * groups of a block]
+    num_blocks,
+    cu_rows_ptr,  # [B + 1]
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    temperature_ptr,  # [B], as the next three
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    groups_ptr,  # [N, num_blocks * groups of a block], scratch
+    state_ptr,  # [N, 4]; log_z inf marks the rows that are left to this kernel
+    NB: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,  # no two distinct logits have keys closer than this
+):
+    request = tl.program_id(0) // num_columns
+    offset = tl.program_id(0) % num_columns
+    temperature = tl.load(temperature_ptr + request)
+    if not is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
+        return
+    if offset > tl.load(num_drafts_ptr + request):
+        return
+    row = (tl.load(cu_rows_ptr + request) + offset).to(tl.int64)
+    at = state_ptr + row * 4
+    if tl.load(at + 1) != float("inf"):
+        return
+    inv_t = 1.0 / temperature
+    top_k = tl.load(top_k_ptr + request)
+    top_p = tl.load(top_p_ptr + request)
+    one = tl.arange(0, 1)
+    row_max, z, _bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, inv_t, NB)
+    row_max, z = tl.sum(row_max, 0), tl.sum(z, 0)
+    row_groups = num_blocks * BLOCK_GROUPS
+    threshold, cutoff, kept = _threshold_by_bisection(
+        logits_ptr + row * logits_stride, vocab_size, row_max, z, inv_t, top_k, top_p,
+        tl.load(min_p_ptr + request), (top_k > 0) & (top_k < vocab_size), top_p < 1.0,
+        group_max_ptr + row * row_groups, groups_ptr + row * row_groups, row_groups, LANES, GROUP,
+        STEP,
+    )  # fmt: skip
+    tl.store(at, row_max)
+    tl.store(at + 1, log(kept.to(tl.float32) * 9.094947017729282e-13))
+    tl.store(at + 2, value_of(threshold))
+    tl.store(at + 3, cutoff.to(tl.float32))
+
+
+def bisect_rows(
+    logits: torch.Tensor,
+    stats: BlockStats,
+    state: torch.Tensor,
+    cu_rows: torch.Tensor,
+    num_drafts: torch.Tensor,
+    num_columns: int,
+    sampling: Sampling,
+    vocab_size: int,
+) -> None:
+    """Write the states of the filtered rows whose log_z is inf. Shape: state [N, 4]."""
+    group_max = stats.group_max
+    assert group_max is not None
+    lanes = triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]
+    _bisect_kernel[(len(num_drafts) * num_columns,)](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        stats.max,
+        stats.total,
+        group_max,
+        stats.max.shape[1],
+        cu_rows,
+        num_drafts,
+        num_columns,
+        *sampling[:4],
+        torch.empty_like(group_max, dtype=torch.int32),
+        state,
+        NB=triton.next_power_of_2(stats.max.shape[1]),
+        BLOCK_GROUPS=group_max.shape[2],
+        LANES=max(64, lanes),
+        GROUP=GROUP,
+        STEP=_KEY_STEPS[logits.dtype],
+        num_warps=8,
+    )

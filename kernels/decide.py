@@ -30,7 +30,7 @@ from outrider.kernels.sampling import (
     log_prob,
     log_prob_reference,
 )
-from outrider.kernels.scan import BlockStats, merge_blocks
+from outrider.kernels.scan import BlockStats, merge_argmax, merge_totals
 
 
 class Drafts(NamedTuple):
@@ -209,10 +209,14 @@ def _decide_kernel(
         j = start + lane
         row = row0 + j
         valid = j <= k
-        row_max, argmax, z, bad = merge_blocks(
-            row, valid, max_ptr, argmax_ptr, total_ptr, num_blocks, inv_t, NB
-        )
-        log_z = tl.where(bad, float("nan"), tl.where(greedy, 0.0, log(z)))
+        if greedy:
+            row_max, argmax, bad = merge_argmax(row, valid, max_ptr, argmax_ptr, num_blocks, NB)
+            log_z = tl.zeros((ROWS,), tl.float32)
+        else:
+            row_max, z, bad = merge_totals(row, valid, max_ptr, total_ptr, num_blocks, inv_t, NB)
+            argmax = tl.zeros((ROWS,), tl.int32)
+            log_z = log(z)
+        log_z = tl.where(bad, float("nan"), log_z)
         at = state_ptr + row * 4
         is_set = j <= tl.where(filtered, k, -1)
         row_max = tl.load(at, mask=is_set, other=row_max)
@@ -228,48 +232,51 @@ def _decide_kernel(
         drafted = j < k
         token = tl.load(draft_ids_ptr + request * draft_stride + j, mask=drafted, other=-1)
         exists = drafted & (token >= 0) & (token < vocab_size)
-        raw = tl.load(
-            logits_ptr + row.to(tl.int64) * logits_stride + token, mask=exists, other=0.0
-        ).to(tl.float32)
-        log_p = log_prob(raw, token, row_max, log_z, threshold, cutoff, inv_t)
-        log_q = tl.zeros((ROWS,), tl.float32)
-        if draft_logits_ptr is not None:
-            at_q = draft_state_ptr + (request * state_stride + j) * 4
-            q_max = tl.load(at_q, mask=drafted, other=0.0)
-            q_log_z = tl.load(at_q + 1, mask=drafted, other=float("nan"))
-            q_threshold = tl.load(at_q + 2, mask=drafted, other=0.0)
-            q_cutoff = tl.load(at_q + 3, mask=drafted, other=0.0)
-            q_exists = exists & (token < draft_width)
-            at_q = request.to(tl.int64) * draft_logits_stride_b + token
-            at_q += j.to(tl.int64) * draft_logits_stride_k
-            raw_q = tl.load(draft_logits_ptr + at_q, mask=q_exists, other=0.0).to(tl.float32)
-            log_q = log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, inv_t)
-            log_q = tl.where(q_exists, log_q, -float("inf"))
-            log_q = tl.where(q_log_z != q_log_z, 0.0, log_q)
-        possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
-        ratio = tl.where(possible, log_p - log_q, -float("inf"))
-        if words_ptr is None:
-            zero = tl.zeros((ROWS,), tl.int32)
-            word, _, _, _ = philox(seed, zero + anchor.to(tl.int32), j, zero + 1, zero)
-        else:
-            at_word = words_ptr + (request * (num_columns + 1) + j) * 4
-            word = tl.load(at_word, mask=drafted, other=0).to(tl.uint32)
-        log_u = log(uniform(word))
-        ok = tl.where(greedy, argmax == token, log_u <= ratio) & drafted
-        accepted = tl.minimum(accepted, tl.min(tl.where(ok, k, j), 0))
         scale = tl.zeros((ROWS,), tl.float32)
-        if is_block:
-            for c in tl.static_range(ROWS):
-                i = start + c + 1
-                here = lane == c
-                log_scale = tl.minimum(log_scale + tl.sum(tl.where(here, ratio, 0.0), 0), 0.0)
-                scale = tl.where(here, log_scale, scale)
-                passed = tl.sum(tl.where(here, log_u, 0.0), 0) <= log_scale
-                whole = whole | (passed & (i == k))
-                bit = tl.full((), 1, tl.int64) << i
-                certain = (log_scale == 0.0) & (i <= k)
-                later = tl.where(certain, bit, tl.where(passed & (i < k), later | bit, later))
-                first = tl.where(certain, i, first)
+        if greedy:
+            failed = tl.where(drafted & (argmax == token), k, j)
+        else:
+            raw = tl.load(
+                logits_ptr + row.to(tl.int64) * logits_stride + token, mask=exists, other=0.0
+            ).to(tl.float32)
+            log_p = log_prob(raw, token, row_max, log_z, threshold, cutoff, inv_t)
+            log_q = tl.zeros((ROWS,), tl.float32)
+            if draft_logits_ptr is not None:
+                at_q = draft_state_ptr + (request * state_stride + j) * 4
+                q_max = tl.load(at_q, mask=drafted, other=0.0)
+                q_log_z = tl.load(at_q + 1, mask=drafted, other=float("nan"))
+                q_threshold = tl.load(at_q + 2, mask=drafted, other=0.0)
+                q_cutoff = tl.load(at_q + 3, mask=drafted, other=0.0)
+                q_exists = exists & (token < draft_width)
+                at_q = request.to(tl.int64) * draft_logits_stride_b + token
+                at_q += j.to(tl.int64) * draft_logits_stride_k
+                raw_q = tl.load(draft_logits_ptr + at_q, mask=q_exists, other=0.0).to(tl.float32)
+                log_q = log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, inv_t)
+                log_q = tl.where(q_exists, log_q, -float("inf"))
+                log_q = tl.where(q_log_z != q_log_z, 0.0, log_q)
+            possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
+            ratio = tl.where(possible, log_p - log_q, -float("inf"))
+            if words_ptr is None:
+                zero = tl.zeros((ROWS,), tl.int32)
+                word, _, _, _ = philox(seed, zero + anchor.to(tl.int32), j, zero + 1, zero)
+            else:
+                at_word = words_ptr + (request * (num_columns + 1) + j) * 4
+                word = tl.load(at_word, mask=drafted, other=0).to(tl.uint32)
+            log_u = log(uniform(word))
+            failed = tl.where(drafted & (log_u <= ratio), k, j)
+            if is_block:
+                for c in tl.static_range(ROWS):
+                    i = start + c + 1
+                    here = lane == c
+                    log_scale = tl.minimum(log_scale + tl.sum(tl.where(here, ratio, 0.0), 0), 0.0)
+                    scale = tl.where(here, log_scale, scale)
+                    passed = tl.sum(tl.where(here, log_u, 0.0), 0) <= log_scale
+                    whole = whole | (passed & (i == k))
+                    bit = tl.full((), 1, tl.int64) << i
+                    certain = (log_scale == 0.0) & (i <= k)
+                    later = tl.where(certain, bit, tl.where(passed & (i < k), later | bit, later))
+                    first = tl.where(certain, i, first)
+        accepted = tl.minimum(accepted, tl.min(failed, 0))
         at = log_scale_ptr + request * num_columns + j + 1
         tl.store(at, scale, mask=drafted)
     if is_block:

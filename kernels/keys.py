@@ -15,10 +15,15 @@ def key_of(x):
 
 
 @triton.jit
+def value_of(key):
+    bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def relative_of(key, row_max, inv_t):
     """exp((l - max) / t) of keys; 0 for the key of no token."""
-    bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
-    x = tl.where(key > -0x7F800001, bits.to(tl.float32, bitcast=True), -float("inf"))
+    x = tl.where(key > -0x7F800001, value_of(key), -float("inf"))
     return exp((x - row_max) * inv_t)
 
 

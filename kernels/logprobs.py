@@ -8,7 +8,7 @@ import triton.language as tl
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.sampling import BLOCK, GROUP
-from outrider.kernels.scan import merge_blocks, scan
+from outrider.kernels.scan import merge_totals, scan
 
 
 class Logprobs(NamedTuple):
@@ -85,8 +85,7 @@ def _logprobs_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     vocab_size,
-    max_ptr,  # [N, num_blocks], as the next two
-    argmax_ptr,
+    max_ptr,  # [N, num_blocks], as the next
     total_ptr,
     group_max_ptr,  # [N, num_blocks * groups of a block]
     num_blocks,
@@ -101,9 +100,7 @@ def _logprobs_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     one = tl.arange(0, 1)
-    row_max, _argmax, z, bad = merge_blocks(
-        row + one, one == 0, max_ptr, argmax_ptr, total_ptr, num_blocks, 1.0, NB
-    )
+    row_max, z, bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, 1.0, NB)
     base = tl.sum(tl.where(bad, float("nan"), row_max + tl.log(z)), 0)
     row_ptr = logits_ptr + row * logits_stride
     token = tl.maximum(tl.load(token_ids_ptr + row), 0)
@@ -150,7 +147,9 @@ def _logprobs(
         logits,
         logits.stride(0),
         vocab_size,
-        *stats,
+        stats.max,
+        stats.total,
+        stats.group_max,
         blocks,
         token_ids.contiguous(),
         num_top,

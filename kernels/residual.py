@@ -32,7 +32,7 @@ from outrider.kernels.sampling import (
 )
 from outrider.kernels.scan import BlockStats, blocks_reference
 
-_PROGRAMS_PER_SM = 24
+_PROGRAMS_PER_SM = 16
 NO_ID = 0x7FFFFFFF
 
 
@@ -223,13 +223,12 @@ def best_of_block(
     return best
 
 
-@triton.jit(do_not_specialize=["num_items", "num_columns", "draft_stride"])
+@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
 def _residual_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     width,
     vocab_size,
-    num_items,  # B * num_blocks
     num_blocks,
     max_ptr,  # [N, num_blocks]
     state_ptr,  # [N, 4]
@@ -253,53 +252,54 @@ def _residual_kernel(
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # As in the scan, programs of one warp: no barriers, and many loads in flight.
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        request = item // num_blocks
-        block = item % num_blocks
-        rows_to_read = tl.load(rows_to_read_ptr + request)
-        if rows_to_read != 0:
-            k = tl.load(num_drafts_ptr + request)
-            row0 = tl.load(cu_rows_ptr + request)
-            inv_t = 1.0 / tl.load(temperature_ptr + request)
-            is_match = tl.load(rule_ptr + request) == 2
-            for j in range(0, k + 1):
-                if ((rows_to_read >> j) & 1) != 0:
-                    row = (row0 + j).to(tl.int64)
-                    row_ptr = logits_ptr + row * logits_stride
-                    state = state_ptr + row * 4
-                    row_max, log_z = tl.load(state), tl.load(state + 1)
-                    threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
-                    at = (request * num_columns + j) * num_blocks + block
-                    is_empty = False
-                    if threshold > -float("inf"):
-                        is_empty = tl.load(max_ptr + row * num_blocks + block) < threshold
-                    if is_match:
-                        best = best_of_block(
-                            block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
-                            tl.load(seed_ptr + request), tl.load(position_ptr + request) + j,
-                            inv_t, BLOCK,
-                        )  # fmt: skip
-                        tl.store(mass_ptr + at, best)
-                    elif is_empty:
-                        tl.store(mass_ptr + at, tl.zeros((), tl.int64))
-                    else:
-                        draft_id = tl.load(
-                            draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1
-                        )
-                        draft_row = draft_logits_ptr
-                        draft_state = draft_state_ptr
-                        if HAS_Q:
-                            draft_row += tl.cast(request, tl.int64) * draft_logits_stride_b
-                            draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
-                            draft_state += (request * (num_columns - 1) + j) * 4
-                        scale = exp(tl.load(log_scale_ptr + request * num_columns + j))
-                        weight, _ = weights(
-                            block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
-                            draft_row, draft_width, draft_state, draft_id, j < k, scale, inv_t,
-                            HAS_Q, BLOCK,
-                        )  # fmt: skip
-                        tl.store(mass_ptr + at, fixed(tl.sum(weight, 0)))
+    # Programs of one warp, as in the scan: no barriers, and many loads in flight.
+    strip = tl.program_id(0)
+    num_strips = tl.num_programs(0)
+    request = tl.program_id(1)
+    rows_to_read = tl.load(rows_to_read_ptr + request)
+    if rows_to_read == 0:
+        return
+    k = tl.load(num_drafts_ptr + request)
+    row0 = tl.load(cu_rows_ptr + request)
+    inv_t = 1.0 / tl.load(temperature_ptr + request)
+    is_match = tl.load(rule_ptr + request) == 2
+    seed = tl.load(seed_ptr + request)
+    position = tl.load(position_ptr + request)
+    for j in range(0, k + 1):
+        if ((rows_to_read >> j) & 1) != 0:
+            row = (row0 + j).to(tl.int64)
+            row_ptr = logits_ptr + row * logits_stride
+            state = state_ptr + row * 4
+            row_max, log_z = tl.load(state), tl.load(state + 1)
+            threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
+            scale = exp(tl.load(log_scale_ptr + request * num_columns + j))
+            draft_id = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
+            draft_row = draft_logits_ptr
+            draft_state = draft_state_ptr
+            if HAS_Q:
+                draft_row += request.to(tl.int64) * draft_logits_stride_b
+                draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
+                draft_state += (request * (num_columns - 1) + j) * 4
+            for block in range(strip, num_blocks, num_strips):
+                at = (request * num_columns + j) * num_blocks + block
+                is_empty = False
+                if threshold > -float("inf"):
+                    is_empty = tl.load(max_ptr + row * num_blocks + block) < threshold
+                if is_match:
+                    best = best_of_block(
+                        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
+                        seed, position + j, inv_t, BLOCK,
+                    )  # fmt: skip
+                    tl.store(mass_ptr + at, best)
+                elif is_empty:
+                    tl.store(mass_ptr + at, tl.zeros((), tl.int64))
+                else:
+                    weight, _ = weights(
+                        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
+                        draft_row, draft_width, draft_state, draft_id, j < k, scale, inv_t,
+                        HAS_Q, BLOCK,
+                    )  # fmt: skip
+                    tl.store(mass_ptr + at, fixed(tl.sum(weight, 0)))
 
 
 def residual(
@@ -322,13 +322,13 @@ def residual(
     mass = logits.new_empty((batch, k_max + 1, blocks), dtype=torch.int64)
     q, q_state = drafts.logits, drafts.state
     has_q = q is not None and q_state is not None and k_max > 0
-    num_items = batch * blocks
-    _residual_kernel[(min(num_items, num_programs(logits.device, _PROGRAMS_PER_SM)),)](
+    # A request's blocks are spread over enough programs to fill the device, and no more.
+    strips = min(blocks, triton.cdiv(num_programs(logits.device, _PROGRAMS_PER_SM), batch))
+    _residual_kernel[(strips, batch)](
         logits,
         logits.stride(0),
         logits.shape[1],
         vocab_size,
-        num_items,
         blocks,
         stats.max,
         rows.state,
@@ -352,5 +352,6 @@ def residual(
         HAS_Q=has_q,
         BLOCK=BLOCK,
         num_warps=1,
+        maxnreg=128,
     )
     return mass

@@ -4,8 +4,8 @@ Top-k, top-p (of what top-k leaves) and min-p (relative to the maximum) each kee
 order (logit descending, token id ascending), so together they keep the shortest of the three, and
 (threshold, cutoff) describes it without any probability being stored.
 
-The kernel ranks the few tokens that can matter against each other (candidates.py); where they are
-not few it bisects the logits' bit patterns instead (bisection.py).
+The kernel ranks the few tokens that can matter against each other (candidates.py); rows where they
+are not few are left to a second one, which bisects the logits' bit patterns (bisection.py).
 """
 
 from typing import NamedTuple
@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.bisection import threshold_by_bisection
+from outrider.kernels.bisection import bisect_rows
 from outrider.kernels.candidates import CANDIDATE_SCRATCH, threshold_from_candidates
+from outrider.kernels.keys import value_of
 from outrider.kernels.philox import FIXED_ONE, log
 from outrider.kernels.sampling import GROUP, STATE_WIDTH, Sampling, is_filtered
-from outrider.kernels.scan import BlockStats, merge_blocks
+from outrider.kernels.scan import BlockStats, merge_totals
 
 _FIRST_CANDIDATES = 1024  # a nucleus is rarely wider; wider ones are sorted in full
 
@@ -100,8 +101,7 @@ def _row_state_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     vocab_size,
-    max_ptr,  # [N, num_blocks], as the next two
-    argmax_ptr,
+    max_ptr,  # [N, num_blocks], as the next
     total_ptr,
     group_max_ptr,  # [N, num_blocks * groups of a block]
     num_blocks,
@@ -119,7 +119,6 @@ def _row_state_kernel(
     BLOCK_GROUPS: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
-    STEP: tl.constexpr,  # no two distinct logits have keys closer than this
 ):
     request = tl.program_id(0) // num_columns
     offset = tl.program_id(0) % num_columns
@@ -137,9 +136,7 @@ def _row_state_kernel(
     by_p = top_p < 1.0
 
     one = tl.arange(0, 1)
-    row_max, _argmax, z, bad = merge_blocks(
-        row + one, one == 0, max_ptr, argmax_ptr, total_ptr, num_blocks, inv_t, NB
-    )
+    row_max, z, bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, inv_t, NB)
     row_max, z = tl.sum(row_max, 0), tl.sum(z, 0)
     at = state_ptr + row * 4
     if tl.sum(bad.to(tl.int32), 0) > 0:
@@ -158,18 +155,12 @@ def _row_state_kernel(
         group_max_ptr, scratch_ptr, row_groups, LANES, GROUP,
     )  # fmt: skip
     if not found:
-        threshold, cutoff, kept = threshold_by_bisection(
-            row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
-            group_max_ptr, scratch_ptr, row_groups, LANES, GROUP, STEP,
-        )  # fmt: skip
-    bits = tl.where(threshold >= 0, threshold, threshold ^ 0x7FFFFFFF)
+        tl.store(at + 1, float("inf"))  # for bisection
+        return
     tl.store(at, row_max)
     tl.store(at + 1, log(kept.to(tl.float32) * 9.094947017729282e-13))
-    tl.store(at + 2, bits.to(tl.float32, bitcast=True))
+    tl.store(at + 2, value_of(threshold))
     tl.store(at + 3, cutoff.to(tl.float32))
-
-
-_KEY_STEPS = {torch.float32: 1, torch.float16: 1 << 13, torch.bfloat16: 1 << 16}
 
 
 def row_state(
@@ -193,13 +184,11 @@ def row_state(
     )
     group_max = stats.group_max
     if filters and group_max is not None:
-        scratch_stride = max(group_max.shape[1] * group_max.shape[2], CANDIDATE_SCRATCH)
         _row_state_kernel[(len(num_drafts) * num_columns,)](
             logits,
             logits.stride(0),
             vocab_size,
             stats.max,
-            stats.argmax,
             stats.total,
             group_max,
             stats.max.shape[1],
@@ -210,14 +199,17 @@ def row_state(
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
-            new((len(logits), scratch_stride), dtype=torch.int32),
-            scratch_stride,
+            new((len(logits), CANDIDATE_SCRATCH), dtype=torch.int32),
+            CANDIDATE_SCRATCH,
             rows.state,
             NB=triton.next_power_of_2(stats.max.shape[1]),
             BLOCK_GROUPS=group_max.shape[2],
             LANES=max(64, triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]),
             GROUP=GROUP,
-            STEP=_KEY_STEPS[logits.dtype],
             num_warps=8,
+            maxnreg=80,  # 3 programs a multiprocessor
+        )
+        bisect_rows(
+            logits, stats, rows.state, cu_rows, num_drafts, num_columns, sampling, vocab_size
         )
     return rows

@@ -10,7 +10,7 @@ from outrider.kernels._dispatch import num_programs
 from outrider.kernels.philox import FIXED_ONE, exp, exp2
 from outrider.kernels.sampling import BLOCK, GROUP, Sampling, block_width, is_filtered, num_blocks
 
-_PROGRAMS_PER_SM = 18
+_PROGRAMS_PER_SM = 20
 
 
 class BlockStats(NamedTuple):
@@ -171,22 +171,34 @@ def _scan_kernel(
 
 
 @triton.jit
-def merge_blocks(row, valid, max_ptr, argmax_ptr, total_ptr, num_blocks, inv_t, NB: tl.constexpr):
-    """Maximum, argmax and sum of exp((l - max) / t) of rows, and whether they are bad."""
+def _load_max(row, valid, max_ptr, num_blocks, NB: tl.constexpr):
+    """Block maxima of rows, where they are, their row maxima, and which rows are bad."""
     lane = tl.arange(0, NB)[None, :]
     at = row.to(tl.int64)[:, None] * num_blocks + lane
     mask = valid[:, None] & (lane < num_blocks)
     block_max = tl.load(max_ptr + at, mask=mask, other=-float("inf"))
-    total = tl.load(total_ptr + at, mask=mask, other=0.0)
-    index = tl.load(argmax_ptr + at, mask=mask, other=0x7FFFFFFF)
     num_bad = tl.sum((block_max != block_max).to(tl.int32), 1)
     row_max = tl.max(block_max, 1)
     bad = (num_bad > 0) | (row_max == -float("inf"))
-    row_max = tl.where(bad, 0.0, row_max)
+    return block_max, at, mask, tl.where(bad, 0.0, row_max), bad
+
+
+@triton.jit
+def merge_argmax(row, valid, max_ptr, argmax_ptr, num_blocks, NB: tl.constexpr):
+    """Maximum and its lowest id of greedy rows, and which of them are bad."""
+    block_max, at, mask, row_max, bad = _load_max(row, valid, max_ptr, num_blocks, NB)
+    index = tl.load(argmax_ptr + at, mask=mask, other=0x7FFFFFFF)
     argmax = tl.min(tl.where(block_max == row_max[:, None], index, 0x7FFFFFFF), 1)
-    weight = exp((block_max - row_max[:, None]) * inv_t)
-    z = tl.sum(tl.where(total > 0, total * weight, 0.0), 1)
-    return row_max, tl.where(bad, 0, argmax), z, bad
+    return row_max, tl.where(bad, 0, argmax), bad
+
+
+@triton.jit
+def merge_totals(row, valid, max_ptr, total_ptr, num_blocks, inv_t, NB: tl.constexpr):
+    """Maximum and sum of exp((l - max) / t) of sampled rows, and which of them are bad."""
+    block_max, at, mask, row_max, bad = _load_max(row, valid, max_ptr, num_blocks, NB)
+    total = tl.load(total_ptr + at, mask=mask, other=0.0)
+    weight = total * exp((block_max - row_max[:, None]) * inv_t)
+    return row_max, tl.sum(tl.where(total > 0, weight, 0.0), 1), bad
 
 
 def scan(
@@ -228,5 +240,6 @@ def scan(
         GROUP=GROUP,
         RAW=sampling is None,
         num_warps=1,
+        maxnreg=96,  # 20 programs of a warp fit a multiprocessor at once
     )
     return stats

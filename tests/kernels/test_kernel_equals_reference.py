@@ -52,12 +52,12 @@ def test_mixed_batch(
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
-    """Drafts equal to the target's choice, so that all of them are looked at."""
+    """Models close enough that most drafts stand, past the first tile of rows."""
     generator = torch.Generator().manual_seed(5)
     sampling = make_sampling(2, rule=rule, temperature=0.3)
-    batch = random_batch(generator, 2, [32, 0], 40, torch.float32, sampling, spread=8.0)
+    batch = random_batch(generator, 2, [32, 0], 40, torch.float32, sampling, 8.0, noise=0.005)
     check(batch)
-    assert int(batch.verify("kernel").num_tokens.max()) > 8  # past the first tile of rows
+    assert int(batch.verify("kernel").num_tokens.max()) > 8
 
 
 @pytest.mark.parametrize("vocab", [50257, 151936, 262144])

@@ -99,9 +99,12 @@ def random_batch(
     sampling: Sampling,
     spread: float = 3.0,
     draft_width: int | None = None,
+    noise: float = 0.3,
 ) -> "Batch":
     """Requests with random logits and drafts drawn from draft logits near the target's."""
-    return Batch(generator, batch, num_drafts, vocab_size, dtype, sampling, spread, draft_width)
+    return Batch(
+        generator, batch, num_drafts, vocab_size, dtype, sampling, spread, draft_width, noise
+    )
 
 
 class Batch:
@@ -117,6 +120,7 @@ class Batch:
         sampling: Sampling,
         spread: float,
         draft_width: int | None,
+        noise: float,
     ) -> None:
         k_max = max(num_drafts)
         self.vocab_size = vocab_size
@@ -130,10 +134,9 @@ class Batch:
         shared = min(width, vocab_size)
         for i, k in enumerate(num_drafts):
             first = int(self.cu_rows[i])
-            noise = torch.randn(k, shared, generator=generator) * spread * 0.3
-            self.draft_logits[i, :k, :shared] = (target[first : first + k, :shared] + noise).to(
-                self.draft_logits
-            )
+            change = torch.randn(k, shared, generator=generator) * spread * noise
+            near = target[first : first + k, :shared] + change
+            self.draft_logits[i, :k, :shared] = near.to(self.draft_logits)
         self.target_logits = target.to(dtype).to(DEVICE)
         self.positions = torch.arange(batch, device=DEVICE) * 7 + 11
         self.draft_ids = torch.zeros(batch, k_max, dtype=torch.int64, device=DEVICE)
