@@ -33,7 +33,8 @@ from outrider.engine.messages import (
 )
 
 if TYPE_CHECKING:
-    from outrider.engine.loop import Engine, Progress
+    from outrider.engine.loop import Engine
+    from outrider.engine.pair import Progress
 
 log = logging.getLogger("outrider.engine.process")
 

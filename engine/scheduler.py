@@ -122,8 +122,8 @@ class Scheduler:
         plan = Plan()
         budget = self._config.max_num_batched_tokens
         decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
-        num_seatable = min(len(self.waiting), self._slots.num_free)
         prefilling = [r for r in self.running if r.num_uncomputed_tokens > 1]
+        num_seatable = min(len(self.waiting), self._slots.num_free)
         for i, request in enumerate(decoding + prefilling):
             if budget == 0:
                 break
@@ -197,6 +197,9 @@ class Scheduler:
             # A draft that the target turns into NaN spoils the rows before it too (0 * NaN in the
             # attention). Without drafts the same step may well be sound: compute it again.
             request.speculates = False
+            request.num_draft_computed_tokens = min(
+                request.num_draft_computed_tokens, request.num_tokens
+            )
             return request.output([])
         request.finish_reason = "error"
         output = request.output([], error="the target produced no finite logits for this sequence")

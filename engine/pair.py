@@ -1,0 +1,103 @@
+"""The models of a pair on their device, with one paged KV cache between them."""
+
+import logging
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.paged_model import PagedModel
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # (stage, done, total)
+
+
+class ModelPair:
+    """Target and draft, loaded, their caches bound to the same pages, their graphs captured."""
+
+    def __init__(
+        self, config: EngineConfig, proposer: str, num_speculative_tokens: int, report: Progress
+    ) -> None:
+        device = torch.device(config.device)
+        report("loading the target", 0, 1)
+        self.target = PagedModel(config.target, device)
+        self.draft: PagedModel | None = None
+        if proposer == "draft_model" and config.draft is not None:
+            report("loading the draft", 0, 1)
+            self.draft = PagedModel(config.draft, device)
+        self._models = {"target": self.target}
+        if self.draft is not None:
+            self._models["draft"] = self.draft
+        self.vocab_size = config.vocab_size or self.target.vocab_size
+        for role, model in self._models.items():
+            if model.vocab_size < self.vocab_size:
+                raise ValueError(
+                    f"the {role} has {model.vocab_size} logits; "
+                    f"the vocabulary has {self.vocab_size} tokens"
+                )
+
+        report("allocating the KV cache", 0, 1)
+        self.page_size = config.cache.page_size_tokens
+        self.bytes_per_token = sum(model.bytes_per_token for model in self._models.values())
+        max_model_len = min(
+            config.max_model_len or self.target.max_positions, self.target.max_positions
+        )
+        self.num_pages = self._choose_num_pages(config, max_model_len, device)
+        self.max_model_len = self._fit(config, max_model_len)
+        for model in self._models.values():
+            model.bind_cache(self.num_pages, self.page_size)
+        if device.type == "cuda" and not config.enforce_eager:
+            self._capture_graphs(config.scheduler.max_num_seqs, num_speculative_tokens, report)
+        report("ready", 1, 1)
+
+    def _choose_num_pages(
+        self, config: EngineConfig, max_model_len: int, device: torch.device
+    ) -> int:
+        """As configured, else what fits the configured share of the memory now free."""
+        if config.cache.num_pages is not None:
+            return config.cache.num_pages
+        # More than every seat at full length would only cache prefixes; one page is a dummy.
+        most_useful = config.scheduler.max_num_seqs * -(-max_model_len // self.page_size) + 1
+        free_bytes = (
+            torch.cuda.mem_get_info(device)[0]
+            if device.type == "cuda"
+            else psutil.virtual_memory().available
+        )
+        page_bytes = self.bytes_per_token * self.page_size
+        return min(most_useful, int(free_bytes * config.cache.memory_fraction) // page_bytes)
+
+    def _fit(self, config: EngineConfig, max_model_len: int) -> int:
+        """The longest sequence that the pages hold; one alone must always be able to run."""
+        fits = (self.num_pages - 1) * self.page_size
+        if fits >= max_model_len:
+            return max_model_len
+        if config.max_model_len is not None or fits < 2:
+            raise ValueError(
+                f"max_model_len is {max_model_len} tokens, but the KV cache holds {max(fits, 0)}; "
+                "lower max_model_len, or give the cache more pages or memory"
+            )
+        log.warning(
+            "max_model_len is cut from %d to %d tokens: the KV cache holds no more",
+            max_model_len,
+            fits,
+        )
+        return fits
+
+    def _capture_graphs(
+        self, max_num_seqs: int, num_speculative_tokens: int, report: Progress
+    ) -> None:
+        """The target's plain decodes and verifications; the draft's steps and catch-ups of two."""
+        rows_per_seq = {"target": (1, num_speculative_tokens + 1), "draft": (1, 2)}
+        for role, model in self._models.items():
+
+            def progress(done: int, total: int, role: str = role) -> None:
+                report(f"capturing the {role}'s graphs", done, total)
+
+            model.capture_graphs(
+                max_num_seqs,
+                rows_per_seq[role],
+                -(-self.max_model_len // self.page_size),
+                progress,
+            )
