@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from step_parts import PARTS, timed_parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.engine.api import NewRequest, SamplingParams
@@ -34,7 +35,6 @@ QUESTIONS = [
     "Summarise: the committee met, argued for six hours, and agreed to meet again.",
     'Return JSON with the keys "name" and "age" for Ada, who is 36.',
 ]
-PARTS = ("schedule", "propose", "score", "verify", "commit")
 
 
 def build(config: dict[str, Any], dtype: str) -> Engine:
@@ -53,34 +53,6 @@ def build(config: dict[str, Any], dtype: str) -> Engine:
             speculation=SpeculationConfig(**config),
         )
     )
-
-
-def time_parts(engine: Engine) -> dict[str, float]:
-    """Seconds spent in each of the step's five calls, filled as the engine runs."""
-    spent: dict[str, float] = defaultdict(float)
-
-    def wrap(owner: Any, name: str) -> None:
-        call: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            start_s = time.perf_counter()
-            try:
-                return call(*args)
-            finally:
-                spent[name] += time.perf_counter() - start_s
-
-        setattr(owner, name, timed)
-
-    for owner, names in (
-        (engine.scheduler, ("schedule", "commit")),
-        (engine.proposer, ("propose",)),
-        (engine.target, ("score",)),
-        (engine.verifier, ("verify",)),
-        (engine, ("step",)),
-    ):
-        for name in names:
-            wrap(owner, name)
-    return spent
 
 
 def decode(engine: Engine, prompts: list[list[int]], new_tokens: int, temperature: float) -> float:
@@ -165,17 +137,13 @@ def main() -> None:
     }
     # Interleaved, so that a machine that slows down slows every row alike; the first is warm-up.
     rates: dict[str, list[float]] = defaultdict(list)
-    spent = time_parts(plain)
-    parts_at_8: dict[str, float] = defaultdict(float)
     for repeat in range(args.repeats + 1):
         for name, measure in rows.items():
-            spent.clear()
             rate = measure()
             if repeat:
                 rates[name].append(rate)
-                if name == "plain, 8 streams":
-                    for part, seconds in spent.items():
-                        parts_at_8[part] += seconds
+    with timed_parts(plain) as spent:
+        rows["plain, 8 streams"]()
     medians = {name: statistics.median(values) for name, values in rates.items()}
 
     console = Console()
@@ -198,8 +166,7 @@ def main() -> None:
             accepted,
         )
     console.print(table)
-    total = parts_at_8["step"]
-    shares = {part: parts_at_8[part] / total for part in PARTS}
+    shares = {part: sum(spent[part]) / sum(spent["step"]) for part in PARTS}
     shares["rest"] = 1 - sum(shares.values())
     console.print(
         "A plain step at 8 streams: "

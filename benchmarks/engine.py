@@ -9,10 +9,9 @@ are decoded, as in the tables of other engines this is compared with.
 import argparse
 import statistics
 import time
-from collections import defaultdict
-from typing import Any
 
 import torch
+from step_parts import PARTS, timed_parts
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import (
@@ -23,36 +22,6 @@ from outrider.engine.config import (
     SpeculationConfig,
 )
 from outrider.engine.loop import Engine
-
-PARTS = ("schedule", "propose", "score", "verify", "commit")
-
-
-def time_parts(engine: Engine, synchronize: bool) -> dict[str, list[float]]:
-    """Seconds of each of the step's five calls, a list entry a step, filled as the engine runs."""
-    spent: dict[str, list[float]] = defaultdict(list)
-
-    def wrap(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            start_s = time.perf_counter()
-            result = call(*args)
-            if synchronize:
-                torch.cuda.synchronize()
-            spent[name].append(time.perf_counter() - start_s)
-            return result
-
-        setattr(owner, name, timed)
-
-    for owner, names in (
-        (engine.scheduler, ("schedule", "commit")),
-        (engine.proposer, ("propose",)),
-        (engine.target, ("score",)),
-        (engine.verifier, ("verify",)),
-    ):
-        for name in names:
-            wrap(owner, name)
-    return spent
 
 
 def build(args: argparse.Namespace, k: int) -> Engine:
@@ -70,7 +39,9 @@ def build(args: argparse.Namespace, k: int) -> Engine:
     )
 
 
-def run(engine: Engine, batch: int, args: argparse.Namespace, temperature: float) -> float:
+def run(
+    engine: Engine, batch: int, new_tokens: int, prompt_tokens: int, temperature: float
+) -> float:
     """Decode a batch to its end; returns tokens a second once the prompts are computed."""
     generator = torch.Generator().manual_seed(batch)
     engine.submit(
@@ -78,10 +49,10 @@ def run(engine: Engine, batch: int, args: argparse.Namespace, temperature: float
             NewRequest(
                 request_id=str(i),
                 prompt_token_ids=torch.randint(
-                    2, engine.info.vocab_size, (args.prompt_tokens,), generator=generator
+                    2, engine.info.vocab_size, (prompt_tokens,), generator=generator
                 ).tolist(),
                 params=SamplingParams(
-                    max_tokens=args.new_tokens, temperature=temperature, seed=i, ignore_eos=True
+                    max_tokens=new_tokens, temperature=temperature, seed=i, ignore_eos=True
                 ),
             )
             for i in range(batch)
@@ -116,18 +87,14 @@ def main() -> None:
         for batch in args.batch:
             for temperature in (0.0, 1.0):
                 before = engine.stats()
-                rate = run(engine, batch, args, temperature)
+                rate = run(engine, batch, args.new_tokens, args.prompt_tokens, temperature)
                 after = engine.stats()
                 drafted = sum(after.drafted_per_position) - sum(before.drafted_per_position)
                 accepted = sum(after.accepted_per_position) - sum(before.accepted_per_position)
                 tokens = after.generation_tokens - before.generation_tokens
                 step_ms = 1e3 * (tokens / rate) / (after.steps - before.steps)
-                spent = time_parts(engine, synchronize=args.device != "cpu")
-                args_short = argparse.Namespace(**{**vars(args), "new_tokens": 32})
-                run(engine, batch, args_short, temperature)
-                for owner in (engine.scheduler, engine.proposer, engine.target, engine.verifier):
-                    for part in PARTS:
-                        vars(owner).pop(part, None)
+                with timed_parts(engine, synchronize=args.device != "cpu") as spent:
+                    run(engine, batch, 32, args.prompt_tokens, temperature)
                 parts = "  ".join(f"{1e3 * statistics.median(spent[p]):8.2f}" for p in PARTS)
                 print(
                     f"{k:2d} {batch:5d} {temperature:4.1f} {rate:9.1f}"
