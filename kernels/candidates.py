@@ -1,7 +1,7 @@
 """A row's threshold from its few best tokens, ranked against each other: the common case.
 
 Of 64 disjoint sets of groups, the 40 best set maxima bound the 40 best logits from below; the
-groups that reach the bound (60 or so, one of 64 tokens each) hold every logit above it. If those
+groups of 64 tokens that reach the bound (60 to 100) hold every logit above it. If those
 logits are few and their mass suffices, every one's rank and the mass before it are a sum over the
 others, and the filters are a comparison each. No round trips, no sort, ties in id order.
 """
@@ -11,10 +11,10 @@ import triton.language as tl
 
 from outrider.kernels.keys import key_of, relative_of, weight_of
 
-_TILE_GROUPS = tl.constexpr(64)  # groups that are read at a time
-_MAX_GROUPS = tl.constexpr(128)
+_TILE_GROUPS = tl.constexpr(32)  # groups that are read at a time
+_MAX_GROUPS = tl.constexpr(256)
 _MAX_CANDIDATES = tl.constexpr(256)
-CANDIDATE_SCRATCH = 64 + 128 + 2 * 256  # int32 a row: set maxima, groups, keys, ids
+CANDIDATE_SCRATCH = 64 + 256 + 2 * 256  # int32 a row: set maxima, groups, keys, ids
 
 
 @triton.jit
@@ -79,10 +79,11 @@ def threshold_from_candidates(
         each = start + tl.arange(0, 16)
         other_key = tl.load(keys_ptr + each, mask=each < num_candidates, other=-0x80000000)
         other_weight = weight_of(other_key, row_max, inv_t)
-        tied = (other_key[None, :] == key[:, None]) & (each[None, :] < own[:, None])
-        ahead = (other_key[None, :] > key[:, None]) | tied
-        rank += tl.sum(ahead.to(tl.int32), 1)
-        before += tl.sum(tl.where(ahead, other_weight[None, :], 0), 1)
+        # The sums run down a thread's own column.
+        tied = (other_key[:, None] == key[None, :]) & (each[:, None] < own[None, :])
+        ahead = (other_key[:, None] > key[None, :]) | tied
+        rank += tl.sum(ahead.to(tl.int32), 0)
+        before += tl.sum(tl.where(ahead, other_weight[:, None], 0), 0)
     most = tl.where(by_k, top_k, 0x7FFFFFFF)
     mass = tl.where(by_k, tl.sum(tl.where(rank < most, weight, 0), 0), full)
     limit = tl.where(top_p < 1.0, top_p, float("inf")).to(tl.float64) * mass.to(tl.float64)

@@ -32,7 +32,7 @@ from outrider.kernels.sampling import (
 )
 from outrider.kernels.scan import BlockStats, blocks_reference
 
-_PROGRAMS_PER_SM = 16
+_PROGRAMS_PER_SM = 32
 NO_ID = 0x7FFFFFFF
 
 

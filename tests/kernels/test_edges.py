@@ -1,10 +1,12 @@
 """Proof 6: the edges, and bugs that other implementations have had."""
 
+import math
+
 import pytest
 import torch
 from verification import DEVICE, cu_rows_of, make_sampling, on_road, word_of
 
-from outrider.kernels.sampling import Rule
+from outrider.kernels.sampling import BLOCK, Rule
 from outrider.kernels.verify import Verified, draft_sample, verify
 
 INF, NAN = torch.inf, torch.nan
@@ -226,3 +228,18 @@ def test_draft_and_recovery_do_not_share_noise(road: str) -> None:
             table[x, y - 4] += 1
         expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
         assert float(((table - expected) ** 2 / expected).sum()) < 30  # chi2, 9 degrees
+
+
+def test_recovery_does_not_reuse_the_acceptance_draw() -> None:
+    """A rejection means a large uniform; were it used again, only high blocks would come."""
+    batch, vocab = 400, 2 * BLOCK
+    target = torch.zeros(2 * batch, vocab)
+    target[:, 5] = math.log(vocab - 1)  # the draft, of probability 1/2
+    with on_road("reference"):
+        one = torch.ones(batch, dtype=torch.int32)
+        verified = verify(
+            target, cu_rows_of(one), torch.full((batch, 1), 5), one, None, None,
+            make_sampling(batch), torch.full((batch,), 7), vocab,
+        )  # fmt: skip
+    lower = (verified.token_ids[verified.num_tokens == 1, 0] < BLOCK).float().mean()
+    assert float(lower) == pytest.approx(0.5, abs=0.1)

@@ -1,0 +1,279 @@
+"""Break verification in known ways, one at a time, and see that the tests notice.
+
+    python scripts/mutate.py [part of a mutation's name]
+
+Each mutation edits a copy of kernels/ and runs the tests that should turn red; a mutation that
+they survive is a hole in the tests, and the exit status says so.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+BREAKPOINTS = "test_breakpoints.py"
+EDGES = "test_edges.py"
+FILTERS = "test_filters.py"
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # file, or file::test
+    interpreted: bool = False  # a kernel: needs Triton's interpreter
+
+
+MUTATIONS = [
+    Mutation(
+        "draft and recovery share noise",
+        "draw.py",
+        "torch.full_like(b, purpose)",
+        "torch.full_like(b, Purpose.DRAFT)",
+        f"{EDGES}::test_draft_and_recovery_do_not_share_noise",
+    ),
+    Mutation(
+        "recovery reuses the acceptance draw",
+        "draw.py",
+        "torch.full_like(b, purpose)",
+        "torch.full_like(b, Purpose.ACCEPT)",
+        f"{EDGES}::test_recovery_does_not_reuse_the_acceptance_draw",
+    ),
+    Mutation(
+        "block stops at its first failure",
+        "draw.py",
+        "    return torch.maximum(accepted, passed.amax(-1))",
+        "    standing = ((passed > 0) | (offset <= accepted[:, None])).long().cumprod(-1)\n"
+        "    return torch.maximum(accepted, (passed * standing).amax(-1))",
+        BREAKPOINTS,
+    ),
+    Mutation(
+        "residual without P_tau",
+        "residual.py",
+        "scaled = p * log_scale.exp().reshape(lead)",
+        "scaled = p",
+        BREAKPOINTS,
+    ),
+    Mutation(
+        "q at another temperature, in the residual",
+        "residual.py",
+        "log_prob_reference(draft, token_ids, draft_state, inv_t)",
+        "log_prob_reference(draft, token_ids, draft_state, torch.ones_like(inv_t))",
+        BREAKPOINTS,
+    ),
+    Mutation(
+        "q at another temperature, in the accept test",
+        "decide.py",
+        "log_q = log_prob_reference(raw, safe_ids, drafts.state, inv_t)",
+        "log_q = log_prob_reference(raw, safe_ids, drafts.state, torch.ones_like(inv_t))",
+        BREAKPOINTS,
+    ),
+    Mutation(
+        "recovery from p instead of the residual",
+        "residual.py",
+        "(scaled - q).clamp_min(0.0)",
+        "scaled",
+        BREAKPOINTS,
+    ),
+    Mutation(
+        "P_i not capped at 1",
+        "decide.py",
+        "(scale + ratio[:, i]).clamp_max(0.0)",
+        "(scale + ratio[:, i])",
+        BREAKPOINTS,
+    ),
+    Mutation(
+        "h_i without Z",
+        "draw.py",
+        "h = z / (z + 1.0 - plan.log_scale[:, 1:-1].exp())",
+        "h = plan.log_scale[:, 1:-1].exp()",
+        BREAKPOINTS,
+    ),
+    Mutation(
+        "draws keyed by position, drafts and accept tests",
+        "decide.py",
+        "philox_reference(sampling.seed[:, None], anchor[:, None], offset, purpose, zero)",
+        "philox_reference(sampling.seed[:, None], anchor[:, None] + offset, zero, zero, zero)",
+        "test_many_steps.py",
+    ),
+    Mutation(
+        "an impossible draft is accepted",
+        "decide.py",
+        "valid & (log_p > -torch.inf) & (log_q > -torch.inf)",
+        "valid & (log_p > -torch.inf)",
+        EDGES,
+    ),
+    Mutation(
+        "top-p drops the token that crosses it",
+        "row_state.py",
+        "before < top_p * mass[:, None]",
+        "(before + weight) < top_p * mass[:, None]",
+        FILTERS,
+    ),
+    Mutation(
+        "every tie at the boundary is kept",
+        "row_state.py",
+        "    if len(cut):",
+        "    if False:",
+        FILTERS,
+    ),
+    Mutation(
+        "top-p over the whole row instead of what top-k leaves",
+        "row_state.py",
+        "torch.where(top_k < vocab_size, mass, z * FIXED_ONE)",
+        "z * FIXED_ONE",
+        FILTERS,
+    ),
+    Mutation(
+        "NaN goes unnoticed",
+        "row_state.py",
+        "bad = ~row_max.isfinite()",
+        "bad = row_max == -torch.inf",
+        EDGES,
+    ),
+    Mutation(
+        "log(1 - v) where log1p is needed",
+        "philox.py",
+        "torch.where(v < 0.1, series, -torch.log(1.0 - v))",
+        "-torch.log(1.0 - v)",
+        "test_philox.py",
+    ),
+    Mutation(
+        "match keyed by the step instead of the position",
+        "residual.py",
+        "best_reference(x, rows.state[rp], position[bp] + jp, own, vocab_size)",
+        "best_reference(x, rows.state[rp], position[bp], own, vocab_size)",
+        "test_invariance.py",
+    ),
+    Mutation(
+        "noise keyed by the batch row",
+        "draw.py",
+        "w = philox_reference(own.seed, start, offset,",
+        "w = philox_reference(own.seed + b, start, offset,",
+        "test_invariance.py",
+    ),
+    Mutation(
+        "kernel: draft and recovery share noise",
+        "draw.py",
+        "one * PURPOSE",
+        "one * 0",
+        "test_kernel_equals_reference.py::test_mixed_batch",
+        True,
+    ),
+    Mutation(
+        "kernel: block stops at its first failure",
+        "draw.py",
+        "accepted = tl.where(passed, i, accepted)",
+        "accepted = tl.where(passed & (i == accepted + 1), i, accepted)",
+        BREAKPOINTS,
+        True,
+    ),
+    Mutation(
+        "kernel: residual without P_tau",
+        "residual.py",
+        "weight = tl.maximum(weight * scale - q, 0.0)",
+        "weight = tl.maximum(weight - q, 0.0)",
+        BREAKPOINTS,
+        True,
+    ),
+    Mutation(
+        "kernel: q at another temperature",
+        "decide.py",
+        "log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, inv_t)",
+        "log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, 1.0)",
+        BREAKPOINTS,
+        True,
+    ),
+    Mutation(
+        "kernel: padding can win",
+        "scan.py",
+        "    if first + BLOCK > vocab_size:",
+        "    if first > vocab_size:",
+        EDGES,
+        True,
+    ),
+    Mutation(
+        "kernel: NaN goes unnoticed",
+        "scan.py",
+        'tl.where(total == total, block_max, float("nan"))',
+        "block_max",
+        EDGES,
+        True,
+    ),
+    Mutation(
+        "kernel: candidates lose their tie order",
+        "candidates.py",
+        "(each[:, None] < own[None, :])",
+        "(each[:, None] > own[None, :])",
+        FILTERS,
+        True,
+    ),
+    Mutation(
+        "kernel: bisection counts a tie too many",
+        "bisection.py",
+        "cutoff = tl.where(tied > num_ties, last_tie, vocab_size)",
+        "cutoff = vocab_size",
+        FILTERS,
+        True,
+    ),
+]
+
+
+def run_tests(work: Path, tests: str, interpreted: bool) -> bool:
+    """Whether the tests pass."""
+    file, _, name = tests.partition("::")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-W", "ignore"]
+    command += ["-k", name] if name else []
+    environment = os.environ | {"PYTHONPATH": str(work / "src"), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    run = subprocess.run(
+        [*command, f"tests/kernels/{file}"],
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode not in (0, 1):
+        raise SystemExit(f"pytest could not run {tests}:\n{run.stdout}{run.stderr}")
+    return run.returncode == 0
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        package = work / "src" / "outrider" / "kernels"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "kernels", package, ignore=ignored)
+        shutil.copytree(ROOT / "tests" / "kernels", work / "tests" / "kernels", ignore=ignored)
+        shutil.copytree(ROOT / "tests" / "support", work / "tests" / "support", ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", work)
+        for mutation in MUTATIONS:
+            if wanted not in mutation.name:
+                continue
+            path = package / mutation.file
+            text = path.read_text()
+            if text.count(mutation.old) != 1:
+                raise SystemExit(f"{mutation.name}: its text is not once in {mutation.file}")
+            path.write_text(text.replace(mutation.old, mutation.new))
+            survived = run_tests(work, mutation.tests, mutation.interpreted)
+            path.write_text(text)
+            print(f"{'SURVIVED' if survived else 'caught':<9} {mutation.name}", flush=True)
+            survivors += [mutation.name] * survived
+        if not wanted and not run_tests(work, EDGES, False):
+            raise SystemExit("the tests fail without any mutation")
+    if survivors:
+        raise SystemExit(f"{len(survivors)} mutations survived: {', '.join(survivors)}")
+
+
+if __name__ == "__main__":
+    main()
