@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from verification import HAS_KERNELS
 
 from outrider.kernels.paged_attention import (
     attention_mask,
     paged_attention,
     paged_attention_reference,
 )
+
+pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
 PAGE = 16
 # Rows and context before them: a prefill, a decode, verifications, a chunk over page borders.
