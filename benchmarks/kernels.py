@@ -163,6 +163,7 @@ def time_us(calls: list[Callable[[], object]], replays: int = 30) -> float:
     """Median time of one call over graph replays, each of which makes every call once."""
     calls = calls * -(-8 // len(calls))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:3]:
             call()
@@ -187,7 +188,14 @@ def measure_bandwidth() -> float:
     """Bytes a second, read plus written, of a large device-to-device copy."""
     source = torch.empty(2**30, dtype=torch.float32, device=DEVICE)
     target = torch.empty_like(source)
-    return 8 * source.numel() / (time_us([lambda: target.copy_(source)], 5) * 1e-6)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    start.record()
+    for _ in range(5):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 5 * 8 * source.numel() / (start.elapsed_time(end) * 1e-3)
 
 
 def make_sets(batch: int, k: int, vocab: int, mode: Mode) -> list[Inputs]:

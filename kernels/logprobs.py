@@ -30,7 +30,7 @@ def gather_logprobs(
     logits
         Shape: [N, V], float32, float16 or bfloat16.
     token_ids
-        Shape: [N] int64; a negative id is padding, whose value means nothing.
+        Shape: [N] int64; the value of an id outside the vocabulary (padding) means nothing.
     num_top
         Alternatives a row, 0..vocab_size.
     vocab_size
@@ -50,6 +50,7 @@ def logprobs_reference(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, vocab_size: int
 ) -> Logprobs:
     x = logits[:, :vocab_size].float()
+    x = torch.where(x.isnan(), -torch.inf, x)  # a NaN row's values mean nothing, but are in order
     row_max = x.amax(-1)
     log_z = torch.exp(x - row_max[:, None]).sum(-1, dtype=torch.float64).log().float()
     base = row_max + log_z
@@ -66,7 +67,7 @@ def logprobs_reference(
     else:
         top_ids = torch.zeros(len(x), 0, dtype=torch.int64, device=x.device)
     return Logprobs(
-        x.gather(1, token_ids[:, None].clamp_min(0)).squeeze(1) - base,
+        x.gather(1, token_ids[:, None].clamp(0, vocab_size - 1)).squeeze(1) - base,
         top_ids,
         x.gather(1, top_ids) - base[:, None],
     )
@@ -103,7 +104,7 @@ def _logprobs_kernel(
     row_max, z, bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, 1.0, NB)
     base = tl.sum(tl.where(bad, float("nan"), row_max + tl.log(z)), 0)
     row_ptr = logits_ptr + row * logits_stride
-    token = tl.maximum(tl.load(token_ids_ptr + row), 0)
+    token = tl.minimum(tl.maximum(tl.load(token_ids_ptr + row), 0), vocab_size - 1)
     tl.store(logprob_ptr + row, tl.load(row_ptr + token).to(tl.float32) - base)
 
     group = tl.arange(0, NB * BLOCK_GROUPS)
@@ -114,7 +115,8 @@ def _logprobs_kernel(
     for rank in range(0, num_top):
         # Of the group maxima that are left the first best; in its group, the best not yet given.
         highest = tl.max(best_of_group, 0)
-        here = tl.min(tl.where(best_of_group == highest, group, 0x7FFFFFFF), 0)
+        # Of NaN alone no group is the highest: the last stands in, for ids that mean nothing.
+        here = tl.min(tl.where(best_of_group == highest, group, row_groups - 1), 0)
         ids = here * GROUP + tl.arange(0, GROUP)
         inside = ids < vocab_size
         x = tl.load(row_ptr + ids, mask=inside, other=0.0)

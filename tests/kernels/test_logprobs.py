@@ -54,6 +54,20 @@ def test_no_alternatives(road: str) -> None:
     assert found.logprob.tolist() == pytest.approx([-1.3862944, -1.3862944])
 
 
+@pytest.mark.parametrize("broken", [torch.nan, -torch.inf])
+def test_broken_row_and_padded_token_leave_the_others_alone(broken: float, road: str) -> None:
+    logits = torch.randn(3, 1100, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    logits[1] = broken
+    ids = torch.tensor([5, -1, 1 << 40], device=DEVICE)
+    with on_road(road):
+        found = gather_logprobs(logits, ids, 4, 1100)
+        alone = gather_logprobs(logits[:1], ids[:1], 4, 1100)
+    assert torch.equal(found.logprob[:1], alone.logprob)
+    assert torch.equal(found.top_ids[:1], alone.top_ids)
+    assert int(found.top_ids.min()) >= 0
+    assert int(found.top_ids.max()) < 1100
+
+
 def test_more_alternatives_than_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="num_top 9"):
         gather_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 9, 4)
