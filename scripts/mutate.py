@@ -46,7 +46,7 @@ MUTATIONS = [
     ),
     Mutation(
         "block stops at its first failure",
-        "draw.py",
+        "settle.py",
         "    return torch.maximum(accepted, passed.amax(-1))",
         "    standing = ((passed > 0) | (offset <= accepted[:, None])).long().cumprod(-1)\n"
         "    return torch.maximum(accepted, (passed * standing).amax(-1))",
@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "h_i without Z",
-        "draw.py",
+        "settle.py",
         "h = z / (z + 1.0 - plan.log_scale[:, 1:-1].exp())",
         "h = plan.log_scale[:, 1:-1].exp()",
         BREAKPOINTS,
@@ -167,7 +167,7 @@ MUTATIONS = [
     ),
     Mutation(
         "kernel: block stops at its first failure",
-        "draw.py",
+        "settle.py",
         "accepted = tl.where(passed, i, accepted)",
         "accepted = tl.where(passed & (i == accepted + 1), i, accepted)",
         BREAKPOINTS,
