@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Verification = Literal["token", "block", "match"]  # kernels.sampling.Rule, by name
 
 
 class QueueFullError(RuntimeError):
@@ -22,7 +23,7 @@ class SamplingParams:
     (0 <= seed < 2**64): every draw of the sequence is a function of it and of token positions.
     `logprobs` is the number of alternatives reported beside each emitted token (None: no logprobs),
     taken from the target's raw logits. `num_speculative_tokens` caps this request's drafts
-    (None: the engine's k).
+    (None: the engine's k); `verification` is the rule that accepts them (None: the engine's).
     """
 
     max_tokens: int
@@ -35,6 +36,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     num_speculative_tokens: int | None = None
+    verification: Verification | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

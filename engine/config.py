@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from outrider.engine.api import Verification
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -16,6 +18,7 @@ class ModelConfig:
 class SpeculationConfig:
     proposer: str = "draft_model"  # a name of engine.proposers.PROPOSERS
     num_speculative_tokens: int = 4  # k; 0 decodes plainly
+    verification: Verification = "token"  # the rule of requests that name none
     ngram_min_tokens: int = 1  # shortest suffix the ngram proposer looks up
     ngram_max_tokens: int = 4  # longest suffix it tries first
 

@@ -39,7 +39,12 @@ class Engine:
 
         max_num_seqs = config.scheduler.max_num_seqs
         self._slots = Slots(
-            max_num_seqs, pair.max_model_len, k, pair.page_size, torch.device(config.device)
+            max_num_seqs,
+            pair.max_model_len,
+            k,
+            pair.page_size,
+            torch.device(config.device),
+            config.speculation.verification,
         )
         self._kv_cache = KVCacheManager(pair.num_pages, pair.page_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(

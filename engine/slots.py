@@ -8,8 +8,11 @@ token crosses from the host after its sequence was admitted.
 import torch
 from torch import Tensor
 
+from outrider.engine.api import Verification
 from outrider.engine.request import Request
 from outrider.kernels.sampling import Rule, Sampling
+
+RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
 
 
 class Slots:
@@ -22,11 +25,13 @@ class Slots:
         max_drafts: int,
         page_size: int,
         device: torch.device,
+        verification: Verification = "token",
     ) -> None:
         num_slots = max_num_seqs + 1
         # Room behind the longest sequence: verification emits up to k + 1 tokens past it.
         width = max_model_len + max_drafts + 1
         self.page_size = page_size
+        self._verification: Verification = verification  # of requests that name none
         self.device = device
         # [num_slots, width]
         self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
@@ -60,6 +65,7 @@ class Slots:
         self.sampling.top_p[slot] = params.top_p
         self.sampling.min_p[slot] = params.min_p
         self.sampling.seed[slot] = _as_int64(params.seed)
+        self.sampling.rule[slot] = RULES[params.verification or self._verification]
         self.write_pages(request, first=0)
 
     def unseat(self, request: Request) -> None:

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from outrider.engine.api import Verification
 from outrider.server.errors import cut, unsupported
 
 log = logging.getLogger("outrider.server.protocol")
@@ -97,6 +98,7 @@ class Speculation(APIRequest):
 
     enabled: bool = True
     num_speculative_tokens: Int | None = Field(default=None, ge=0)
+    verification: Verification | None = None
 
 
 class SamplingFields(APIRequest):

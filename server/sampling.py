@@ -43,6 +43,7 @@ def sampling_params(
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
+        verification=speculation.verification,
     )
 
 

@@ -107,6 +107,12 @@ class SpeculationSettings(Section):
         le=32,
         description="Most drafts of a request in a step (k); 0 decodes plainly.",
     )
+    verification: Literal["token", "block", "match"] = Field(
+        default="token",
+        description="Which drafts stand. token: one by one; block: jointly, never fewer in "
+        "expectation; match: those that plain sampling with the same seed would have drawn, so "
+        "that a seeded answer is the same for every k. All keep the target's distribution.",
+    )
     ngram_min_tokens: int = Field(
         default=1, ge=1, description="ngram: shortest suffix that is looked up, in tokens."
     )

@@ -147,6 +147,30 @@ def test_sampled_tokens_are_the_same_alone_and_in_company(target: Path, draft: P
     assert backwards == alone
 
 
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+def test_match_draws_the_same_tokens_for_any_k(target: Path, draft: Path, proposer: str) -> None:
+    def params(k: int) -> list[SamplingParams]:
+        return [
+            SamplingParams(
+                max_tokens=20,
+                temperature=0.8,
+                top_k=30,
+                seed=i,
+                verification="match",
+                num_speculative_tokens=k,
+            )
+            for i in range(len(MIXED))
+        ]
+
+    engine = Engine(
+        engine_config(target, draft if proposer == "draft_model" else None, proposer=proposer, k=5)
+    )
+    plain = [tokens(o) for o in run(engine, MIXED, params(0))]
+    for k in (1, 3, 5):
+        assert [tokens(o) for o in run(engine, MIXED, params(k))] == plain
+    assert engine.stats().drafted_per_position[0] > 0
+
+
 def test_eos_and_stop_ids_end_a_sequence_inside_accepted_drafts(
     target: Path, truth: list[list[int]]
 ) -> None:

@@ -83,10 +83,12 @@ def sample(
     "params",
     [
         SamplingParams(max_tokens=LENGTH),
+        SamplingParams(max_tokens=LENGTH, verification="block"),
+        SamplingParams(max_tokens=LENGTH, verification="match"),
         SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=3),
         SamplingParams(max_tokens=LENGTH, temperature=1.5, top_p=0.8, min_p=0.05),
     ],
-    ids=["plain", "top_k", "top_p"],
+    ids=["token", "block", "match", "top_k", "top_p"],
 )
 def test_the_joint_over_many_steps_is_the_targets(
     params: SamplingParams, proposer: str, tiny_model: Callable[..., Path]

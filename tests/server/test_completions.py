@@ -131,13 +131,14 @@ def test_parameters_reach_the_engine(serve: Serve) -> None:
         "stop_token_ids": [7],
         "ignore_eos": True,
         "logprobs": 2,
-        "speculation": {"num_speculative_tokens": 3},
+        "speculation": {"num_speculative_tokens": 3, "verification": "match"},
     }
     assert post(served.app, body).status == 200
     params = served.client.submitted[0][0].params
     assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.25)
     assert (params.top_k, params.min_p, params.stop_token_ids) == (0, 0.125, (7,))
     assert (params.ignore_eos, params.logprobs, params.num_speculative_tokens) == (True, 2, 3)
+    assert params.verification == "match"
 
 
 def test_null_stands_for_the_default(serve: Serve) -> None:

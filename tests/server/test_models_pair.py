@@ -85,6 +85,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "draft",
         "speculation.proposer=ngram",
         "speculation.num_speculative_tokens=7",
+        "speculation.verification=block",
         "speculation.ngram_min_tokens=2",
         "speculation.ngram_max_tokens=6",
         "cache.page_size_tokens=8",
@@ -100,6 +101,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     config = engine_config(settings, Pair(models, None, 10, (1,)))
     speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
     assert (speculation.proposer, speculation.num_speculative_tokens) == ("ngram", 7)
+    assert speculation.verification == "block"
     assert (speculation.ngram_min_tokens, speculation.ngram_max_tokens) == (2, 6)
     assert (cache.page_size_tokens, cache.memory_fraction) == (8, 0.25)
     assert not cache.prefix_caching
