@@ -66,7 +66,7 @@ def _filter_reference(
     top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocab_size).clamp_max(vocab_size)
     inv_t = sampling.inverse_temperature()[:, None]
     top_p, row_max = sampling.top_p.double()[:, None], state[:, 0, None]
-    num_candidates = min(vocab_size, _FIRST_CANDIDATES)
+    num_candidates = min(vocab_size, int(top_k.max().clamp_max(_FIRST_CANDIDATES)))
     while True:
         value = x.topk(num_candidates, sorted=True).values  # [F, C], best first
         relative = torch.exp((value - row_max) * inv_t)
@@ -80,7 +80,8 @@ def _filter_reference(
         keep &= relative >= sampling.min_p[:, None]
         keep[:, 0] = True
         num_kept = keep.sum(-1, keepdim=True)
-        if num_candidates == vocab_size or bool((num_kept < num_candidates).all()):
+        is_known = (num_kept < num_candidates) | (num_kept == top_k[:, None])
+        if num_candidates == vocab_size or bool(is_known.all()):
             break
         num_candidates = vocab_size
     threshold = value.gather(1, num_kept - 1)
