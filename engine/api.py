@@ -38,6 +38,11 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether any token is cut from the distribution."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:

@@ -48,6 +48,7 @@ class Verifier:
             self._slots.sampling_of(slot),
             anchor,
             self._vocab_size,
+            filters=any(s.request.params.is_filtered for s in sampled),
         )
         self._slots.token_ids[slot[:, None], positions] = drawn.token_ids.clamp_min(0).int()
 

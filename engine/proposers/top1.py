@@ -97,13 +97,19 @@ class Top1Proposer(Proposer):
         num_reqs, max_drafts = len(sampled), int(num_drafts_np.max())
         kept_logits = logits.new_empty(num_reqs, max_drafts, logits.shape[-1])
         state = torch.empty(num_reqs, max_drafts, STATE_WIDTH, device=device)
+        filters = any(s.request.params.is_filtered for s in sampled)
         rows_np = np.flatnonzero(num_drafts_np > 0)  # batch_idx of each logits row
         for j in range(max_drafts):
             rows = torch.from_numpy(rows_np).to(device)
             slot = torch.from_numpy(slots_np[rows_np]).to(device)
             anchor = torch.from_numpy(anchors_np[rows_np]).to(device)
             drawn = draft_sample(
-                logits, self._slots.sampling_of(slot), anchor + j, anchor, self._vocab_size
+                logits,
+                self._slots.sampling_of(slot),
+                anchor + j,
+                anchor,
+                self._vocab_size,
+                filters=filters,
             )
             self._slots.token_ids[slot, anchor + j] = drawn.token_ids.int()
             kept_logits[rows, j] = logits
