@@ -233,13 +233,13 @@ def test_draft_and_recovery_do_not_share_noise(road: str) -> None:
 def test_recovery_does_not_reuse_the_acceptance_draw() -> None:
     """A rejection means a large uniform; were it used again, only high blocks would come."""
     batch, vocab = 400, 2 * BLOCK
-    target = torch.zeros(2 * batch, vocab)
+    target = torch.zeros(2 * batch, vocab, device=DEVICE)
     target[:, 5] = math.log(vocab - 1)  # the draft, of probability 1/2
     with on_road("reference"):
-        one = torch.ones(batch, dtype=torch.int32)
+        one = torch.ones(batch, dtype=torch.int32, device=DEVICE)
         verified = verify(
-            target, cu_rows_of(one), torch.full((batch, 1), 5), one, None, None,
-            make_sampling(batch), torch.full((batch,), 7), vocab,
+            target, cu_rows_of(one), torch.full((batch, 1), 5, device=DEVICE), one, None, None,
+            make_sampling(batch), torch.full((batch,), 7, device=DEVICE), vocab,
         )  # fmt: skip
     lower = (verified.token_ids[verified.num_tokens == 1, 0] < BLOCK).float().mean()
     assert float(lower) == pytest.approx(0.5, abs=0.1)
