@@ -1,10 +1,14 @@
 """What goes into the engine and what comes out: plain data, in token ids and numbers only."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.sampling.Rule, by name
+
+# (stage, done, total): `total` 0 while it is not known; done == total > 0 ends the stage.
+ReportProgress = Callable[[str, int, int], None]
 
 
 class QueueFullError(RuntimeError):

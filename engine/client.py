@@ -14,6 +14,7 @@ from outrider.engine.api import (
     InvalidRequestError,
     NewRequest,
     QueueFullError,
+    ReportProgress,
     RequestOutput,
 )
 from outrider.engine.messages import (
@@ -30,7 +31,6 @@ from outrider.engine.messages import (
 )
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
-Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 class EngineUnavailableError(RuntimeError):
@@ -152,7 +152,7 @@ class _Stream:
 class Dispatcher(ABC):
     """What every client does, whatever carries the messages: match them to their streams."""
 
-    def __init__(self, progress: Progress | None = None) -> None:
+    def __init__(self, progress: ReportProgress | None = None) -> None:
         self.state: EngineState = "starting"
         self.status_reason: str | None = None
         self.info: EngineInfo | None = None

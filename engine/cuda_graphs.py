@@ -8,6 +8,7 @@ the dummy page. Prefill and whatever else fits no shape runs eagerly.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,7 +110,7 @@ class GraphedForward:
         rows = torch.arange(num_seqs + 1, device=self._cu_seqlens_q.device)
         self._cu_seqlens_q[: num_seqs + 1] = rows
         self._seq_lens[:num_seqs] = 1
-        lens_np = self._seq_lens[:num_seqs].cpu().numpy()
+        lens_np = np.ones(num_seqs, dtype=np.int64)
         return ForwardBatch(
             input_ids=self._input_ids[:num_rows],
             positions=self._positions[:num_rows],

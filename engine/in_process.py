@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from outrider.engine.client import Dispatcher, Progress
+from outrider.engine.api import ReportProgress
+from outrider.engine.client import Dispatcher
 from outrider.engine.config import EngineConfig
 from outrider.engine.messages import FromEngine, Shutdown, ToEngine
 from outrider.engine.process import load_engine, run
@@ -36,9 +37,9 @@ class InProcessEngine(Dispatcher):
     def __init__(
         self,
         config: EngineConfig,
-        progress: Progress | None = None,
+        progress: ReportProgress | None = None,
         *,
-        make_engine: "Callable[[EngineConfig, Progress], Engine]" = load_engine,
+        make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine,
     ) -> None:
         super().__init__(progress)
         self._config = config

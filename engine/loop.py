@@ -10,12 +10,13 @@ from outrider.engine.api import (
     EngineStats,
     InvalidRequestError,
     NewRequest,
+    ReportProgress,
     RequestOutput,
 )
 from outrider.engine.config import EngineConfig
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.paged_model import PagedModel
-from outrider.engine.pair import ModelPair, Progress
+from outrider.engine.pair import ModelPair
 from outrider.engine.proposers import build_proposer
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
@@ -28,7 +29,7 @@ from outrider.engine.verifier import Verifier
 class Engine:
     """A draft/target pair on one device, decoding many sequences at once. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
         start_s = time.perf_counter()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)

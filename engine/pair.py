@@ -1,24 +1,26 @@
 """The models of a pair on their device, with one paged KV cache between them."""
 
 import logging
-from collections.abc import Callable
 
 import psutil
 import torch
 
+from outrider.engine.api import ReportProgress
 from outrider.engine.config import EngineConfig
 from outrider.engine.paged_model import PagedModel
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 class ModelPair:
     """Target and draft, loaded, their caches bound to the same pages, their graphs captured."""
 
     def __init__(
-        self, config: EngineConfig, proposer: str, num_speculative_tokens: int, report: Progress
+        self,
+        config: EngineConfig,
+        proposer: str,
+        num_speculative_tokens: int,
+        report: ReportProgress,
     ) -> None:
         device = torch.device(config.device)
         report("loading the target", 0, 1)
@@ -86,7 +88,7 @@ class ModelPair:
         return fits
 
     def _capture_graphs(
-        self, max_num_seqs: int, num_speculative_tokens: int, report: Progress
+        self, max_num_seqs: int, num_speculative_tokens: int, report: ReportProgress
     ) -> None:
         """The target's plain decodes and verifications; the draft's steps and catch-ups of two."""
         rows_per_seq = {"target": (1, num_speculative_tokens + 1), "draft": (1, 2)}

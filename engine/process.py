@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
-from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError, RequestOutput
+from outrider.engine.api import (
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    ReportProgress,
+    RequestOutput,
+)
 from outrider.engine.config import EngineConfig
 from outrider.engine.messages import (
     Abort,
@@ -34,7 +40,6 @@ from outrider.engine.messages import (
 
 if TYPE_CHECKING:
     from outrider.engine.loop import Engine
-    from outrider.engine.pair import Progress
 
 log = logging.getLogger("outrider.engine.process")
 
@@ -51,14 +56,14 @@ class Channel(Protocol):
         ...
 
 
-def load_engine(config: EngineConfig, progress: "Progress") -> "Engine":
+def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
     progress("loading the libraries", 0, 1)
     from outrider.engine.loop import Engine  # takes seconds: torch, transformers
 
     return Engine(config, progress)
 
 
-def run(make_engine: "Callable[[Progress], Engine]", channel: Channel) -> bool:
+def run(make_engine: "Callable[[ReportProgress], Engine]", channel: Channel) -> bool:
     """Load and serve; whatever goes wrong is logged and sent as Failed. True: left as asked."""
     try:
         engine = make_engine(lambda stage, done, total: channel.send(Loading(stage, done, total)))
@@ -163,7 +168,7 @@ def _read_line(fd: int) -> bytes:
     return bytes(line)
 
 
-def main(make_engine: "Callable[[EngineConfig, Progress], Engine]" = load_engine) -> int:
+def main(make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine) -> int:
     endpoint, log_level = sys.argv[1:]
     logging.basicConfig(
         level=int(log_level),

@@ -12,7 +12,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from outrider.engine.client import Dispatcher, Progress
+from outrider.engine.api import ReportProgress
+from outrider.engine.client import Dispatcher
 from outrider.engine.config import EngineConfig
 from outrider.engine.messages import FromEngine, Ready, Shutdown, ToEngine
 
@@ -34,7 +35,7 @@ class ProcessEngine(Dispatcher):
 
     _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.process")
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
         super().__init__(progress)
         self._config = config
         self._encoder = msgspec.msgpack.Encoder()

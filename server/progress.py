@@ -1,15 +1,11 @@
 """Progress of long work, for people: bars on a terminal, plain lines elsewhere."""
 
 import sys
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-# (stage, done, total): `total` 0 while it is not known; done == total > 0 ends the stage.
-ReportProgress = Callable[[str, int, int], None]
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.engine.api import ReportProgress
 from outrider.server.models import store, wheel
 from outrider.server.models.convert import gguf_to_directory, layer_slice
-from outrider.server.progress import ReportProgress, ignore_progress
+from outrider.server.progress import ignore_progress
 from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 
 # Raise when a conversion changes what it writes: models made by an older one are then made anew.

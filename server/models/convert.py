@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from outrider.engine.api import ReportProgress
 from outrider.server.models.store import ModelError
-from outrider.server.progress import ReportProgress
 
 WEIGHTS = "model.safetensors"
 _SIDE_FILES = (

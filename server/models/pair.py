@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.engine.api import ReportProgress
 from outrider.engine.config import (
     CacheConfig,
     EngineConfig,
@@ -17,7 +18,7 @@ from outrider.engine.config import (
 from outrider.server.models.compatibility import Vocabulary, shared_vocab_size
 from outrider.server.models.resolve import resolve
 from outrider.server.models.store import ModelError
-from outrider.server.progress import ReportProgress, ignore_progress
+from outrider.server.progress import ignore_progress
 from outrider.server.settings import DraftSettings, Settings, TargetSettings
 
 

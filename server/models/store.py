@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.server.progress import ReportProgress
+from outrider.engine.api import ReportProgress
 
 MANIFEST = "outrider.json"
 

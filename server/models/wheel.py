@@ -8,9 +8,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.engine.api import ReportProgress
 from outrider.server.models import store
 from outrider.server.models.store import ModelError
-from outrider.server.progress import ReportProgress
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2

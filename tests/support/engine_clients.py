@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import scripted_engine
 
-from outrider.engine.api import NewRequest, SamplingParams
-from outrider.engine.client import EngineClient, OutputStream, Progress
+from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
+from outrider.engine.client import EngineClient, OutputStream
 from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from outrider.engine.in_process import InProcessEngine
 from outrider.engine.process_engine import ProcessEngine
@@ -20,7 +20,9 @@ class ScriptedProcessEngine(ProcessEngine):
     _command = (sys.executable, "-P", scripted_engine.__file__)
 
 
-def scripted_in_process(config: EngineConfig, progress: Progress | None = None) -> InProcessEngine:
+def scripted_in_process(
+    config: EngineConfig, progress: ReportProgress | None = None
+) -> InProcessEngine:
     make_engine = cast(Any, scripted_engine.ScriptedEngine)
     return InProcessEngine(config, progress, make_engine=make_engine)
 
