@@ -11,7 +11,10 @@ from outrider.server.settings import Settings
 from outrider.server.settings_loader import SettingsError, load_settings
 
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file of settings, as in configs/.")
+    Path | None,
+    typer.Option(
+        "--config", "-c", help="TOML file of settings, or the name of one of ours: `qwen3-8b`."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -1,11 +1,13 @@
 """Where settings come from: flags over `--set` over environment over file over defaults."""
 
 import difflib
+import importlib.resources
 import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,8 +38,9 @@ def load_settings(
 ) -> Settings:
     """Merge all sources, the strongest last given: file, environment, `--set`, flags.
 
-    `assignments` are `section.key=value` texts, `flags` map `section.key` to a value, where None
-    means not given. Raises SettingsError.
+    `config` is a file, or the name of one in configs/ without its suffix. `assignments` are
+    `section.key=value` texts, `flags` map `section.key` to a value, where None means not given.
+    Raises SettingsError.
     """
     given: dict[str, _Given] = {}
     if config is not None:
@@ -69,9 +72,22 @@ def _section_fields(model: Any) -> dict[str, Any]:
     return fields
 
 
+def _shipped(name: str) -> Traversable:
+    """The file of configs/ that is called `name`; they travel with the package."""
+    files = importlib.resources.files("outrider.configs").iterdir()
+    ours = {file.name.removesuffix(".toml"): file for file in files if file.name.endswith(".toml")}
+    if name not in ours:
+        raise SettingsError(
+            f"there is no config file {name}, and none of ours is called that; ours are "
+            f"{', '.join(sorted(ours))}"
+        )
+    return ours[name]
+
+
 def _from_file(path: Path) -> dict[str, _Given]:
+    is_name = not path.exists() and path.name == str(path) and path.suffix != ".toml"
     try:
-        with path.open("rb") as file:
+        with (_shipped(path.name) if is_name else path).open("rb") as file:
             content = tomllib.load(file)
     except OSError as error:
         raise SettingsError(f"cannot read config file {path}: {error.strerror}") from None

@@ -117,6 +117,16 @@ def test_settings_are_frozen() -> None:
         load_settings(environ={}).server.port = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_our_configs_go_by_name_as_well(path: Path) -> None:
+    assert load_settings(Path(path.stem), environ={}) == load_settings(path, environ={})
+
+
+def test_a_name_that_no_config_has_lists_those_there_are() -> None:
+    with pytest.raises(SettingsError, match=r"qwen3-80b, and none .* llama-3\.1-8b, ngram"):
+        load_settings(Path("qwen3-80b"), environ={})
+
+
 def test_broken_config_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml: No such file"):
         load_settings(tmp_path / "none.toml", environ={})
