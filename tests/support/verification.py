@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import torch
 
+from outrider.kernels import bad_words, bitmask, penalties, token_bias
 from outrider.kernels import logprobs as logprobs_module
 from outrider.kernels import verify as verify_module
 from outrider.kernels._dispatch import INTERPRET
@@ -20,7 +21,7 @@ MARGIN = 84  # steps of 2**-23: 1e-5, wider than float32 can err
 @contextmanager
 def on_road(road: str) -> Iterator[None]:
     """Run on the kernels or on the references, whatever the device."""
-    modules = (verify_module, logprobs_module)
+    modules = (verify_module, logprobs_module, bad_words, bitmask, penalties, token_bias)
     saved = [module.uses_triton for module in modules]
     for module in modules:
         module.uses_triton = lambda tensor: road == "kernel"

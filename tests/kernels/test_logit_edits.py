@@ -1,0 +1,202 @@
+"""Edits of single rows, against loops that are written to be read; other rows stay as they were."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+from verification import DEVICE, on_road
+
+from outrider.kernels.bad_words import BadWords, apply_bad_words
+from outrider.kernels.bitmask import apply_bitmask, num_words, pack_bitmask
+from outrider.kernels.edit_rows import EditRows
+from outrider.kernels.penalties import Penalties, apply_penalties
+from outrider.kernels.token_bias import TokenBias, apply_token_bias
+
+PROMPT, KNOWN, WIDTH = 3, 6, 16  # tokens of the prompt, known tokens, room
+SHAPES = [(5, 5), (33, 40), (1500, 1500), (2100, 2049)]  # vocabulary, logits of a row
+EXACT = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # relative, one rounding
+
+
+class Case(NamedTuple):
+    """Logits of 7 rows, of which 4 are edited; slot 1 has two of them, a draft apart."""
+
+    logits: torch.Tensor
+    rows: EditRows
+    token_ids: torch.Tensor  # [S, WIDTH]
+
+
+def make_case(vocab: int, width: int, dtype: torch.dtype) -> Case:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(7, width + 3, generator=generator) * 4).to(DEVICE, dtype)[:, :width]
+    token_ids = torch.randint(0, min(vocab, width), (4, WIDTH), generator=generator)
+    token_ids[2, 3:] = token_ids[2, 2]  # one token over and over
+    columns = ([6, 0, 3, 4], [1, 1, 2, 0], [KNOWN, KNOWN + 1, 9, KNOWN])
+    rows = EditRows(*(torch.tensor(column, device=DEVICE) for column in columns))
+    return Case(logits, rows, token_ids.int().to(DEVICE))
+
+
+def prefixes(case: Case) -> list[tuple[int, int, list[int]]]:
+    """(row, slot, prefix) of every edited row."""
+    listed = zip(*(field.tolist() for field in case.rows), strict=True)
+    return [(row, slot, case.token_ids[slot, :end].tolist()) for row, slot, end in listed]
+
+
+def assert_equal(found: torch.Tensor, truth: torch.Tensor, case: Case) -> None:
+    assert torch.allclose(found.float(), truth.float(), rtol=EXACT[found.dtype], atol=1e-6)
+    others = [i for i in range(len(found)) if i not in case.rows.row.tolist()]
+    assert torch.equal(found[others], case.logits[others])
+
+
+def table(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def penalties_of(case: Case, vocab: int, num_counted: int) -> Penalties:
+    seen = torch.zeros(4, vocab, dtype=torch.int32)
+    for slot, tokens in enumerate(case.token_ids.tolist()):
+        for token in set(tokens[:PROMPT]):
+            seen[slot, token] += 1
+        for token in tokens[PROMPT:num_counted]:
+            seen[slot, token] += 2
+    return Penalties(
+        table(1.0, 1.7, 0.6, 1.0),
+        table(0.0, 0.5, -0.3, 0.0),
+        table(0.0, -0.4, 1.1, 0.0),
+        seen.to(DEVICE),
+        table(*[num_counted] * 4, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+def test_penalties_count_the_prefix_of_each_row(
+    vocab: int, width: int, dtype: torch.dtype, road: str
+) -> None:
+    case = make_case(vocab, width, dtype)
+    penalties = penalties_of(case, vocab, KNOWN)
+    truth = case.logits.clone()
+    for row, slot, prefix in prefixes(case):
+        counts = Counter(prefix[PROMPT:])
+        for token in set(prefix):
+            logit = float(truth[row, token])
+            factor = float(penalties.repetition[slot])
+            logit = logit / factor if logit > 0 else logit * factor
+            logit -= float(penalties.frequency[slot]) * counts[token]
+            logit -= float(penalties.presence[slot]) * (counts[token] > 0)
+            truth[row, token] = logit
+    found = case.logits.clone()
+    with on_road(road):
+        apply_penalties(found, case.rows, penalties, case.token_ids)
+    assert_equal(found, truth, case)
+    assert not torch.equal(found, case.logits)
+
+
+def test_penalties_do_not_depend_on_how_much_is_counted(road: str) -> None:
+    case = make_case(40, 40, torch.float32)
+    results = []
+    for num_counted in (PROMPT, KNOWN - 1, KNOWN):
+        found = case.logits.clone()
+        with on_road(road):
+            apply_penalties(found, case.rows, penalties_of(case, 40, num_counted), case.token_ids)
+        results.append(found)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_banned_token_stays_banned_whatever_the_penalty(road: str) -> None:
+    case = make_case(40, 40, torch.float32)
+    found = torch.full_like(case.logits, -torch.inf)
+    with on_road(road):
+        apply_penalties(found, case.rows, penalties_of(case, 40, KNOWN), case.token_ids)
+    assert bool((found == -torch.inf).all())
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+def test_biases_are_added_and_early_ends_are_banned(
+    vocab: int, width: int, dtype: torch.dtype, road: str
+) -> None:
+    case = make_case(vocab, width, dtype)
+    num_entries = [0, min(vocab, 300), 2, 0]
+    token_ids = torch.stack([torch.randperm(max(vocab, 300)) for _ in num_entries])[:, :300]
+    bias = torch.randn(4, 300)
+    banned_until = torch.randint(KNOWN - 1, KNOWN + 2, (4, 300))
+    token_bias = TokenBias(
+        token_ids.int().to(DEVICE),
+        bias.to(DEVICE),
+        banned_until.to(DEVICE),
+        table(*num_entries, dtype=torch.int32),
+    )
+    truth = case.logits.clone()
+    for row, slot, prefix in prefixes(case):
+        for entry in range(num_entries[slot]):
+            if (token := int(token_ids[slot, entry])) < width:
+                banned = len(prefix) < int(banned_until[slot, entry])
+                truth[row, token] = -torch.inf if banned else truth[row, token] + bias[slot, entry]
+    found = case.logits.clone()
+    with on_road(road):
+        apply_token_bias(found, case.rows, token_bias)
+    assert_equal(found, truth, case)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+def test_bad_words_ban_what_would_complete_them_in_the_output(
+    vocab: int, width: int, dtype: torch.dtype, road: str
+) -> None:
+    case = make_case(vocab, width, dtype)
+    words: list[list[list[int]]] = [[], [[1], [4, 2]], [], []]
+    for _, slot, prefix in prefixes(case):
+        if slot:
+            words[slot] += [[*prefix[-n:], 3] for n in range(1, len(prefix) + 1)]
+            words[slot] += [[*prefix[-2:-1], prefix[-1] ^ 1, 0]]
+    words[2] *= 12  # more than the lanes of one pass
+    flat = [[token for word in of for token in word] for of in words]
+    token_ids = torch.zeros(4, max(map(len, flat)) + 1, dtype=torch.int32)
+    end = torch.zeros(4, max(map(len, words)) + 1, dtype=torch.int32)
+    for slot, of in enumerate(words):
+        token_ids[slot, : len(flat[slot])] = torch.tensor(flat[slot])
+        end[slot, : len(of)] = torch.tensor([len(word) for word in of]).cumsum(0)
+    truth = case.logits.clone()
+    for row, slot, prefix in prefixes(case):
+        output = prefix[PROMPT:]
+        for *before, last in words[slot]:
+            if len(before) <= len(output) and output[len(output) - len(before) :] == before:
+                truth[row, last] = -torch.inf
+    found = case.logits.clone()
+    bad_words = BadWords(
+        token_ids.to(DEVICE),
+        end.to(DEVICE),
+        table(*map(len, words), dtype=torch.int32),
+        table(*[PROMPT] * 4, dtype=torch.int64),
+    )
+    with on_road(road):
+        apply_bad_words(found, case.rows, bad_words, case.token_ids)
+    assert_equal(found, truth, case)
+    # The longest words, which begin in the prompt, are no output.
+    assert bool((found[[6, 0, 3], 3] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+def test_a_bitmask_keeps_what_it_names(
+    vocab: int, width: int, dtype: torch.dtype, road: str
+) -> None:
+    case = make_case(vocab, width, dtype)
+    generator = torch.Generator().manual_seed(width)
+    kept = torch.rand(3, vocab, generator=generator) < 0.5
+    bitmask = torch.stack([pack_bitmask(row.nonzero().squeeze(1), vocab) for row in kept])
+    assert bitmask.shape == (3, num_words(vocab))
+    of = [2, 0, 2, 1]
+    truth = case.logits.clone()
+    for row, mask in zip(case.rows.row.tolist(), of, strict=True):
+        shared = min(vocab, width)
+        banned = ~kept[mask, :shared].to(DEVICE)
+        truth[row, :shared] = truth[row, :shared].masked_fill(banned, -torch.inf)
+    found = case.logits.clone()
+    with on_road(road):
+        apply_bitmask(
+            found, case.rows.row, bitmask.to(DEVICE), table(*of, dtype=torch.int64), vocab
+        )
+    assert torch.equal(found, truth)
