@@ -3,7 +3,7 @@
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +48,12 @@ class Answer(ABC):
         self._begun: set[int] = set()  # choices of which something has been said
 
     @abstractmethod
-    def _choice(self, delta: Delta, *, first: bool) -> APIResponse:
-        """A choice, or what a stream adds to one; `first` where nothing was said of it before."""
+    def _choices(self, delta: Delta, *, first: bool) -> Sequence[APIResponse]:
+        """One choice, or what a stream adds to it, chunk by chunk; `first` where nothing was said
+        of it before."""
 
     @abstractmethod
-    def _answer(self, choices: list[APIResponse]) -> GenerationResponse:
+    def _answer(self, choices: list[Any]) -> GenerationResponse:
         """An answer, or one chunk of a stream."""
 
     async def respond(self, http: Request, samples: list[Sample]) -> Response:
@@ -72,10 +73,11 @@ class Answer(ABC):
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
         async for delta in generation:
             self._count(delta)
-            chunk = self._answer([self._next_choice(delta)])
-            if self._include_usage:
-                chunk.usage = self._usage() if self._continuous_usage else None
-            yield chunk.to_json()
+            for choice in self._next_choices(delta):
+                chunk = self._answer([choice])
+                if self._include_usage:
+                    chunk.usage = self._usage() if self._continuous_usage else None
+                yield chunk.to_json()
         if self._include_usage:
             last = self._answer([])
             last.usage = self._usage()
@@ -93,17 +95,18 @@ class Answer(ABC):
             merged[delta.index] = replace(delta, tokens=tokens)
         whole = self._answer(
             [
-                self._next_choice(replace(delta, text="".join(texts[index])))
+                choice
                 for index, delta in sorted(merged.items())
+                for choice in self._next_choices(replace(delta, text="".join(texts[index])))
             ]
         )
         whole.usage = self._usage()
         return whole
 
-    def _next_choice(self, delta: Delta) -> APIResponse:
+    def _next_choices(self, delta: Delta) -> Sequence[APIResponse]:
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        return self._choice(delta, first=first)
+        return self._choices(delta, first=first)
 
     def _count(self, delta: Delta) -> None:
         self._completion_tokens[delta.index] = delta.completion_tokens

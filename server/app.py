@@ -33,6 +33,7 @@ from outrider.server.tokenization import (
     tokenizer_info,
 )
 from outrider.server.tokenizer import Tokenizer
+from outrider.server.tool_calls import MessageFormat
 
 VERSION = importlib.metadata.version("outrider")
 
@@ -50,6 +51,12 @@ def create_app(
         client=client,
         tokenizer=tokenizer,
         metrics=Metrics(client),
+        message_format=MessageFormat(
+            str(tokenizer.info["chat_template"]),
+            tokenizer.response_template,
+            name=settings.tool_call_format,
+            reasoning=settings.reasoning_content,
+        ),
         model_name=model_name,
         max_prompts_times_n=settings.max_prompts_times_n,
     )

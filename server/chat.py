@@ -1,7 +1,8 @@
 """POST /v1/chat/completions."""
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,13 +18,16 @@ from outrider.server.chat_protocol import (
     ChatFields,
     ChatLogprobs,
     ChatMessage,
+    FunctionCall,
     TokenLogprob,
+    ToolCallChunk,
     TopLogprob,
 )
 from outrider.server.chat_template import ChatTemplateError
 from outrider.server.errors import invalid_value, unsupported
 from outrider.server.generation import Delta, Token
 from outrider.server.service import Service
+from outrider.server.tool_calls import Text, call_id
 
 
 async def create_chat_completion(
@@ -32,20 +36,29 @@ async def create_chat_completion(
     """Answer a chat completion request, as a stream or as a whole."""
     service.check_request(body, num_prompts=1)
     _check(body)
-    prompt = await chat_prompt(service, body, with_tools=body.tool_choice != "none")
-    room_tokens = max(1, service.engine_info.max_model_len - len(prompt))
+    prompt = await chat_prompt(service, body, body.tools_shown, body.template_variables)
+    room_tokens = max(1, service.engine_info.max_model_len - len(prompt.token_ids))
+    answer = _ChatAnswer(service, body, prompt)
     samples = service.samples(
         body,
-        [prompt],
+        [prompt.token_ids],
         param="messages",
         max_tokens=body.max_completion_tokens or body.max_tokens or room_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
+        shown_special_ids=answer.shown_special_ids,
     )
-    return await _ChatAnswer(service, body, prompt).respond(http, samples)
+    return await answer.respond(http, samples)
 
 
-async def chat_prompt(service: Service, body: ChatFields, *, with_tools: bool = True) -> list[int]:
-    """Token ids of the prompt that the model's chat template makes; raises APIError."""
+class ChatPrompt(NamedTuple):
+    text: str
+    token_ids: list[int]
+
+
+async def chat_prompt(
+    service: Service, body: ChatFields, tools: list[dict[str, Any]], variables: dict[str, Any]
+) -> ChatPrompt:
+    """The prompt that the model's chat template makes; raises APIError."""
     template = service.tokenizer.chat_template
     if template is None:
         raise invalid_value(
@@ -59,22 +72,23 @@ async def chat_prompt(service: Service, body: ChatFields, *, with_tools: bool = 
             "continue_final_message and add_generation_prompt exclude each other: the prompt ends "
             "either within the last message or with the beginning of a new one.",
         )
-    if reserved := sorted(template.reserved & body.chat_template_kwargs.keys()):
+    if reserved := sorted(template.reserved & variables.keys()):
         raise invalid_value(
             "chat_template_kwargs",
             f"chat_template_kwargs cannot set {reserved[0]}: it sets variables of the model's chat "
             "template.",
         )
 
-    def render() -> list[int]:
+    def render() -> ChatPrompt:
         text = template.render(
             [message.for_template() for message in body.messages],
-            tools=body.tools if with_tools else [],
+            tools=tools,
             add_generation_prompt=body.prompts_an_answer,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            variables=variables,
         )
-        return service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        ids = service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        return ChatPrompt(text, ids)
 
     try:
         return await asyncio.to_thread(render)
@@ -90,17 +104,26 @@ def _check(body: ChatCompletionRequest) -> None:
     if body.tool_choice not in ("none", "auto"):
         raise unsupported(
             "tool_choice",
-            "tool_choice can only be none or auto: this server shows tools to the model, and gives "
-            "back its calls as text.",
+            "tool_choice can only be none or auto: the model itself decides whether to call.",
         )
 
 
 class _ChatAnswer(Answer):
-    def __init__(self, service: Service, body: ChatCompletionRequest, prompt: list[int]) -> None:
-        super().__init__(service, body, [prompt], id_prefix="chatcmpl")
+    def __init__(self, service: Service, body: ChatCompletionRequest, prompt: ChatPrompt) -> None:
+        super().__init__(service, body, [prompt.token_ids], id_prefix="chatcmpl")
         self._body = body
+        self._format = service.message_format
+        self._parsers = [self._format.parser(prompt.text, body.tools_shown) for _ in range(body.n)]
+        self._num_calls = [0] * body.n
         if body.return_token_ids:
-            self._head["prompt_token_ids"] = prompt
+            self._head["prompt_token_ids"] = prompt.token_ids
+
+    @property
+    def shown_special_ids(self) -> frozenset[int]:
+        """Special tokens that are part of the text, as the answer is taken apart by them."""
+        if self._parsers[0] is None:
+            return frozenset()
+        return self._service.tokenizer.special_ids_of(self._format.delimiters)
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
         if not self._body.stream:
@@ -109,23 +132,57 @@ class _ChatAnswer(Answer):
         self._head.pop("prompt_token_ids", None)  # told once
         return chunk
 
-    def _choice(self, delta: Delta, *, first: bool) -> ChatChoice | ChatChunkChoice:
+    def _choices(self, delta: Delta, *, first: bool) -> Sequence[ChatChoice | ChatChunkChoice]:
+        said = self._said(delta)
         fields: dict[str, Any] = {
             "index": delta.index,
             "logprobs": self._logprobs(delta.tokens) if self._body.logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if delta.finish_reason == "stop" and self._num_calls[delta.index]:
+            fields["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]
         if not self._body.stream:
-            message = ChatMessage(role="assistant", content=delta.text, refusal=None)
-            return ChatChoice(message=message, **fields)
+            return [ChatChoice(message=_message(said), **fields)]
         if first:
-            return ChatChunkChoice(delta=ChatDelta(role="assistant", content=delta.text), **fields)
-        return ChatChunkChoice(
-            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(), **fields
-        )
+            said[:1] = [{"role": "assistant", "content": None if said else ""} | (said or [{}])[0]]
+        elif not (said or fields["finish_reason"] or fields["logprobs"] or "token_ids" in fields):
+            return []
+        *before, last = said or [{}]
+        bare = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
+        # A chunk for each call: clients look for no more than one in it.
+        return [
+            *(
+                ChatChunkChoice(index=delta.index, delta=ChatDelta(**each), **bare)
+                for each in before
+            ),
+            ChatChunkChoice(delta=ChatDelta(**last), **fields),
+        ]
+
+    def _said(self, delta: Delta) -> list[dict[str, Any]]:
+        """What the delta adds to the message: texts, and calls one by one."""
+        parser = self._parsers[delta.index]
+        if parser is None:
+            return [{"content": delta.text}] if delta.text else []
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.flush()
+        said: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, Text):
+                said.append({"reasoning_content" if part.reasoning else "content": part.text})
+            elif self._body.parallel_tool_calls or not self._num_calls[delta.index]:
+                call = ToolCallChunk(
+                    index=self._num_calls[delta.index],
+                    id=call_id(short=self._format.short_ids),
+                    type="function",
+                    function=FunctionCall(name=part.name, arguments=part.arguments),
+                )
+                self._num_calls[delta.index] += 1
+                said.append({"tool_calls": [call]})
+        return said
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs:
         content = []
@@ -145,3 +202,14 @@ class _ChatAnswer(Answer):
             "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(self._service.tokenizer.token_bytes(token_id)),
         }
+
+
+def _message(said: list[dict[str, Any]]) -> ChatMessage:
+    """The parts of a message as one; without content, it has calls."""
+    fields: dict[str, Any] = {"content": None}
+    for part in said:
+        for name, value in part.items():
+            fields[name] = value if fields.get(name) is None else fields[name] + value
+    if "tool_calls" not in fields:
+        fields["content"] = fields["content"] or ""
+    return ChatMessage(role="assistant", refusal=None, **fields)

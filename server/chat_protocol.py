@@ -122,6 +122,20 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     logprobs: bool = False
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+
+    @property
+    def tools_shown(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | self.chat_template_kwargs
 
 
 class TopLogprob(APIResponse):
@@ -139,17 +153,34 @@ class ChatLogprobs(APIResponse):
     refusal: None
 
 
+class FunctionCall(APIResponse):
+    name: str
+    arguments: str
+
+
+class ToolCall(APIResponse):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ToolCallChunk(ToolCall):
+    index: int
+
+
 class ChatMessage(APIResponse):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(APIResponse):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 
@@ -163,13 +194,15 @@ class ChatCompletion(GenerationResponse):
 class ChatDelta(APIResponse):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallChunk] | None = None
 
 
 class ChatChunkChoice(APIResponse):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 

@@ -55,7 +55,7 @@ class _CompletionAnswer(Answer):
     def _answer(self, choices: list[Any]) -> Completion:
         return Completion(object="text_completion", choices=choices, **self._head)
 
-    def _choice(self, delta: Delta, *, first: bool) -> CompletionChoice:
+    def _choices(self, delta: Delta, *, first: bool) -> list[CompletionChoice]:
         choice = CompletionChoice(
             index=delta.index,
             text=self._echo[delta.index] + delta.text if first else delta.text,
@@ -67,7 +67,7 @@ class _CompletionAnswer(Answer):
             choice.token_ids = [token.id for token in delta.tokens]
             if first:
                 choice.prompt_token_ids = self._prompts[delta.index // self._n]
-        return choice
+        return [choice]
 
     def _logprobs(self, tokens: list[Token]) -> CompletionLogprobs:
         texts = [self._token_text(token.id) for token in tokens]

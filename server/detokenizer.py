@@ -20,10 +20,10 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skipped_ids: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped_ids
         self._window = _context(tokenizer, prompt_token_ids)
         self._shown_chars = len(self._decode())  # of the window's text
         self._boundary = len(self._window)  # tokens of the window up to its last clean end

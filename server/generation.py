@@ -19,7 +19,7 @@ class TextOptions:
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
-    skip_special_tokens: bool = True
+    skipped_ids: frozenset[int] = frozenset()  # special tokens that are no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Sample:
         self.finished = False
         self._options = options
         self._detokenizer = Detokenizer(
-            tokenizer, request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens
+            tokenizer, request.prompt_token_ids, skipped_ids=options.skipped_ids
         )
         self._stops = StopStrings(options.stop, include=options.include_stop)
         self._num_tokens = 0

@@ -16,6 +16,7 @@ from outrider.server.metrics import Metrics
 from outrider.server.protocol import SamplingFields, check_unknown_fields
 from outrider.server.sampling import request_seed, sample_seed, sampling_params
 from outrider.server.tokenizer import Tokenizer
+from outrider.server.tool_calls import MessageFormat
 
 # Below this many characters, tokenizing is quicker than handing it to a thread.
 INLINE_CHARS = 2048
@@ -26,6 +27,7 @@ class Service:
     client: EngineClient
     tokenizer: Tokenizer
     metrics: Metrics
+    message_format: MessageFormat
     model_name: str
     max_prompts_times_n: int
 
@@ -80,8 +82,10 @@ class Service:
         param: str,
         max_tokens: int,
         logprobs: int | None,
+        shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
-        """n samples of each prompt, prompt-major. `param` names the field the prompts came from.
+        """n samples of each prompt, prompt-major. `param` names the field the prompts came from;
+        `shown_special_ids` are part of the text in every case.
 
         Raises APIError for what the engine could never run.
         """
@@ -91,7 +95,11 @@ class Service:
         options = TextOptions(
             stop=fields.stop_strings,
             include_stop=fields.include_stop_str_in_output,
-            skip_special_tokens=fields.skip_special_tokens,
+            skipped_ids=(
+                self.tokenizer.special_ids - shown_special_ids
+                if fields.skip_special_tokens
+                else frozenset()
+            ),
         )
         seed = request_seed(fields.seed)
         params = [

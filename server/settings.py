@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-slice"
 
+ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
@@ -36,6 +37,16 @@ class ServerSettings(Section):
     )
     max_prompts_times_n: int = Field(
         default=128, ge=1, description="Most sequences of one request: prompts times n."
+    )
+    tool_call_format: ToolCallFormat = Field(
+        default="auto",
+        description="How the target writes tool calls; auto: as its own response template says, or "
+        "as its chat template shows; none: calls come back as text.",
+    )
+    reasoning_content: bool = Field(
+        default=False,
+        description="Give what chat answers say between <think> and </think> apart, as "
+        "reasoning_content.",
     )
     shutdown_timeout_s: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish at shutdown."

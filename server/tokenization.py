@@ -55,7 +55,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
     service.check_model(body.model)
     check_unknown_fields(body)
     if isinstance(body, TokenizeChat):
-        tokens = await chat_prompt(service, body)
+        tokens = (await chat_prompt(service, body, body.tools, body.chat_template_kwargs)).token_ids
     else:
         (tokens,) = await service.tokenize(
             [body.prompt], add_special_tokens=body.add_special_tokens

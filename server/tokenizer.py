@@ -1,6 +1,7 @@
 """Text to token ids and back, with the target's own tokenizer."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,6 +57,7 @@ class Tokenizer:
             **wrapper.special_tokens_map,
             "chat_template": wrapper.chat_template,
         }
+        self.response_template: dict[str, Any] | None = getattr(wrapper, "response_template", None)
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -74,6 +76,12 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def special_ids_of(self, texts: Collection[str] | None) -> frozenset[int]:
+        """Those of the special tokens that are written like this; None: all."""
+        if texts is None:
+            return self.special_ids
+        return frozenset(i for i in self.special_ids if self.backend.id_to_token(i) in texts)
 
     def pieces(self, token_ids: list[int]) -> list[str]:
         """Tokens of the vocabulary, as it writes them."""

@@ -330,7 +330,6 @@ def test_call_without_arguments_is_one(serve: Serve) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"n": 1000}, "n", "at most 128"),
         ({"functions": [{}]}, "functions", "not supported"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ],
 )

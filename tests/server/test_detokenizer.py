@@ -12,7 +12,8 @@ from outrider.server.tokenizer import Tokenizer
 def pieces_of(
     tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None, skip: bool = True
 ) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt or [], skip_special_tokens=skip)
+    skipped = tokenizer.special_ids if skip else frozenset[int]()
+    detokenizer = Detokenizer(tokenizer, prompt or [], skipped_ids=skipped)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 

@@ -1,0 +1,257 @@
+"""Calls of tools and reasoning, told apart from content, whole and streamed."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from asgi import post
+from scripted_client import steps
+from served import Served
+
+from outrider.server.tokenizer import Tokenizer
+from outrider.server.tool_calls import MessageFormat, Text, ToolCall
+
+Serve = Callable[..., Served]
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+TEMPLATES = {
+    "hermes": "{{ '<tool_call>' }}",
+    "qwen_xml": "<tool_call><function=",
+    "mistral": "[TOOL_CALLS]",
+    "llama3_json": '{"name": ..., "parameters": ...}',
+}
+ROME = ToolCall("weather", '{"city": "Rome"}')
+OSLO = ToolCall("weather", '{"city": "Oslo", "days": 3}')
+
+
+def parse(
+    format_name: str, text: str, *, sizes: Sequence[int] = (10**6,), prompt: str = "", **kw: Any
+) -> list[Text | ToolCall]:
+    """The parts of a text that comes in pieces of these sizes, over and over; texts joined."""
+    form = MessageFormat(TEMPLATES.get(format_name, ""), **kw)
+    parser = form.parser(prompt, [WEATHER])
+    assert parser is not None
+    parts, start, turn = [], 0, 0
+    while start < len(text):
+        parts += parser.push(text[start : start + sizes[turn % len(sizes)]])
+        start += sizes[turn % len(sizes)]
+        turn += 1
+    return joined(parts + parser.flush())
+
+
+def joined(parts: list[Any]) -> list[Any]:
+    result: list[Any] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, Text) and isinstance(last, Text) and part.reasoning == last.reasoning:
+            result[-1] = Text(last.text + part.text, part.reasoning)
+        else:
+            result.append(part)
+    return result
+
+
+CALL_ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CASES = [
+    ("hermes", CALL_ROME, [ROME]),
+    ("hermes", f"Let me see.\n\n{CALL_ROME}\n", [Text("Let me see."), ROME]),
+    ("hermes", f"{CALL_ROME}\n{CALL_ROME}", [ROME, ROME]),
+    ("hermes", f"{CALL_ROME}\nDone.", [ROME, Text("\nDone.")]),
+    ("hermes", CALL_ROME.removesuffix("</tool_call>"), [ROME]),
+    ("hermes", "3 < 4 <tool", [Text("3 < 4 <tool")]),
+    ("hermes", "a <tool_call>b</tool_call> c", [Text("a <tool_call>b</tool_call> c")]),
+    ("hermes", CALL_ROME[:-25], [Text(CALL_ROME[:-25])]),
+    ("hermes", '<tool_call>{"name": 1}</tool_call>', [Text('<tool_call>{"name": 1}</tool_call>')]),
+    (
+        "qwen_xml",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        [OSLO],
+    ),
+    ("qwen_xml", "<tool_call>weather</tool_call>", [Text("<tool_call>weather</tool_call>")]),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]', [ROME]),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', [ROME]),
+    (
+        "mistral",
+        'Hm.[TOOL_CALLS]weather{"city": "Rome"}[TOOL_CALLS]weather{"city": "Oslo", "days": 3}',
+        [Text("Hm."), ROME, OSLO],
+    ),
+    ("mistral", "[TOOL_CALLS] weather", [Text("[TOOL_CALLS] weather")]),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": "Rome"}}', [ROME]),
+    ("llama3_json", '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}', [ROME]),
+    (
+        "llama3_json",
+        '{"name": "weather", "parameters": {"city": "Rome"}}; '
+        '{"name": "weather", "parameters": "{\\"city\\": \\"Oslo\\", \\"days\\": 3}"}',
+        [ROME, OSLO],
+    ),
+    ("llama3_json", '{"name": "Ada", "born": 1815}', [Text('{"name": "Ada", "born": 1815}')]),
+    ("llama3_json", '{"a": {', [Text('{"a": {')]),
+    ("llama3_json", "It is {}.", [Text("It is {}.")]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_calls_are_told_from_content(name: str, text: str, expected: list[Any]) -> None:
+    assert parse(name, text) == expected
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_pieces_make_no_difference(name: str, text: str, expected: list[Any]) -> None:
+    rng = random.Random(text)
+    for sizes in ([1], *(rng.choices(range(1, 9), k=7) for _ in range(10))):
+        assert parse(name, text, sizes=sizes) == expected, sizes
+
+
+def test_nothing_is_lost_of_what_is_no_call() -> None:
+    rng = random.Random(1)
+    pieces = ["<tool_call>", "</tool_call>", "\n", " ", "a", "{", '"name"', "<", "tool", "é🙂"]
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
+        assert parse("hermes", text, sizes=rng.choices(range(1, 6), k=5)) == [Text(text)]
+
+
+@pytest.mark.parametrize("sizes", [[1], [3, 5], [1000]])
+def test_reasoning_is_told_from_content(sizes: list[int]) -> None:
+    think = [Text("Rome?\n", reasoning=True)]
+    said = parse("hermes", f"<think>Rome?\n</think>{CALL_ROME}", sizes=sizes, reasoning=True)
+    assert said == [*think, ROME]
+    # A prompt may have opened it.
+    said = parse("hermes", "Rome?\n</think>Yes", sizes=sizes, prompt="<a><think>", reasoning=True)
+    assert said == [*think, Text("Yes")]
+    prompt = "<think>before</think>"
+    assert parse("hermes", "Yes", sizes=sizes, prompt=prompt, reasoning=True) == [Text("Yes")]
+    # Unless asked for, it is content.
+    assert parse("hermes", "<think>a</think>", sizes=sizes) == [Text("<think>a</think>")]
+
+
+def test_response_template_of_a_model_goes_before_its_chat_template() -> None:
+    own = {
+        "start_anchor": "<a>",
+        "fields": {
+            "content": {"content": "text"},
+            "thinking": {"open": "<t>", "close": "</t>"},
+            "tool_calls": {
+                "open": "<c>",
+                "close": "</c>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    call = '<c>{"name": "weather", "arguments": {"city": "Rome"}}</c>'
+    parts = parse("hermes", f"<t>hm</t>Wait{call}", prompt="x<a>", response_template=own)
+    assert parts == [Text("hm", reasoning=True), Text("Wait"), ROME]
+    # What it cannot read is content.
+    for sizes in ([1], [99]):
+        parts = parse("hermes", "Wait<c>{</c>!", sizes=sizes, prompt="<a>", response_template=own)
+        assert "".join(part.text for part in parts).replace("<c>", "") == "Wait{</c>!"
+
+
+def test_model_that_shows_no_format_calls_nothing() -> None:
+    assert MessageFormat("{{ messages }}").parser("", [WEATHER]) is None
+    assert MessageFormat(TEMPLATES["hermes"], name="none").parser("", [WEATHER]) is None
+    assert MessageFormat(TEMPLATES["hermes"]).parser("", []) is None
+    assert MessageFormat("{{ messages }}", name="hermes").parser("", [WEATHER]) is not None
+
+
+# ---- over HTTP
+
+
+def served_saying(serve: Serve, tokenizer: Tokenizer, text: str, **settings: Any) -> Served:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    settings = {"tool_call_format": "hermes"} | settings
+    return serve(lambda request: steps(request, ids, finish="length"), **settings)
+
+
+def chat(served: Served, **fields: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER]} | fields
+    return post(served.app, body, path="/v1/chat/completions")
+
+
+def stopping(served: Served, tokenizer: Tokenizer, text: str) -> Served:
+    """As above, but the model ends by itself."""
+    ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
+    served.client.play = lambda request: steps(request, ids, sizes=(3, 1, 7), finish="stop")
+    return served
+
+
+def test_answer_has_calls_in_the_shape_of_openai(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = stopping(serve(tool_call_format="hermes"), tokenizer, f"{CALL_ROME}\n{CALL_ROME}")
+    (choice,) = chat(served).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert (message["role"], message["content"]) == ("assistant", None)
+    ids = [call.pop("id") for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert (
+        message["tool_calls"]
+        == [{"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]
+        * 2
+    )
+
+
+def test_stream_has_a_chunk_for_each_call(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = stopping(serve(tool_call_format="hermes"), tokenizer, f"Hm. {CALL_ROME}{CALL_ROME}")
+    choices = [chunk["choices"][0] for chunk in chat(served, stream=True).chunks]
+    calls = [choice["delta"]["tool_calls"] for choice in choices if "tool_calls" in choice["delta"]]
+    assert [len(each) for each in calls] == [1, 1]
+    assert [call["index"] for (call,) in calls] == [0, 1]
+    assert all(call["type"] == "function" and call["id"] for (call,) in calls)
+    assert json.loads(calls[0][0]["function"]["arguments"]) == {"city": "Rome"}
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "Hm."
+    assert choices[0]["delta"]["role"] == "assistant"
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(choices) - 1) + ["tool_calls"]
+    # Nothing is sent that says nothing.
+    assert all(choice["delta"] or choice["finish_reason"] for choice in choices)
+
+
+def test_one_call_at_a_time_if_so_asked(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = stopping(serve(tool_call_format="hermes"), tokenizer, f"{CALL_ROME}\n{CALL_ROME}")
+    (choice,) = chat(served, parallel_tool_calls=False).json()["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+def test_answer_that_is_cut_off_has_its_length_as_reason(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = served_saying(serve, tokenizer, CALL_ROME)
+    assert chat(served).json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
+def test_without_tools_calls_are_text(
+    serve: Serve, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    served = stopping(serve(tool_call_format="hermes"), tokenizer, CALL_ROME)
+    (choice,) = chat(served, **fields).json()["choices"]
+    assert choice["message"]["content"] == CALL_ROME
+    assert choice["finish_reason"] == "stop"
+
+
+def test_reasoning_is_a_field_of_its_own_if_the_server_says_so(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = stopping(serve(reasoning_content=True), tokenizer, "<think>Hm.</think>Yes.")
+    message = chat(served, tools=None).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    deltas = [c["choices"][0]["delta"] for c in chat(served, tools=None, stream=True).chunks]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Hm."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
+
+
+def test_markers_that_are_special_tokens_are_seen(byte_fallback: Tokenizer) -> None:
+    assert byte_fallback.special_ids_of(("<eos>", "[TOOL_CALLS]")) == {0}
+    assert byte_fallback.special_ids_of(None) == byte_fallback.special_ids
