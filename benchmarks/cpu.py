@@ -50,7 +50,7 @@ def build(config: dict[str, Any], dtype: str) -> Engine:
             draft=draft,
             # Without a prefix cache, so that every repeat computes the same.
             cache=CacheConfig(num_pages=4096, prefix_caching=False),
-            speculation=SpeculationConfig(**config),
+            speculation=SpeculationConfig(**{"adaptive": False} | config),
         )
     )
 

@@ -34,7 +34,7 @@ def build(args: argparse.Namespace, k: int) -> Engine:
             max_model_len=4096,
             cache=CacheConfig(prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=max(args.batch), max_num_batched_tokens=8192),
-            speculation=SpeculationConfig(num_speculative_tokens=k),
+            speculation=SpeculationConfig(num_speculative_tokens=k, adaptive=False),
         )
     )
 

@@ -26,8 +26,10 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is a 64-bit key
     (0 <= seed < 2**64): every draw of the sequence is a function of it and of token positions.
     `logprobs` is the number of alternatives reported beside each emitted token (None: no logprobs),
-    taken from the target's raw logits. `num_speculative_tokens` caps this request's drafts
-    (None: the engine's k); `verification` is the rule that accepts them (None: the engine's).
+    taken from the target's raw logits. `num_speculative_tokens` is this request's own k, up to the
+    engine's (None: what pays, where the engine's k is adaptive); `verification` is the rule that
+    accepts drafts (None: the engine's). `reproducible` says that the seed was chosen to get the
+    same tokens again: k is then the engine's, whatever it costs.
     """
 
     max_tokens: int
@@ -41,6 +43,7 @@ class SamplingParams:
     logprobs: int | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
+    reproducible: bool = False
 
     @property
     def is_filtered(self) -> bool:

@@ -18,6 +18,7 @@ class ModelConfig:
 class SpeculationConfig:
     proposer: str = "draft_model"  # a name of engine.proposers.PROPOSERS
     num_speculative_tokens: int = 4  # k; 0 decodes plainly
+    adaptive: bool = True  # draft fewer, down to none, where measured cost says that it pays
     verification: Verification = "token"  # the rule of requests that name none
     ngram_min_tokens: int = 1  # shortest suffix the ngram proposer looks up
     ngram_max_tokens: int = 4  # longest suffix it tries first

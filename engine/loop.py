@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from outrider.engine.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.api import (
     EngineInfo,
     EngineStats,
@@ -48,8 +49,9 @@ class Engine:
             config.speculation.verification,
         )
         self._kv_cache = KVCacheManager(pair.num_pages, pair.page_size, config.cache.prefix_caching)
+        adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
         self.scheduler = Scheduler(
-            config.scheduler, self._kv_cache, self._slots, k, pair.max_model_len
+            config.scheduler, self._kv_cache, self._slots, k, pair.max_model_len, adaptive
         )
         self.proposer = build_proposer(proposer, config, self._slots, pair)
         self.target = Target(pair.target, self._slots)

@@ -1,10 +1,12 @@
 """Who runs in a step, for how many tokens, and with how many drafts."""
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.engine.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.api import QueueFullError, RequestOutput, TokenLogprobs
 from outrider.engine.config import SchedulerConfig
 from outrider.engine.kv_cache import KVCacheManager
@@ -66,6 +68,7 @@ class Plan:
     """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
+    start_s: float = field(default_factory=time.perf_counter)
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -96,11 +99,14 @@ class Scheduler:
         slots: Slots,
         num_speculative_tokens: int,
         max_model_len: int,
+        adaptive: AdaptiveSpeculation | None = None,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
         self._slots = slots
-        self._num_speculative_tokens = num_speculative_tokens
+        self._max_speculative_tokens = num_speculative_tokens
+        self._num_speculative_tokens = num_speculative_tokens  # of requests that leave it open
+        self._adaptive = adaptive
         self._max_model_len = max_model_len
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -123,6 +129,10 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
         prefilling = [r for r in self.running if r.num_uncomputed_tokens > 1]
+        if self._adaptive is not None:
+            if not self.running:
+                self._adaptive.expect_change()
+            self._num_speculative_tokens = self._adaptive.choose(max(1, len(decoding)))
         num_seatable = min(len(self.waiting), self._slots.num_free)
         for i, request in enumerate(decoding + prefilling):
             if budget == 0:
@@ -146,6 +156,7 @@ class Scheduler:
     def commit(self, plan: Plan, verified: Verified) -> list[RequestOutput]:
         """Advance every sequence by what the step computed and drew; free what is done."""
         self.counters.num_steps += 1
+        self._observe(plan, verified)
         outputs = []
         sampled_idx = 0
         for scheduled in plan.scheduled:
@@ -166,6 +177,20 @@ class Scheduler:
             self._kv_cache.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def _observe(self, plan: Plan, verified: Verified) -> None:
+        """Tell the choice of k what this step took, and how many drafts stood."""
+        sampled = plan.sampled
+        if self._adaptive is None or not sampled:
+            return
+        num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
+        # A few prompt tokens more hardly show in a step's time; a chunk of a long prompt does.
+        decodes = num_prefill_rows <= 2 * len(sampled)
+        self._adaptive.observe(
+            [s.num_drafts for s in sampled],
+            [len(drawn) - 1 for drawn in verified.token_ids],
+            time.perf_counter() - plan.start_s if decodes else None,
+        )
 
     def _commit_drawn(self, request: Request, verified: Verified, i: int) -> RequestOutput:
         drawn = verified.token_ids[i]
@@ -272,9 +297,14 @@ class Scheduler:
     def _num_drafts_wanted(self, request: Request) -> int:
         if not request.speculates:
             return 0
-        limit = request.params.num_speculative_tokens
-        k = self._num_speculative_tokens
-        return k if limit is None else min(k, limit)
+        k = request.params.num_speculative_tokens
+        if k is not None:
+            return min(k, self._max_speculative_tokens)
+        # Which drafts are drawn decides what `token` and `block` emit, so where the same tokens are
+        # asked for again, k must not hang on measured time.
+        params = request.params
+        pinned = params.reproducible and params.temperature > 0 and params.verification != "match"
+        return self._max_speculative_tokens if pinned else self._num_speculative_tokens
 
     def _grow(self, scheduled: ScheduledRequest) -> bool:
         request = scheduled.request

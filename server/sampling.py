@@ -44,6 +44,7 @@ def sampling_params(
         logprobs=logprobs,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
         verification=speculation.verification,
+        reproducible=fields.seed is not None,
     )
 
 

@@ -118,6 +118,11 @@ class SpeculationSettings(Section):
         le=32,
         description="Most drafts of a request in a step (k); 0 decodes plainly.",
     )
+    adaptive: bool = Field(
+        default=True,
+        description="Draft fewer, down to none, where the measured cost of a step says that it "
+        "pays. Requests with a seed of their own keep the full k, to be reproducible.",
+    )
     verification: Literal["token", "block", "match"] = Field(
         default="token",
         description="Which drafts stand. token: one by one; block: jointly, never fewer in "

@@ -70,6 +70,7 @@ def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
         speculation=SpeculationConfig(
             proposer=settings.speculation.proposer if speculates else "draft_model",
             num_speculative_tokens=settings.speculation.num_speculative_tokens * speculates,
+            adaptive=settings.speculation.adaptive,
             verification=settings.speculation.verification,
             ngram_min_tokens=settings.speculation.ngram_min_tokens,
             ngram_max_tokens=settings.speculation.ngram_max_tokens,

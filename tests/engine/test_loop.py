@@ -61,6 +61,27 @@ def test_each_sequence_keeps_its_own_k(target: Path, draft: Path, truth: list[li
     assert outputs[5][-1].num_draft_tokens > outputs[1][-1].num_draft_tokens > 0
 
 
+def test_a_measured_k_changes_nobodys_output(
+    target: Path, draft: Path, truth: list[list[int]]
+) -> None:
+    engine = Engine(engine_config(target, draft, k=5, adaptive=True))
+    for _ in range(3):
+        assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
+    drafted = engine.stats().drafted_per_position
+    assert drafted[0] > drafted[4]
+
+
+def test_a_reproducible_sequence_keeps_its_k_where_drafts_do_not_pay(
+    target: Path, draft: Path
+) -> None:
+    engine = Engine(engine_config(target, draft, k=2, adaptive=True))
+    seeded = SamplingParams(max_tokens=100, temperature=1.0, seed=7, reproducible=True)
+    outputs = run(engine, [MIXED[0]] * 3, seeded)
+    num_steps = len(outputs[0])
+    assert outputs[0][-1].num_draft_tokens >= 2 * (num_steps - 2)
+    assert tokens(outputs[0]) == tokens(outputs[1]) == tokens(outputs[2])
+
+
 def test_preemption_changes_nobodys_output(
     target: Path, draft: Path, truth: list[list[int]]
 ) -> None:

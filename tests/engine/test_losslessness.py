@@ -100,3 +100,22 @@ def test_the_joint_over_many_steps_is_the_targets(
     assert all(truth[c] > 0 for c in counts)
     stats = engine.stats()
     assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
+
+
+def test_a_k_that_follows_what_was_accepted_keeps_the_joint(
+    tiny_model: Callable[..., Path],
+) -> None:
+    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
+    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    config = engine_config(target, draft, k=3, adaptive=True, max_num_seqs=40, num_pages=1024)
+    engine = Engine(config)
+    params = SamplingParams(max_tokens=LENGTH)
+    truth = joint(target, params)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for first in range(0, 4800, 40):
+        each = [replace(params, seed=seed) for seed in range(first, first + 40)]
+        counts.update(tuple(tokens(o)) for o in run(engine, [PROMPT] * 40, each))
+    assert total_variation(truth, counts) < bound(len(truth), counts.total())
+    assert chi_squared(truth, counts) < 1
+    drafted = engine.stats().drafted_per_position
+    assert drafted[0] > drafted[2] > 0

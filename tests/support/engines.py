@@ -27,6 +27,7 @@ def engine_config(
     *,
     k: int = 4,
     proposer: str = "draft_model",
+    adaptive: bool = False,
     num_pages: int | None = 512,
     page_size: int = 4,
     prefix_caching: bool = True,
@@ -38,7 +39,9 @@ def engine_config(
         draft=ModelConfig(path=str(draft), dtype="float32") if draft else None,
         device=str(DEVICE),
         speculation=SpeculationConfig(
-            proposer=proposer if draft or proposer == "ngram" else "none", num_speculative_tokens=k
+            proposer=proposer if draft or proposer == "ngram" else "none",
+            num_speculative_tokens=k,
+            adaptive=adaptive,
         ),
         cache=CacheConfig(
             page_size_tokens=page_size, num_pages=num_pages, prefix_caching=prefix_caching

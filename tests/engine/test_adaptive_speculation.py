@@ -1,0 +1,103 @@
+"""k by measured cost, on machines whose costs and texts whose acceptance are known."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from outrider.engine.adaptive_speculation import AdaptiveSpeculation
+
+StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
+MAX_K = 5
+
+
+def decode(
+    adaptive: AdaptiveSpeculation,
+    step_s: StepTime,
+    acceptance: float,
+    *,
+    num_seqs: int = 1,
+    num_steps: int = 2000,
+    seed: int = 0,
+) -> float:
+    """Tokens a second of a sequence, over steps whose time is off by a few percent."""
+    rng = random.Random(seed)
+    num_tokens, total_s = 0, 0.0
+    for _ in range(num_steps):
+        k = adaptive.choose(num_seqs)
+        accepted = [stood(rng, k, acceptance) for _ in range(num_seqs)]
+        elapsed_s = step_s(num_seqs, k) * rng.uniform(0.97, 1.03)
+        adaptive.observe([k] * num_seqs, accepted, elapsed_s)
+        num_tokens += sum(accepted) + num_seqs
+        total_s += elapsed_s
+    return num_tokens / num_seqs / total_s
+
+
+def stood(rng: random.Random, k: int, acceptance: float) -> int:
+    for j in range(k):
+        if rng.random() >= acceptance:
+            return j
+    return k
+
+
+def best_fixed_rate(step_s: StepTime, acceptance: float, num_seqs: int) -> float:
+    return max(
+        sum(acceptance**j for j in range(k + 1)) / step_s(num_seqs, k) for k in range(MAX_K + 1)
+    )
+
+
+def memory_bound(num_seqs: int, k: int) -> float:
+    return 0.030 + 0.003 * k + 0.001 * num_seqs * (k + 1)
+
+
+def compute_bound(num_seqs: int, k: int) -> float:
+    return 0.010 + 0.004 * num_seqs * (k + 1)
+
+
+@pytest.mark.parametrize("acceptance", [0.02, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("num_seqs", [1, 6, 32])
+@pytest.mark.parametrize("step_s", [memory_bound, compute_bound])
+def test_decoding_is_nearly_as_fast_as_with_the_best_fixed_k(
+    step_s: StepTime, num_seqs: int, acceptance: float
+) -> None:
+    rate = decode(AdaptiveSpeculation(MAX_K), step_s, acceptance, num_seqs=num_seqs)
+    assert rate > 0.93 * best_fixed_rate(step_s, acceptance, num_seqs)
+
+
+def test_nothing_is_drafted_for_long_where_no_draft_stands() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    decode(adaptive, memory_bound, 0.0)
+    chosen = [adaptive.choose(1) for _ in range(20)]
+    assert chosen == [0] * 20
+
+
+def test_drafting_resumes_when_the_text_turns_predictable() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    decode(adaptive, memory_bound, 0.0)
+    adaptive.expect_change()
+    rate = decode(adaptive, memory_bound, 0.9)
+    assert rate > 0.85 * best_fixed_rate(memory_bound, 0.9, 1)
+
+
+def test_each_batch_size_has_its_own_k() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    decode(adaptive, compute_bound, 0.6, num_seqs=64)
+    large = decode(adaptive, compute_bound, 0.6, num_seqs=64)
+    alone = decode(adaptive, compute_bound, 0.6, num_seqs=1)
+    assert large > 0.93 * best_fixed_rate(compute_bound, 0.6, 64)
+    assert alone > 0.93 * best_fixed_rate(compute_bound, 0.6, 1)
+
+
+def test_a_step_that_was_held_up_does_not_move_the_choice() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    decode(adaptive, memory_bound, 0.8)
+    k = adaptive.choose(1)
+    adaptive.observe([k], [k], 5.0)
+    assert adaptive.choose(1) == k
+
+
+def test_a_step_without_a_time_teaches_acceptance_only() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    for _ in range(50):
+        assert adaptive.choose(1) == MAX_K
+        adaptive.observe([MAX_K], [0], None)
