@@ -23,13 +23,16 @@ class InvalidRequestError(ValueError):
 class SamplingParams:
     """Sampling parameters of one sequence; an `n > 1` request submits n of them with n seeds.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is a 64-bit key
-    (0 <= seed < 2**64): every draw of the sequence is a function of it and of token positions.
-    `logprobs` is the number of alternatives reported beside each emitted token (None: no logprobs),
-    taken from the target's raw logits. `num_speculative_tokens` is this request's own k, up to the
-    engine's (None: what pays, where the engine's k is adaptive); `verification` is the rule that
-    accepts drafts (None: the engine's). `reproducible` says that the seed was chosen to get the
-    same tokens again: k is then the engine's, whatever it costs.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. What the fields from
+    `presence_penalty` to `min_tokens` do to the logits, and in which order, is told in
+    `engine.logit_edits`; an empty `allowed_token_ids` allows all, and `bad_words` are sequences of
+    token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw of the sequence is a function
+    of it and of token positions. `logprobs` is the number of alternatives reported beside each
+    emitted token (None: no logprobs), taken from the target's raw logits.
+    `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, where the
+    engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
+    `reproducible` says that the seed was chosen to get the same tokens again: k is then the
+    engine's, whatever it costs.
     """
 
     max_tokens: int
@@ -38,6 +41,13 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None

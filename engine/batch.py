@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.ragged import ragged_arange
 from outrider.engine.slots import Slots
 
 
@@ -71,10 +72,3 @@ class ForwardBatch:
             query_lens_np=query_lens_np,
             seq_lens_np=seq_lens_np,
         )
-
-
-def ragged_arange(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """Concatenation of `starts[i] + arange(lens[i])`; starts, lens: [B] -> [sum(lens)]."""
-    ends = np.cumsum(lens)
-    offsets: np.ndarray = np.repeat(starts - ends + lens, lens)
-    return offsets + np.arange(len(offsets))

@@ -45,6 +45,7 @@ class Engine:
             pair.max_model_len,
             k,
             pair.page_size,
+            pair.vocab_size,
             torch.device(config.device),
             config.speculation.verification,
         )

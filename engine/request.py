@@ -25,8 +25,10 @@ class Request:
         self.request_id = new.request_id
         self.params: SamplingParams = new.params
         self.stop_token_ids = frozenset(new.params.stop_token_ids)
+        # What min_tokens holds back; eos is among it even where it does not end the sequence.
+        self.end_token_ids = self.stop_token_ids | frozenset(eos_token_ids)
         if not new.params.ignore_eos:
-            self.stop_token_ids |= frozenset(eos_token_ids)
+            self.stop_token_ids = self.end_token_ids
         self.token_ids: list[int] = list(new.prompt_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
         self.slot: int | None = None  # seat in the device state, while running

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import Verification
+from outrider.engine.logit_edits import LogitEdits
 from outrider.engine.request import Request
 from outrider.kernels.sampling import Rule, Sampling
 
@@ -24,6 +25,7 @@ class Slots:
         max_model_len: int,
         max_drafts: int,
         page_size: int,
+        vocab_size: int,
         device: torch.device,
         verification: Verification = "token",
     ) -> None:
@@ -48,6 +50,7 @@ class Slots:
             seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
             rule=torch.full((num_slots,), int(Rule.TOKEN), dtype=torch.int32, device=device),
         )
+        self.edits = LogitEdits(self.token_ids, vocab_size)
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -66,6 +69,7 @@ class Slots:
         self.sampling.min_p[slot] = params.min_p
         self.sampling.seed[slot] = _as_int64(params.seed)
         self.sampling.rule[slot] = RULES[params.verification or self._verification]
+        self.edits.seat(request)
         self.write_pages(request, first=0)
 
     def unseat(self, request: Request) -> None:

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import TokenLogprobs
-from outrider.engine.batch import ragged_arange
+from outrider.engine.logit_edits import RequestRows
 from outrider.engine.proposers.base import Proposals
+from outrider.engine.ragged import ragged_arange
 from outrider.engine.scheduler import Plan, Verified, slots_of
 from outrider.engine.slots import Slots
 from outrider.kernels.logprobs import gather_logprobs
@@ -32,14 +33,16 @@ class Verifier:
         num_drafts_np = proposals.num_drafts_np
         max_drafts = int(num_drafts_np.max())
         cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
-        slot = torch.from_numpy(slots_of(sampled)).to(device)
+        slots_np = slots_of(sampled)
+        slot = torch.from_numpy(slots_np).to(device)
         anchors_np = np.array([s.request.num_tokens for s in sampled])
         anchor = torch.from_numpy(anchors_np).to(device)
         # [B, K + 1] where a step's tokens lie in the slots
         positions = anchor[:, None] + torch.arange(max_drafts + 1, device=device)
         distributions = proposals.distributions
+        rows = RequestRows(slots_np, cu_rows_np[:-1], num_drafts_np + 1, anchors_np)
         drawn = verify(
-            logits,
+            self._slots.edits.apply(logits, rows),
             torch.from_numpy(cu_rows_np).to(device, torch.int32),
             self._slots.token_ids[slot[:, None], positions[:, :-1]].long(),
             torch.from_numpy(num_drafts_np).to(device, torch.int32),

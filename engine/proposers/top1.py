@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import ForwardBatch
+from outrider.engine.logit_edits import RequestRows
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.proposers.base import DraftDistributions, Proposals, Proposer
 from outrider.engine.scheduler import Plan, ScheduledRequest, slots_of
@@ -95,10 +96,11 @@ class Top1Proposer(Proposer):
         slots_np = slots_of(sampled)
         anchors_np = np.array([s.request.num_tokens for s in sampled])
         num_reqs, max_drafts = len(sampled), int(num_drafts_np.max())
+        rows_np = np.flatnonzero(num_drafts_np > 0)  # batch_idx of each logits row
+        logits = self._edited(logits, slots_np[rows_np], anchors_np[rows_np])
         kept_logits = logits.new_empty(num_reqs, max_drafts, logits.shape[-1])
         state = torch.empty(num_reqs, max_drafts, STATE_WIDTH, device=device)
         filters = any(s.request.params.is_filtered for s in sampled)
-        rows_np = np.flatnonzero(num_drafts_np > 0)  # batch_idx of each logits row
         for j in range(max_drafts):
             rows = torch.from_numpy(rows_np).to(device)
             slot = torch.from_numpy(slots_np[rows_np]).to(device)
@@ -117,10 +119,16 @@ class Top1Proposer(Proposer):
             rows_np = rows_np[num_drafts_np[rows_np] > j + 1]
             if len(rows_np):
                 ones = np.ones_like(rows_np)
-                logits = self._forward(slots_np[rows_np], anchors_np[rows_np] + j, ones, ones)
+                position_np = anchors_np[rows_np] + j
+                logits = self._forward(slots_np[rows_np], position_np, ones, ones)
+                logits = self._edited(logits, slots_np[rows_np], position_np + 1)
         for scheduled, num_drafts in zip(sampled, num_drafts_np.tolist(), strict=True):
             scheduled.request.num_draft_computed_tokens += max(0, num_drafts - 1)
         return DraftDistributions(kept_logits, state)
+
+    def _edited(self, logits: Tensor, slots_np: np.ndarray, positions_np: np.ndarray) -> Tensor:
+        """As the requests of the rows want them. Shape: [N, V'], positions_np [N]."""
+        return self._slots.edits.apply(logits, RequestRows.one_each(slots_np, positions_np))
 
     def _forward(
         self,

@@ -23,7 +23,7 @@ def paged_logits(
     model: PagedModel, sequences: list[list[int]], steps: list[list[tuple[int, int]]]
 ) -> list[torch.Tensor]:
     """Run the steps, each a (start, length) range per sequence; all rows' logits of each step."""
-    slots = Slots(len(sequences), 128, 8, PAGE, DEVICE)
+    slots = Slots(len(sequences), 128, 8, PAGE, VOCAB, DEVICE)
     # Pages are dealt out of order, so that a wrong block table cannot go unnoticed.
     pages = torch.randperm(127, generator=torch.Generator().manual_seed(0)).int() + 1
     for i, token_ids in enumerate(sequences):

@@ -1,0 +1,66 @@
+"""What requests change about their logits, before temperature and filters."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.logit_edits.allowed_tokens import AllowedTokens
+from outrider.engine.logit_edits.bad_words import BadWords
+from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.logit_edits.penalties import Penalties
+from outrider.engine.logit_edits.token_bias import TokenBias
+from outrider.engine.request import Request
+
+__all__ = ["LogitEdit", "LogitEdits", "RequestRows"]
+
+
+class LogitEdits:
+    """The edits of all requests, in one order, for the rows of the draft and the target alike.
+
+    The order and the meaning are vLLM's:
+
+    1. allowed_token_ids: all others are banned (-inf).
+    2. bad_words: the last token of each is banned where it would complete the word in the output.
+    3. min_tokens: eos and stop_token_ids are banned until the output has so many tokens;
+       logit_bias is added.
+    4. repetition_penalty, over prompt and output; then frequency_penalty and presence_penalty,
+       over the output.
+
+    Each row's prefix holds the drafts before it. Temperature, top-k, top-p and min-p come after,
+    in verification. What is banned stays banned: no later edit makes -inf finite.
+    """
+
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        """token_ids: [num_slots, width] int32, the sequences in their slots."""
+        self._chain: tuple[LogitEdit, ...] = (
+            AllowedTokens(token_ids, vocab_size),
+            BadWords(token_ids, vocab_size),
+            TokenBias(token_ids, vocab_size),
+            Penalties(token_ids, vocab_size),
+        )
+        # [edits, num_slots] which of them each slot's request asks for
+        self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
+
+    def seat(self, request: Request) -> None:
+        """Take up what a request asks for; its tokens are in its slot already."""
+        for i, edit in enumerate(self._chain):
+            asked = edit.is_asked_by(request.params)
+            self._asked_np[i, request.slot] = asked
+            if asked:
+                edit.seat(request)
+
+    def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
+        """The logits as these rows' requests want them: a float32 copy, or, where none of them
+        asks for an edit, the logits themselves.
+
+        A copy, because raw logits are reported as logprobs; in float32, because bfloat16 would
+        round a small penalty on a large logit away. Shape: [N, V'] -> [N, V'].
+        """
+        asked_np = self._asked_np[:, rows.slots_np]
+        if not asked_np.any():
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        for edit, of_np in zip(self._chain, asked_np, strict=True):
+            if of_np.any():
+                edit.apply(logits, rows.take(of_np))
+        return logits

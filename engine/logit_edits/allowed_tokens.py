@@ -1,0 +1,26 @@
+"""allowed_token_ids: no token but these."""
+
+import torch
+from torch import Tensor
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.request import Request
+from outrider.kernels.bitmask import apply_bitmask, num_words, pack_bitmask
+
+
+class AllowedTokens(LogitEdit):
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
+        self._bitmask = self._table(num_words(vocab_size), dtype=torch.int32, fill=-1)
+
+    def is_asked_by(self, params: SamplingParams) -> bool:
+        return len(params.allowed_token_ids) > 0
+
+    def seat(self, request: Request) -> None:
+        allowed = torch.tensor(request.params.allowed_token_ids, device=self._device)
+        self._bitmask[request.slot] = pack_bitmask(allowed, self._vocab_size)
+
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        at = rows.on(self._device)
+        apply_bitmask(logits, at.row, self._bitmask, at.slot, self._vocab_size)

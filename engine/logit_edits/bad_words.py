@@ -1,0 +1,37 @@
+"""bad_words: token sequences that the output may not have."""
+
+import torch
+from torch import Tensor
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.request import Request
+from outrider.kernels import bad_words as kernel
+
+MAX_WORDS = 256  # a word of a text is up to two: with and without a space before it
+MAX_TOKENS = 2048  # of all words together
+
+
+class BadWords(LogitEdit):
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
+        self._state = kernel.BadWords(
+            token_ids=self._table(MAX_TOKENS, dtype=torch.int32),
+            end=self._table(MAX_WORDS, dtype=torch.int32),
+            num_words=self._table(dtype=torch.int32),
+            output_start=self._table(dtype=torch.int64),
+        )
+
+    def is_asked_by(self, params: SamplingParams) -> bool:
+        return len(params.bad_words) > 0
+
+    def seat(self, request: Request) -> None:
+        slot, words = request.slot, request.params.bad_words
+        flat = torch.tensor([token_id for word in words for token_id in word], dtype=torch.int32)
+        self._state.token_ids[slot, : len(flat)] = flat
+        self._state.end[slot, : len(words)] = torch.tensor([len(word) for word in words]).cumsum(0)
+        self._state.num_words[slot] = len(words)
+        self._state.output_start[slot] = request.num_prompt_tokens
+
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        kernel.apply_bad_words(logits, rows.on(self._device), self._state, self._token_ids)

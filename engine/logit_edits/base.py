@@ -1,0 +1,72 @@
+"""What an edit of logits is, and how it is told which rows to edit."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.ragged import ragged_arange
+from outrider.engine.request import Request
+from outrider.kernels.edit_rows import EditRows
+
+
+@dataclass(slots=True)
+class RequestRows:
+    """Rows of logits of B requests; request i has `num_rows[i]` rows, one after another, the first
+    of them for the token at `first_positions[i]`. All: [B].
+    """
+
+    slots_np: np.ndarray
+    first_rows_np: np.ndarray
+    num_rows_np: np.ndarray
+    first_positions_np: np.ndarray
+
+    @staticmethod
+    def one_each(slots_np: np.ndarray, positions_np: np.ndarray) -> "RequestRows":
+        """Row i is request i's."""
+        return RequestRows(slots_np, np.arange(len(slots_np)), np.ones_like(slots_np), positions_np)
+
+    def take(self, index_np: np.ndarray) -> "RequestRows":
+        return RequestRows(
+            self.slots_np[index_np],
+            self.first_rows_np[index_np],
+            self.num_rows_np[index_np],
+            self.first_positions_np[index_np],
+        )
+
+    def on(self, device: torch.device) -> EditRows:
+        """Row by row, as kernels take them, in one copy to the device."""
+        each = (
+            ragged_arange(self.first_rows_np, self.num_rows_np),
+            np.repeat(self.slots_np, self.num_rows_np),
+            ragged_arange(self.first_positions_np, self.num_rows_np),
+        )
+        return EditRows(*torch.from_numpy(np.stack(each)).to(device))
+
+
+class LogitEdit(ABC):
+    """One edit: its state by slot, and its kernel."""
+
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        """token_ids: [num_slots, width] int32, the sequences in their slots."""
+        self._token_ids = token_ids
+        self._vocab_size = vocab_size
+        self._device = token_ids.device
+
+    def _table(self, *shape: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
+        """State by slot. Shape: [num_slots, *shape]."""
+        return torch.full((len(self._token_ids), *shape), fill, dtype=dtype, device=self._device)
+
+    @abstractmethod
+    def is_asked_by(self, params: SamplingParams) -> bool: ...
+
+    @abstractmethod
+    def seat(self, request: Request) -> None:
+        """Fill the slot of a request that asks for this edit, also when it comes back to one."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        """Edit the rows of requests that ask for this edit, in place; logits: [N, V'] float32."""

@@ -1,0 +1,66 @@
+"""repetition_penalty, frequency_penalty, presence_penalty."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.ragged import ragged_arange
+from outrider.engine.request import Request
+from outrider.kernels import penalties as kernel
+
+
+class Penalties(LogitEdit):
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
+        self._state = kernel.Penalties(
+            repetition=self._table(dtype=torch.float32, fill=1),
+            frequency=self._table(dtype=torch.float32),
+            presence=self._table(dtype=torch.float32),
+            seen=self._table(vocab_size, dtype=torch.int32),
+            num_counted=self._table(dtype=torch.int64),
+        )
+        self._requests: dict[int, Request] = {}  # by slot
+        self._num_counted_np = np.zeros(len(token_ids), dtype=np.int64)
+
+    def is_asked_by(self, params: SamplingParams) -> bool:
+        return (
+            params.repetition_penalty != 1
+            or params.frequency_penalty != 0
+            or params.presence_penalty != 0
+        )
+
+    def seat(self, request: Request) -> None:
+        slot, num_prompt_tokens = request.slot, request.num_prompt_tokens
+        assert slot is not None
+        self._requests[slot] = request
+        self._state.repetition[slot] = request.params.repetition_penalty
+        self._state.frequency[slot] = request.params.frequency_penalty
+        self._state.presence[slot] = request.params.presence_penalty
+        seen = self._state.seen[slot]
+        seen.zero_()
+        seen[self._token_ids[slot, :num_prompt_tokens].long()] = 1
+        self._state.num_counted[slot] = self._num_counted_np[slot] = num_prompt_tokens
+        self._count(np.array([slot]))
+
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        self._count(rows.slots_np)
+        kernel.apply_penalties(logits, rows.on(self._device), self._state, self._token_ids)
+
+    def _count(self, slots_np: np.ndarray) -> None:
+        """Bring the tables up to date with the known tokens, so that rows have little to add."""
+        known_np = np.array([self._requests[slot].num_tokens for slot in slots_np.tolist()])
+        first_np = self._num_counted_np[slots_np]
+        lens_np = known_np - first_np
+        if not lens_np.any():
+            return
+        positions_np = ragged_arange(first_np, lens_np)
+        index_np = np.stack((np.repeat(slots_np, lens_np), positions_np))
+        slot, position = torch.from_numpy(index_np).to(self._device)
+        twice = torch.full((), 2, dtype=torch.int32, device=self._device)
+        at = slot, self._token_ids[slot, position].long()
+        self._state.seen.index_put_(at, twice, accumulate=True)
+        counted = torch.from_numpy(np.stack((slots_np, known_np))).to(self._device)
+        self._state.num_counted[counted[0]] = counted[1]
+        self._num_counted_np[slots_np] = known_np

@@ -1,0 +1,39 @@
+"""logit_bias, and min_tokens, which bans what would end the sequence early."""
+
+import torch
+from torch import Tensor
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.request import Request
+from outrider.kernels import token_bias as kernel
+
+MAX_ENTRIES = 1280  # tokens of logit_bias, and of those that end a sequence, together
+
+
+class TokenBias(LogitEdit):
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
+        self._state = kernel.TokenBias(
+            token_ids=self._table(MAX_ENTRIES, dtype=torch.int32),
+            bias=self._table(MAX_ENTRIES, dtype=torch.float32),
+            banned_until=self._table(MAX_ENTRIES, dtype=torch.int64),
+            num_entries=self._table(dtype=torch.int32),
+        )
+
+    def is_asked_by(self, params: SamplingParams) -> bool:
+        return len(params.logit_bias) > 0 or params.min_tokens > 0
+
+    def seat(self, request: Request) -> None:
+        bias = request.params.logit_bias
+        ends = request.end_token_ids if request.params.min_tokens > 0 else frozenset[int]()
+        token_ids = [*bias, *(ends - bias.keys())]
+        first_end = request.num_prompt_tokens + request.params.min_tokens
+        at = request.slot, slice(len(token_ids))
+        self._state.token_ids[at] = torch.tensor(token_ids, dtype=torch.int32)
+        self._state.bias[at] = torch.tensor([bias.get(t, 0.0) for t in token_ids])
+        self._state.banned_until[at] = torch.tensor([first_end * (t in ends) for t in token_ids])
+        self._state.num_entries[request.slot] = len(token_ids)
+
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        kernel.apply_token_bias(logits, rows.on(self._device), self._state)
