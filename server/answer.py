@@ -1,5 +1,6 @@
 """From a generation to the JSON of its answer, for completions and chat alike."""
 
+import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from outrider.server.protocol import (
     APIResponse,
     GenerationResponse,
     PromptTokensDetails,
+    RequestMetrics,
     SamplingFields,
     Usage,
 )
@@ -22,6 +24,7 @@ from outrider.server.service import Service
 from outrider.server.streaming import EventStream, while_connected
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
 
 
 class Answer(ABC):
@@ -42,6 +45,10 @@ class Answer(ABC):
         self._stream = body.stream
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
+        self._include_obfuscation = body.include_obfuscation
+        asked = body.speculation.metrics
+        self._include_metrics = service.speculation_metrics if asked is None else asked
+        self._samples: list[Sample] = []
         self._ids_as_texts = body.return_tokens_as_token_ids
         self._completion_tokens = [0] * (len(prompts) * body.n)
         self._cached_tokens = [0] * len(prompts)
@@ -58,6 +65,7 @@ class Answer(ABC):
 
     async def respond(self, http: Request, samples: list[Sample]) -> Response:
         """Generate, as a stream or as a whole, for as long as the client stays."""
+        self._samples = samples
         generation = await Generation.start(self._service.client, samples, self._service.metrics)
         if self._stream:
             return EventStream(self._events(generation), close=generation.aclose)
@@ -77,11 +85,12 @@ class Answer(ABC):
                 chunk = self._answer([choice])
                 if self._include_usage:
                     chunk.usage = self._usage() if self._continuous_usage else None
-                yield chunk.to_json()
+                yield self._event(chunk)
         if self._include_usage:
             last = self._answer([])
             last.usage = self._usage()
-            yield last.to_json()
+            self._add_metrics(last)
+            yield self._event(last)
 
     async def _whole(self, generation: Generation) -> GenerationResponse:
         """The chunks of a stream, joined."""
@@ -101,7 +110,23 @@ class Answer(ABC):
             ]
         )
         whole.usage = self._usage()
+        self._add_metrics(whole)
         return whole
+
+    def _event(self, chunk: GenerationResponse) -> str:
+        if not self._include_obfuscation:
+            return chunk.to_json()
+        # All chunks of about the same size: how many tokens a step brought is nobody else's affair.
+        chunk.obfuscation = ""
+        chunk.obfuscation = _padding(-len(chunk.to_json().encode()) % OBFUSCATION_BLOCK_BYTES)
+        return chunk.to_json()
+
+    def _add_metrics(self, answer: GenerationResponse) -> None:
+        """Of requests with one sequence, which they can be told of."""
+        if self._include_metrics and len(self._samples) == 1:
+            k = self._service.engine_info.num_speculative_tokens
+            if metrics := self._samples[0].acceptance.metrics(k):
+                answer.metrics = RequestMetrics(speculative_decoding=metrics)
 
     def _next_choices(self, delta: Delta) -> Sequence[APIResponse]:
         first = delta.index not in self._begun
@@ -128,3 +153,8 @@ class Answer(ABC):
         if self._ids_as_texts:
             return f"token_id:{token_id}"
         return self._service.tokenizer.token_text(token_id)
+
+
+def _padding(num_chars: int) -> str:
+    """Random, because what is all alike would be compressed away."""
+    return secrets.token_hex(num_chars // 2 + 1)[:num_chars]

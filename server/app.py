@@ -59,6 +59,7 @@ def create_app(
         ),
         model_name=model_name,
         max_prompts_times_n=settings.max_prompts_times_n,
+        speculation_metrics=settings.speculation_metrics,
     )
     api = FastAPI(
         title="Outrider",

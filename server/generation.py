@@ -7,6 +7,7 @@ from typing import Literal
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.client import EngineClient, OutputStream
+from outrider.server.acceptance import Acceptance
 from outrider.server.detokenizer import Detokenizer, StopStrings
 from outrider.server.errors import internal_error, unavailable
 from outrider.server.metrics import Metrics
@@ -57,6 +58,7 @@ class Sample:
         self.index = index
         self.request = request
         self.finished = False
+        self.acceptance = Acceptance()
         self._options = options
         self._detokenizer = Detokenizer(
             tokenizer, request.prompt_token_ids, skipped_ids=options.skipped_ids
@@ -68,6 +70,7 @@ class Sample:
 
     def take(self, output: RequestOutput) -> Delta | None:
         """Add a step's tokens; None where they have nothing to show yet."""
+        self.acceptance.observe(output)
         shown: list[str] = []
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
         last = len(output.token_ids) - 1

@@ -89,6 +89,7 @@ class APIRequest(BaseModel):
 class StreamOptions(APIRequest):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class Speculation(APIRequest):
@@ -99,6 +100,7 @@ class Speculation(APIRequest):
     enabled: bool = True
     num_speculative_tokens: Int | None = Field(default=None, ge=0)
     verification: Verification | None = None
+    metrics: bool | None = None  # tell how many drafts were accepted; None: as the server is set
 
 
 class SamplingFields(APIRequest):
@@ -130,6 +132,10 @@ class SamplingFields(APIRequest):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_obfuscation(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_obfuscation
 
     @property
     def continuous_usage(self) -> bool:
@@ -220,6 +226,22 @@ class Usage(APIResponse):
     prompt_tokens_details: PromptTokensDetails
 
 
+class SpeculationMetrics(APIResponse):
+    """How the drafts of a sequence fared; steps without drafts are not counted."""
+
+    mean_acceptance_length: float  # tokens a step, the recovered or bonus token among them
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # [k + 1], index j: steps that accepted j drafts
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # k
+
+
+class RequestMetrics(APIResponse):
+    speculative_decoding: SpeculationMetrics
+
+
 class GenerationResponse(APIResponse):
     """A whole answer, or one chunk of a stream."""
 
@@ -229,6 +251,8 @@ class GenerationResponse(APIResponse):
     model: str
     choices: list[Any]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
+    obfuscation: str | None = None
 
 
 class CompletionLogprobs(APIResponse):

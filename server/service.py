@@ -30,6 +30,7 @@ class Service:
     message_format: MessageFormat
     model_name: str
     max_prompts_times_n: int
+    speculation_metrics: bool
 
     @property
     def engine_info(self) -> EngineInfo:

@@ -48,6 +48,11 @@ class ServerSettings(Section):
         description="Give what chat answers say between <think> and </think> apart, as "
         "reasoning_content.",
     )
+    speculation_metrics: bool = Field(
+        default=False,
+        description="Tell in answers how many drafts were accepted (metrics.speculative_decoding), "
+        "unless a request says otherwise (speculation.metrics).",
+    )
     shutdown_timeout_s: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish at shutdown."
     )

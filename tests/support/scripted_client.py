@@ -121,16 +121,19 @@ def steps(
     sizes: Iterable[int] = (),
     finish: str = "length",
     cached_tokens: int = 0,
+    num_drafts: int = 0,
 ) -> list[RequestOutput]:
     """Outputs that bring `token_ids` in steps of these sizes, one by one once those are used up.
 
-    Logprobs follow from the token ids, so that any two ways of asking agree.
+    Each step had `num_drafts` drafts, and accepted all its tokens but one. Logprobs follow from the
+    token ids, so that any two ways of asking agree.
     """
     outputs = []
-    left, done = iter(sizes), 0
+    left, done, num_steps = iter(sizes), 0, 0
     while done < len(token_ids):
         ids = list(token_ids[done : done + next(left, 1)])
         done += len(ids)
+        num_steps += 1
         last = done == len(token_ids)
         outputs.append(
             RequestOutput(
@@ -140,6 +143,8 @@ def steps(
                 finish_reason=finish if last else None,  # type: ignore[arg-type]
                 stop_token_id=ids[-1] if last and finish == "stop" else None,
                 num_cached_tokens=cached_tokens,
+                num_draft_tokens=num_drafts * num_steps,
+                num_accepted_tokens=done - num_steps if num_drafts else 0,
             )
         )
     return outputs

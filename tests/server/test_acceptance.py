@@ -1,0 +1,65 @@
+"""What answers tell of their drafts, for those who ask."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi import post
+from scripted_client import steps
+from served import Served
+
+Serve = Callable[..., Served]
+ASK = {"prompt": "Hi", "speculation": {"metrics": True}}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def play(request: Any) -> Any:
+    return steps(request, [70] * 9, sizes=(3, 1, 5), num_drafts=4)
+
+
+def test_metrics_have_the_shape_of_vllm_and_add_up(serve: Serve) -> None:
+    metrics = post(serve(play).app, ASK).json()["metrics"]["speculative_decoding"]
+    assert metrics == {
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [1, 0, 1, 0, 1],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 12,
+        "num_spec_tokens": 4,
+    }
+
+
+def test_stream_tells_them_with_its_usage(serve: Serve) -> None:
+    served = serve(play)
+    *chunks, last = post(served.app, ASK | STREAM).chunks
+    assert last["metrics"] == post(served.app, ASK).json()["metrics"]
+    assert all("metrics" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"speculation": {}}, {"n": 2}, {"prompt": ["a", "b"]}, {"speculation": None}]
+)
+def test_nothing_is_told_unasked_or_of_several_sequences(serve: Serve, fields: Any) -> None:
+    assert "metrics" not in post(serve(play).app, ASK | fields).json()
+
+
+def test_nothing_is_told_where_nothing_was_drafted(serve: Serve) -> None:
+    assert "metrics" not in post(serve().app, ASK).json()
+
+
+def test_server_can_tell_them_unless_declined(serve: Serve) -> None:
+    served = serve(play, speculation_metrics=True)
+    assert "metrics" in post(served.app, {"prompt": "Hi"}).json()
+    decline = {"prompt": "Hi", "speculation": {"metrics": False}}
+    assert "metrics" not in post(served.app, decline).json()
+
+
+def test_obfuscated_events_do_not_show_how_many_tokens_a_step_brought(serve: Serve) -> None:
+    served = serve(play)
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    *events, _ = post(served.app, ASK | options).events
+    assert len({len(event) % 256 for event in events}) == 1
+    chunks = post(served.app, ASK | options).chunks
+    assert len({chunk["obfuscation"] for chunk in chunks}) == len(chunks)
+    assert "obfuscation" not in post(served.app, ASK | {"stream": True}).chunks[0]
