@@ -63,11 +63,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """One sequence to decode."""
+    """One sequence to decode.
+
+    Of two that wait, the one of the lower `priority` is seated first, then the older; pages are
+    taken back the other way round. Only sequences of the same `cache_salt` share cached pages.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,23 @@ class KVCacheManager:
                 request.num_draft_computed_tokens += self.page_size
         return request.num_computed_tokens
 
+    def prefix_is_coming(self, request: Request, prefilling: list[Request]) -> bool:
+        """Whether one of these is about to compute a page that the request could share."""
+        if not self.prefix_caching:
+            return False
+        num_pages = (request.num_tokens - 1) // self.page_size
+        request.extend_page_hashes(num_pages, self._hash_page)
+        for other in prefilling:
+            i = other.num_computed_tokens // self.page_size
+            # Hashes are chained: equal ones have all the pages before them in common.
+            if (
+                i < min(num_pages, len(other.page_hashes))
+                and request.page_hashes[i] == other.page_hashes[i]
+                and request.page_hashes[i] not in self._page_of_hash
+            ):
+                return True
+        return False
+
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Grow to pages for the first `num_tokens` positions; False, and no change, if too few."""
         num_new = self.pages_for(num_tokens) - len(request.pages)

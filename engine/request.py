@@ -1,5 +1,6 @@
 """The host's view of one sequence, from submission to its last token."""
 
+import hashlib
 from collections.abc import Callable
 
 from outrider.engine.api import (
@@ -31,12 +32,14 @@ class Request:
             self.stop_token_ids = self.end_token_ids
         self.token_ids: list[int] = list(new.prompt_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
+        self.turn = (new.priority, 0)  # who comes first; the scheduler adds the order of arrival
         self.slot: int | None = None  # seat in the device state, while running
 
         self.pages: list[int] = []
         self.num_computed_tokens = 0
         self.num_draft_computed_tokens = 0
         self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
+        self._first_parent_hash = _salt_hash(new.cache_salt)
         self.num_recorded_pages = 0  # leading pages already offered to the prefix cache
         self.num_recorded_draft_pages = 0
         self._page_size = page_size
@@ -84,7 +87,7 @@ class Request:
     ) -> None:
         """Hash the leading full pages up to `num_pages`, each chained to the one before it."""
         for i in range(len(self.page_hashes), num_pages):
-            parent = self.page_hashes[-1] if self.page_hashes else b""
+            parent = self.page_hashes[-1] if self.page_hashes else self._first_parent_hash
             page_tokens = self.token_ids[i * self._page_size : (i + 1) * self._page_size]
             self.page_hashes.append(hash_page(parent, page_tokens))
 
@@ -93,3 +96,10 @@ class Request:
         self.pages.clear()
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.num_recorded_pages = self.num_recorded_draft_pages = 0
+
+
+def _salt_hash(cache_salt: str) -> bytes:
+    """Nothing without a salt; else as long as a page's hash, and never equal to one."""
+    if not cache_salt:
+        return b""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()

@@ -1,8 +1,10 @@
 """Who runs in a step, for how many tokens, and with how many drafts."""
 
 import time
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from outrider.engine.config import SchedulerConfig
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.request import Request
 from outrider.engine.slots import Slots
+
+_TURN = attrgetter("turn")
 
 
 @dataclass(slots=True)
@@ -85,11 +89,12 @@ def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
 
 
 class Scheduler:
-    """First come, first served, under a token budget a step and a page budget overall.
+    """By priority, then first come, first served, under a token budget a step and a page budget.
 
     Sequences that decode go before those still in prefill, so that a long prompt, taken in chunks,
-    delays nobody's next token. When pages run out, the youngest running sequence gives its pages up
-    and is computed again later.
+    delays nobody's next token. A sequence waits while a prefix that it can share is being computed,
+    so that samples of one prompt compute it once, also when they come together. When pages run out,
+    the last in turn of the running sequences gives its pages up and is computed again later.
     """
 
     def __init__(
@@ -108,8 +113,9 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens  # of requests that leave it open
         self._adaptive = adaptive
         self._max_model_len = max_model_len
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        self.waiting: list[Request] = []  # the next first
+        self.running: list[Request] = []
+        self._arrivals = count()
         self.counters = Counters(num_speculative_tokens)
 
     def add(self, requests: list[Request]) -> None:
@@ -121,7 +127,9 @@ class Scheduler:
                 f"the queue is full: {len(self.running)} sequences run, {len(self.waiting)} wait; "
                 f"{len(requests)} more do not fit into {seats} places"
             )
-        self.waiting.extend(requests)
+        for request in requests:
+            request.turn = (request.turn[0], next(self._arrivals))
+            insort(self.waiting, request, key=_TURN)
 
     def schedule(self) -> Plan:
         """Choose this step's sequences and make sure that each has the pages it needs."""
@@ -145,11 +153,17 @@ class Scheduler:
             if scheduled := self._schedule_running(request, available, plan):
                 plan.scheduled.append(scheduled)
                 budget -= scheduled.num_new_tokens + scheduled.num_drafts
-        while self.waiting and budget > 0 and self._slots.num_free > 0:
-            scheduled = self._admit(self.waiting[0], budget)
+        prefilling = [r for r in prefilling if r.slot is not None]
+        for request in self.waiting[: self._slots.num_free]:
+            if budget == 0:
+                break
+            if self._kv_cache.prefix_is_coming(request, prefilling):
+                continue
+            scheduled = self._admit(request, budget)
             if scheduled is None:
                 break
             plan.scheduled.append(scheduled)
+            prefilling.append(request)
             budget -= scheduled.num_new_tokens + scheduled.num_drafts
         return plan
 
@@ -254,14 +268,14 @@ class Scheduler:
             if scheduled.num_drafts:
                 scheduled.num_drafts = 0  # drafts are never worth a neighbour's pages
                 continue
-            victim = self.running[-1]
+            victim = max(self.running, key=_TURN)
             self._preempt(victim, plan)
             if victim is request:
                 return None
         return scheduled
 
     def _admit(self, request: Request, budget: int) -> ScheduledRequest | None:
-        """Seat the head of the queue if pages for all its known tokens are there."""
+        """Seat a waiting sequence if pages for all its known tokens are there."""
         kv_cache = self._kv_cache
         num_cached_tokens = kv_cache.attach_prefix(request)
         missing = kv_cache.pages_for(request.num_tokens + 1) - len(request.pages)
@@ -272,7 +286,7 @@ class Scheduler:
             request.num_cached_tokens = num_cached_tokens
             self.counters.num_cached_tokens += num_cached_tokens
             self.counters.num_prompt_tokens += request.num_prompt_tokens
-        self.waiting.popleft()
+        self.waiting.remove(request)
         self.running.append(request)
         self._slots.seat(request)
         scheduled = self._share(request, budget)
@@ -320,5 +334,5 @@ class Scheduler:
         self.running.remove(request)
         self._slots.unseat(request)
         self._kv_cache.release(request)
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_TURN)
         self.counters.num_preemptions += 1

@@ -11,9 +11,12 @@ from outrider.engine.request import Request
 PAGE = 4
 
 
-def request(token_ids: list[int]) -> Request:
+def request(token_ids: list[int], cache_salt: str = "") -> Request:
     new = NewRequest(
-        request_id="r", prompt_token_ids=token_ids, params=SamplingParams(max_tokens=1)
+        request_id="r",
+        prompt_token_ids=token_ids,
+        params=SamplingParams(max_tokens=1),
+        cache_salt=cache_salt,
     )
     return Request(new, PAGE)
 
@@ -48,6 +51,38 @@ def test_the_same_page_behind_another_prefix_is_another_page() -> None:
     compute(cache, request([1, 2, 3, 4, 9, 9, 9, 9, 0]))
     other = request([5, 6, 7, 8, 9, 9, 9, 9, 0])
     assert cache.attach_prefix(other) == 0
+
+
+def test_pages_are_shared_only_under_the_same_salt() -> None:
+    cache = KVCacheManager(num_pages=20, page_size=PAGE)
+    for salt in ("", "a", "b"):
+        compute(cache, request(list(range(8)), salt))
+    pages = []
+    for salt in ("", "a", "b"):
+        again = request(list(range(8)), salt)
+        assert cache.attach_prefix(again) == 4
+        pages += again.pages
+    assert len(set(pages)) == 3
+    assert cache.attach_prefix(request(list(range(8)), "c")) == 0
+
+
+def test_a_prefix_is_coming_while_another_computes_the_next_page_of_it() -> None:
+    cache = KVCacheManager(num_pages=20, page_size=PAGE)
+    other = request(list(range(13)))
+    assert cache.attach_prefix(other) == 0
+    assert cache.allocate(other, 13)
+    same, diverging = request(list(range(13))), request([*range(5), 77, 78, 79, 80])
+    salted = request(list(range(13)), "a")
+    assert cache.prefix_is_coming(same, [other])
+    assert cache.prefix_is_coming(diverging, [other])
+    assert not cache.prefix_is_coming(salted, [other])
+    other.num_computed_tokens = 5  # in two chunks
+    cache.record_computed(other)
+    assert cache.prefix_is_coming(same, [other])
+    assert not cache.prefix_is_coming(diverging, [other])
+    other.num_computed_tokens = 13
+    cache.record_computed(other)
+    assert not cache.prefix_is_coming(same, [other])
 
 
 def test_pages_without_draft_kv_are_found_but_leave_the_draft_to_catch_up() -> None:

@@ -105,6 +105,68 @@ def test_prefix_hits_change_nobodys_output(
     assert again[4][-1].num_cached_tokens >= 80
 
 
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_samples_that_come_together_compute_their_prompt_once(
+    target: Path, draft: Path, chunk: int
+) -> None:
+    params = [SamplingParams(max_tokens=8, seed=i) for i in range(4)]
+    alone = [tokens(run(Engine(engine_config(target, draft)), [MIXED[1]], [p])[0]) for p in params]
+    engine = Engine(engine_config(target, draft, max_num_batched_tokens=chunk))
+    outputs = run(engine, [MIXED[1]] * 4, params)
+    assert [tokens(o) for o in outputs] == alone
+    assert [o[-1].num_cached_tokens for o in outputs] == [0, 36, 36, 36]
+
+
+def test_whoever_computes_a_shared_prefix_may_go_away(target: Path, draft: Path) -> None:
+    engine = Engine(engine_config(target, draft, max_num_batched_tokens=16))
+    [alone] = run(engine, [MIXED[4]], GREEDY)
+    engine = Engine(engine_config(target, draft, max_num_batched_tokens=16))
+    engine.submit(
+        [NewRequest(request_id=i, prompt_token_ids=MIXED[4], params=GREEDY) for i in "abc"]
+    )
+    engine.step()
+    engine.step()
+    assert engine.stats().num_running == 1
+    engine.abort(["a"])
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert tokens([o for o in outputs if o.request_id == "b"]) == tokens(alone)
+    assert next(o.num_cached_tokens for o in outputs if o.request_id == "b") == 32
+    engine.check_integrity()
+
+
+def test_sequences_are_seated_by_priority_and_then_by_arrival(target: Path) -> None:
+    engine = Engine(engine_config(target, max_num_seqs=1))
+    engine.submit(
+        [
+            NewRequest(request_id=str(i), prompt_token_ids=[i], params=GREEDY, priority=priority)
+            for i, priority in enumerate([3, 0, 3, -1])
+        ]
+    )
+    finished = []
+    while engine.has_work():
+        finished += [o.request_id for o in engine.step() if o.finish_reason]
+    assert finished == ["3", "1", "0", "2"]
+
+
+def test_pages_are_taken_back_from_the_lowest_priority(target: Path) -> None:
+    config = engine_config(target, num_pages=21, prefix_caching=False)  # 80 tokens
+    engine = Engine(replace(config, max_model_len=80))
+    engine.submit(
+        [
+            NewRequest(request_id=str(i), prompt_token_ids=p, params=GREEDY, priority=-i)
+            for i, p in enumerate(prompts([25, 24, 26], VOCAB))
+        ]
+    )
+    finished = []
+    while engine.has_work():
+        finished += [o.request_id for o in engine.step() if o.finish_reason]
+    assert engine.stats().preemptions > 0
+    assert finished == ["2", "1", "0"]
+    engine.check_integrity()
+
+
 def test_a_prompt_in_chunks_delays_nobody_and_changes_nothing(
     target: Path, draft: Path, truth: list[list[int]]
 ) -> None:
