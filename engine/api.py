@@ -28,7 +28,8 @@ class SamplingParams:
     `engine.logit_edits`; an empty `allowed_token_ids` allows all, and `bad_words` are sequences of
     token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw of the sequence is a function
     of it and of token positions. `logprobs` is the number of alternatives reported beside each
-    emitted token (None: no logprobs), taken from the target's raw logits.
+    emitted token (None: no logprobs), taken from the target's raw logits; `prompt_logprobs` is the
+    same for the prompt's tokens, and `max_tokens` may then be 0.
     `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, where the
     engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
     `reproducible` says that the seed was chosen to get the same tokens again: k is then the
@@ -51,6 +52,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
     reproducible: bool = False
@@ -78,18 +80,22 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw logprobs of one emitted token: its own, and the best alternatives, best first.
+    """Raw logprobs of one token: its own, and the best alternatives, best first.
 
-    Where the chosen token is among `top`, its entry is the same float as `logprob`.
+    Where the token itself is among `top`, its entry is the same float as `logprob`.
     """
 
     logprob: float
     top: list[tuple[int, float]]
+    rank: int | None = None  # of prompt tokens: 1 is the most likely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """New tokens of one sequence; `finish_reason` is set on its last output.
+
+    `prompt_logprobs` are those of the prompt's tokens that this step scored, from the second token
+    on and in order; all of them come before or with the first new token.
 
     A token that stopped the sequence (eos or a stop id) is the last of `token_ids`, and
     `stop_token_id` names it. `error` says why a sequence finished with reason "error".
@@ -98,6 +104,7 @@ class RequestOutput:
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

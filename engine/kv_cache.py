@@ -44,13 +44,13 @@ class KVCacheManager:
     def attach_prefix(self, request: Request) -> int:
         """Share every cached page of the request's leading tokens; returns the tokens found.
 
-        At least one token is left to compute, because its logits are wanted.
+        Tokens whose logits are wanted are left to compute: the last one at least.
         """
         if not self.prefix_caching:
             return 0
         request.extend_page_hashes((request.num_tokens - 1) // self.page_size, self._hash_page)
         draft_is_valid = True
-        for page_hash in request.page_hashes[: (request.num_tokens - 1) // self.page_size]:
+        for page_hash in request.page_hashes[: request.num_reusable_tokens // self.page_size]:
             page = self._page_of_hash.get(page_hash)
             if page is None:
                 break
@@ -66,7 +66,7 @@ class KVCacheManager:
         """Whether one of these is about to compute a page that the request could share."""
         if not self.prefix_caching:
             return False
-        num_pages = (request.num_tokens - 1) // self.page_size
+        num_pages = request.num_reusable_tokens // self.page_size
         request.extend_page_hashes(num_pages, self._hash_page)
         for other in prefilling:
             i = other.num_computed_tokens // self.page_size

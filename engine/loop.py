@@ -55,7 +55,7 @@ class Engine:
             config.scheduler, self._kv_cache, self._slots, k, pair.max_model_len, adaptive
         )
         self.proposer = build_proposer(proposer, config, self._slots, pair)
-        self.target = Target(pair.target, self._slots)
+        self.target = Target(pair.target, self._slots, pair.vocab_size)
         self.verifier = Verifier(self._slots, pair.vocab_size)
 
         self._eos_token_ids = config.eos_token_ids

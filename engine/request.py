@@ -37,6 +37,9 @@ class Request:
 
         self.pages: list[int] = []
         self.num_computed_tokens = 0
+        # Leading tokens whose logits have told, or need not tell, what followed them in the prompt.
+        scores_prompt = new.params.prompt_logprobs is not None
+        self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
         self.num_draft_computed_tokens = 0
         self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
         self._first_parent_hash = _salt_hash(new.cache_salt)
@@ -63,10 +66,18 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens whose KV is all that is wanted of them, so that a cache may bring it."""
+        if self.num_scored_tokens < self.num_prompt_tokens - 1:
+            return self.num_scored_tokens
+        return len(self.token_ids) - 1
+
     def output(
         self,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> RequestOutput:
         """What to tell the client of these new tokens, and of how the sequence stands."""
@@ -74,6 +85,7 @@ class Request:
             request_id=self.request_id,
             token_ids=token_ids,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=self.finish_reason,
             stop_token_id=self.stop_token_id,
             error=error,

@@ -4,6 +4,7 @@ import time
 from bisect import insort
 from dataclasses import dataclass, field
 from itertools import count
+from math import isnan
 from operator import attrgetter
 
 import numpy as np
@@ -14,6 +15,10 @@ from outrider.engine.config import SchedulerConfig
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.request import Request
 from outrider.engine.slots import Slots
+
+# Rows of a step that may go through the LM head for prompt logprobs: a whole chunk's logits would
+# take 150,000 numbers a token.
+MAX_PROMPT_LOGITS = 512
 
 _TURN = attrgetter("turn")
 
@@ -55,6 +60,8 @@ class ScheduledRequest:
     request: Request
     num_new_tokens: int  # known tokens that the target computes
     num_drafts: int  # at most this many proposals are scored behind them
+    # Of the prompt tokens that this step scores; the target's part of the step fills it.
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def end(self) -> int:
@@ -65,6 +72,17 @@ class ScheduledRequest:
     def samples(self) -> bool:
         """Whether the step reaches the last known token, so that new ones are drawn."""
         return self.end == self.request.num_tokens
+
+    @property
+    def has_nan(self) -> bool:
+        return any(isnan(entry.logprob) for entry in self.prompt_logprobs or ())
+
+    @property
+    def num_prompt_logits(self) -> int:
+        """Rows, the last ones of the prompt's, that tell the next prompt token's logprob."""
+        request = self.request
+        first = max(request.num_computed_tokens, request.num_scored_tokens)
+        return max(0, min(self.end, request.num_prompt_tokens - 1) - first)
 
 
 @dataclass(slots=True)
@@ -81,6 +99,10 @@ class Plan:
     def sampled(self) -> list[ScheduledRequest]:
         """The sequences that draw tokens in this step, in batch order."""
         return [s for s in self.scheduled if s.samples]
+
+    @property
+    def num_prompt_logits(self) -> int:
+        return sum(s.num_prompt_logits for s in self.scheduled)
 
 
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
@@ -157,9 +179,9 @@ class Scheduler:
         for request in self.waiting[: self._slots.num_free]:
             if budget == 0:
                 break
-            if self._kv_cache.prefix_is_coming(request, prefilling):
+            if self._should_wait(request, prefilling, plan):
                 continue
-            scheduled = self._admit(request, budget)
+            scheduled = self._admit(request, budget, plan)
             if scheduled is None:
                 break
             plan.scheduled.append(scheduled)
@@ -174,13 +196,11 @@ class Scheduler:
         outputs = []
         sampled_idx = 0
         for scheduled in plan.scheduled:
-            request = scheduled.request
             if scheduled.samples:
-                outputs.append(self._commit_drawn(request, verified, sampled_idx))
+                outputs.append(self._commit_drawn(scheduled, verified, sampled_idx))
                 sampled_idx += 1
-            else:
-                request.num_computed_tokens = scheduled.end
-                self._kv_cache.record_computed(request)
+            elif output := self._commit_chunk(scheduled):
+                outputs.append(output)
         return outputs
 
     def finish(self, request: Request) -> None:
@@ -206,10 +226,24 @@ class Scheduler:
             time.perf_counter() - plan.start_s if decodes else None,
         )
 
-    def _commit_drawn(self, request: Request, verified: Verified, i: int) -> RequestOutput:
+    def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
+        request = scheduled.request
+        if scheduled.has_nan:
+            return self._commit_bad(request, num_drafts=0)
+        request.num_computed_tokens = scheduled.end
+        self._kv_cache.record_computed(request)
+        if scheduled.prompt_logprobs is None:
+            return None
+        request.num_scored_tokens = request.num_computed_tokens
+        return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
+
+    def _commit_drawn(
+        self, scheduled: ScheduledRequest, verified: Verified, i: int
+    ) -> RequestOutput:
+        request = scheduled.request
         drawn = verified.token_ids[i]
         num_drafts, num_accepted = verified.num_drafts[i], len(drawn) - 1
-        if verified.is_bad[i]:
+        if verified.is_bad[i] or scheduled.has_nan:
             return self._commit_bad(request, num_drafts)
         self.counters.count_drafts(num_drafts, num_accepted)
         request.num_draft_tokens += num_drafts
@@ -217,6 +251,7 @@ class Scheduler:
         # KV is right for all known tokens and the accepted drafts; behind them it is overwritten.
         num_valid = request.num_tokens + num_accepted
 
+        request.num_scored_tokens = request.num_prompt_tokens
         kept = self._until_stop(request, drawn)
         request.token_ids.extend(kept)
         self.counters.num_generation_tokens += len(kept)
@@ -226,7 +261,11 @@ class Scheduler:
         self._kv_cache.record_computed(request)
 
         logprobs = verified.logprobs[i]
-        output = request.output(kept, logprobs[: len(kept)] if logprobs is not None else None)
+        output = request.output(
+            kept,
+            logprobs[: len(kept)] if logprobs is not None else None,
+            scheduled.prompt_logprobs,
+        )
         if request.finish_reason is not None:
             self.finish(request)
         return output
@@ -263,7 +302,9 @@ class Scheduler:
     def _schedule_running(
         self, request: Request, budget: int, plan: Plan
     ) -> ScheduledRequest | None:
-        scheduled = self._share(request, budget)
+        scheduled = self._share(request, budget, plan)
+        if scheduled.num_new_tokens == 0:
+            return None
         while not self._grow(scheduled):
             if scheduled.num_drafts:
                 scheduled.num_drafts = 0  # drafts are never worth a neighbour's pages
@@ -274,7 +315,14 @@ class Scheduler:
                 return None
         return scheduled
 
-    def _admit(self, request: Request, budget: int) -> ScheduledRequest | None:
+    def _should_wait(self, request: Request, prefilling: list[Request], plan: Plan) -> bool:
+        """Whether a later step serves the request better, however much room this one has."""
+        scores_prompt = request.params.prompt_logprobs is not None
+        if scores_prompt and plan.num_prompt_logits >= MAX_PROMPT_LOGITS:
+            return True
+        return self._kv_cache.prefix_is_coming(request, prefilling)
+
+    def _admit(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest | None:
         """Seat a waiting sequence if pages for all its known tokens are there."""
         kv_cache = self._kv_cache
         num_cached_tokens = kv_cache.attach_prefix(request)
@@ -289,15 +337,20 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         self._slots.seat(request)
-        scheduled = self._share(request, budget)
+        scheduled = self._share(request, budget, plan)
         if not self._grow(scheduled):
             scheduled.num_drafts = 0
             self._grow(scheduled)
         return scheduled
 
-    def _share(self, request: Request, budget: int) -> ScheduledRequest:
+    def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = min(request.num_uncomputed_tokens, budget)
         scheduled = ScheduledRequest(request, num_new, num_drafts=0)
+        if scheduled.num_prompt_logits:
+            num_left = MAX_PROMPT_LOGITS - plan.num_prompt_logits
+            if scheduled.num_prompt_logits > num_left:
+                num_told = max(0, request.num_scored_tokens - request.num_computed_tokens)
+                num_new = scheduled.num_new_tokens = num_told + num_left
         if scheduled.samples:
             # The last token needs no draft: verification emits one more than it accepts.
             room = min(

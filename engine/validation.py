@@ -19,7 +19,8 @@ def check_request(new: NewRequest, max_model_len: int, vocab_size: int) -> None:
         )
     if not all(0 <= token_id < vocab_size for token_id in prompt):
         raise InvalidRequestError(f"prompt: token ids must lie in 0..{vocab_size - 1}")
-    _check("max_tokens", params.max_tokens, params.max_tokens >= 1, "at least 1")
+    least = 0 if params.prompt_logprobs is not None else 1
+    _check("max_tokens", params.max_tokens, params.max_tokens >= least, f"at least {least}")
     _check(
         "temperature",
         params.temperature,
@@ -30,9 +31,10 @@ def check_request(new: NewRequest, max_model_len: int, vocab_size: int) -> None:
     _check("top_p", params.top_p, 0 < params.top_p <= 1, "above 0, at most 1")
     _check("min_p", params.min_p, 0 <= params.min_p <= 1, "0 to 1")
     _check("seed", params.seed, 0 <= params.seed < 2**64, "an unsigned 64-bit number")
-    if params.logprobs is not None:
-        allowed = f"0 to {MAX_LOGPROBS}"
-        _check("logprobs", params.logprobs, 0 <= params.logprobs <= MAX_LOGPROBS, allowed)
+    for name in ("logprobs", "prompt_logprobs"):
+        num_top = getattr(params, name)
+        if num_top is not None:
+            _check(name, num_top, 0 <= num_top <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
     if params.num_speculative_tokens is not None:
         k = params.num_speculative_tokens
         _check("num_speculative_tokens", k, k >= 0, "at least 0")

@@ -1,0 +1,134 @@
+"""Prompt logprobs: the target's own, through chunks, prefix hits and preemption."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, prompts, run, tokens
+from tiny_models import DEVICE, VOCAB
+from transformers import AutoModelForCausalLM
+
+from outrider.engine import scheduler
+from outrider.engine.api import RequestOutput, TokenLogprobs
+from outrider.engine.loop import Engine
+
+Tiny = Callable[..., Path]
+MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
+SCORED = replace(GREEDY, prompt_logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Tiny) -> Path:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_model: Tiny) -> Path:
+    return tiny_model("llama", seed=0, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path, draft: Path) -> list[list[int]]:
+    return [tokens(o) for o in run(Engine(engine_config(target, draft)), MIXED, GREEDY)]
+
+
+def told(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
+    """What was told of the prompt, all of it no later than the first new token."""
+    begun = False
+    entries = []
+    for output in outputs:
+        assert not (begun and output.prompt_logprobs)
+        begun = begun or bool(output.token_ids)
+        entries += output.prompt_logprobs or []
+    return entries
+
+
+def assert_are_the_targets_own(target: Path, prompt: list[int], given: list[TokenLogprobs]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval().to(DEVICE)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt], device=DEVICE)).logits[0, :-1].cpu()
+    assert len(given) == len(prompt) - 1
+    for row, token_id, entry in zip(logits.log_softmax(-1), prompt[1:], given, strict=True):
+        assert entry.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        order = row.argsort(descending=True).tolist()
+        assert [t for t, _ in entry.top] == order[:3]
+        assert entry.rank == order.index(token_id) + 1
+        assert all(value == entry.logprob for t, value in entry.top if t == token_id)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_prompt_logprobs_are_the_targets_raw_ones(
+    target: Path, draft: Path, plain: list[list[int]], chunk: int
+) -> None:
+    config = engine_config(target, draft, max_num_batched_tokens=chunk)
+    outputs = run(Engine(config), MIXED, SCORED)
+    assert [tokens(o) for o in outputs] == plain
+    for prompt, each in zip(MIXED, outputs, strict=True):
+        assert_are_the_targets_own(target, prompt, told(each))
+
+
+def test_a_cached_prefix_is_scored_all_the_same(target: Path, draft: Path) -> None:
+    engine = Engine(engine_config(target, draft))
+    run(engine, [MIXED[4]], GREEDY)
+    scored, cached = run(engine, [MIXED[4]] * 2, [SCORED, GREEDY])
+    assert_are_the_targets_own(target, MIXED[4], told(scored))
+    assert scored[-1].num_cached_tokens == 0
+    assert cached[-1].num_cached_tokens == 88
+    assert tokens(scored) == tokens(cached)
+
+
+def test_rows_for_the_lm_head_are_bounded(
+    target: Path, draft: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 5)
+    engine = Engine(engine_config(target, draft))
+    rows = []
+    forward = engine.target._model.forward
+
+    def watch(batch: object) -> torch.Tensor:
+        logits = forward(batch)  # type: ignore[arg-type]
+        rows.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(engine.target._model, "forward", watch)
+    outputs = run(engine, MIXED, [SCORED, SCORED, SCORED, GREEDY, SCORED, GREEDY])
+    assert max(rows) <= 5 + 6 * 5  # the prompt's, and k + 1 for each sequence
+    assert [tokens(o) for o in outputs] == plain
+    for i in (0, 1, 2, 4):
+        assert_are_the_targets_own(target, MIXED[i], told(outputs[i]))
+
+
+def test_preemption_tells_nothing_twice(target: Path, draft: Path) -> None:
+    config = engine_config(target, draft, num_pages=31, max_num_batched_tokens=16)
+    engine = Engine(replace(config, max_model_len=120))
+    small = prompts([20, 20, 60, 50], VOCAB, seed=5)
+    outputs = run(engine, small, SCORED)
+    assert engine.stats().preemptions > 0
+    for prompt, each in zip(small, outputs, strict=True):
+        assert_are_the_targets_own(target, prompt, told(each))
+
+
+def test_a_prompt_can_be_scored_without_a_new_token(target: Path, draft: Path) -> None:
+    engine = Engine(engine_config(target, draft))
+    outputs = run(engine, MIXED, replace(SCORED, max_tokens=0))
+    for prompt, each in zip(MIXED, outputs, strict=True):
+        assert_are_the_targets_own(target, prompt, told(each))
+        assert (tokens(each), each[-1].finish_reason) == ([], "length")
+    assert engine.stats().generation_tokens == 0
+
+
+def test_a_nan_among_the_logits_of_a_prompt_fails_that_request_only(
+    tiny_model: Tiny, tmp_path: Path, draft: Path, plain: list[list[int]]
+) -> None:
+    poison = next(t for t in range(VOCAB) if t not in MIXED[1] + plain[1])
+    poisoned = AutoModelForCausalLM.from_pretrained(tiny_model("llama", seed=0))
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[poison] = float("nan")
+    poisoned.save_pretrained(tmp_path)
+    engine = Engine(engine_config(tmp_path, draft, max_num_batched_tokens=8))
+    bad, good = run(engine, [[1, poison, *MIXED[1]], MIXED[1]], SCORED)
+    assert bad[-1].finish_reason == "error"
+    assert not told(bad)
+    assert tokens(good) == plain[1]
