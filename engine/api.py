@@ -7,6 +7,9 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.sampling.Rule, by name
 
+# Beyond it, and below its inverse, a penalised logit could leave the range of float32.
+MAX_REPETITION_PENALTY = 1e6
+
 # (stage, done, total): `total` 0 while it is not known; done == total > 0 ends the stage.
 ReportProgress = Callable[[str, int, int], None]
 

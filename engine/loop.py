@@ -97,7 +97,7 @@ class Engine:
         if len(ids) < len(requests) or not ids.isdisjoint(self._requests):
             raise InvalidRequestError("request_id: it is in use already")
         for new in requests:
-            check_request(new, self.info.max_model_len, self.info.vocab_size)
+            check_request(new, self.info.max_model_len, self.info.vocab_size, self._eos_token_ids)
         queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
         self.scheduler.add(queued)
         self._requests.update((request.request_id, request) for request in queued)

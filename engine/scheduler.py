@@ -280,7 +280,11 @@ class Scheduler:
             )
             return request.output([])
         request.finish_reason = "error"
-        output = request.output([], error="the target produced no finite logits for this sequence")
+        output = request.output(
+            [],
+            error="the target produced no finite logits for this sequence, or the request's own "
+            "logit edits left it no token to go on with",
+        )
         self.finish(request)
         return output
 

@@ -1,13 +1,22 @@
 """What the engine refuses before anything is allocated. The loop never meets a bad request."""
 
 import math
+from collections.abc import Iterable
 
-from outrider.engine.api import InvalidRequestError, NewRequest
+from outrider.engine.api import (
+    MAX_REPETITION_PENALTY,
+    InvalidRequestError,
+    NewRequest,
+    SamplingParams,
+)
+from outrider.engine.logit_edits import bad_words, token_bias
 
 MAX_LOGPROBS = 128
 
 
-def check_request(new: NewRequest, max_model_len: int, vocab_size: int) -> None:
+def check_request(
+    new: NewRequest, max_model_len: int, vocab_size: int, eos_token_ids: tuple[int, ...] = ()
+) -> None:
     """Raise InvalidRequestError naming the field, what was given and what is allowed."""
     prompt, params = new.prompt_token_ids, new.params
     if not prompt:
@@ -17,8 +26,7 @@ def check_request(new: NewRequest, max_model_len: int, vocab_size: int) -> None:
             f"prompt: {len(prompt)} tokens leave no room to decode; "
             f"the context holds {max_model_len} tokens in all"
         )
-    if not all(0 <= token_id < vocab_size for token_id in prompt):
-        raise InvalidRequestError(f"prompt: token ids must lie in 0..{vocab_size - 1}")
+    _check_ids("prompt", prompt, vocab_size)
     least = 0 if params.prompt_logprobs is not None else 1
     _check("max_tokens", params.max_tokens, params.max_tokens >= least, f"at least {least}")
     _check(
@@ -38,6 +46,49 @@ def check_request(new: NewRequest, max_model_len: int, vocab_size: int) -> None:
     if params.num_speculative_tokens is not None:
         k = params.num_speculative_tokens
         _check("num_speculative_tokens", k, k >= 0, "at least 0")
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_edits(params, vocab_size, frozenset((*params.stop_token_ids, *eos_token_ids)))
+
+
+def _check_edits(params: SamplingParams, vocab_size: int, ends: frozenset[int]) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        _check(name, value := getattr(params, name), -2 <= value <= 2, "-2 to 2")
+    lowest, highest = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    repetition = params.repetition_penalty
+    allowed = f"{lowest:g} to {highest:g}"
+    _check("repetition_penalty", repetition, lowest <= repetition <= highest, allowed)
+    in_range = 0 <= params.min_tokens <= params.max_tokens
+    _check("min_tokens", params.min_tokens, in_range, f"0 to max_tokens ({params.max_tokens})")
+
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    for bias in params.logit_bias.values():
+        _check("logit_bias", bias, math.isfinite(bias), "finite")
+    num_entries, most = len(params.logit_bias) + len(ends), token_bias.MAX_ENTRIES
+    _check("logit_bias", num_entries, num_entries <= most, f"{most} tokens at most, eos among them")
+
+    _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    _check_ids("bad_words", (t for word in params.bad_words for t in word), vocab_size)
+    num_words, num_tokens = len(params.bad_words), sum(map(len, params.bad_words))
+    if not all(params.bad_words):
+        raise InvalidRequestError("bad_words: a word is empty; each needs a token at least")
+    _check("bad_words", num_words, num_words <= bad_words.MAX_WORDS, f"{bad_words.MAX_WORDS} words")
+    most = bad_words.MAX_TOKENS
+    _check("bad_words", num_tokens, num_tokens <= most, f"{most} tokens in all words together")
+
+    banned = {word[0] for word in params.bad_words if len(word) == 1}
+    if params.min_tokens > 0:
+        banned |= ends
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+        raise InvalidRequestError(
+            "allowed_token_ids: bad_words and min_tokens ban every one of them; allow another"
+        )
+    if len(banned) == vocab_size:
+        raise InvalidRequestError("bad_words: with min_tokens they ban the whole vocabulary")
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        raise InvalidRequestError(f"{name}: token ids must lie in 0..{vocab_size - 1}")
 
 
 def _check(name: str, given: float, ok: bool, allowed: str) -> None:

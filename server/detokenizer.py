@@ -68,15 +68,20 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """What may be shown now that `text` has come; after a match, nothing more."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """What may be shown now that `text` has come; after a match, nothing more.
+
+        A stop string that `text` completes counts only if it `may_stop`.
+        """
         if not self._stops or self.matched is not None:
             return text if self.matched is None else ""
+        num_held = len(self._held)
         text = self._held + text
+        # What was held completes no stop string that counts, but may begin one.
         matches = [
             (start + len(stop), start, stop)
             for stop in self._stops
-            if (start := text.find(stop)) >= 0
+            if may_stop and (start := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0
         ]
         if matches:
             end, start, self.matched = min(matches)

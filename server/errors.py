@@ -104,7 +104,8 @@ def from_exception(error: BaseException) -> APIError:
         case EngineUnavailableError():
             return unavailable(str(error))
         case InvalidRequestError():
-            return invalid_value(None, str(error))
+            field, colon, _ = str(error).partition(": ")
+            return invalid_value(field if colon and field.isidentifier() else None, str(error))
         case RequestValidationError():
             return _from_validation(error.errors())
         case HTTPException():

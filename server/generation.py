@@ -94,7 +94,8 @@ class Sample:
 
     def _match(self, text: str) -> str:
         self._num_chars += len(text)
-        return self._stops.push(text)
+        may_stop = self._num_tokens > self.request.params.min_tokens
+        return self._stops.push(text, may_stop=may_stop)
 
     def _delta(self, text: str, output: RequestOutput) -> Delta | None:
         finish_reason: Literal["stop", "length"] | None = None

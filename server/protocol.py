@@ -25,6 +25,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 
 
 def _whole_number(value: object) -> object:
@@ -43,6 +46,28 @@ TokenIds = TypeAliasType(
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 StopStrings = TypeAliasType(
     "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
+)
+
+
+def _token_key(key: object) -> object:
+    """Keys of JSON objects are texts, also those that are token ids."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+LogitBias = TypeAliasType(
+    "LogitBias",
+    Annotated[
+        dict[Annotated[int, BeforeValidator(_token_key), Field(ge=0)], float],
+        Field(max_length=MAX_LOGIT_BIAS),
+    ],
+)
+BadWords = TypeAliasType(
+    "BadWords",
+    Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+        FailFast(),
+        Field(max_length=MAX_BAD_WORDS),
+    ],
 )
 
 
@@ -114,6 +139,13 @@ class SamplingFields(APIRequest):
     top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: Int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords = []
+    min_tokens: Int = Field(default=0, ge=0)
     seed: Int64 | None = None
     stop: StopString | StopStrings = []
     stop_token_ids: Annotated[list[Int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
@@ -165,26 +197,19 @@ class CompletionRequest(SamplingFields):
 
 # Parameters that are known and not served yet, with the values that ask for nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),

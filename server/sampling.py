@@ -2,8 +2,10 @@
 
 import secrets
 
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import MAX_REPETITION_PENALTY, SamplingParams
+from outrider.server.errors import cut, invalid_value
 from outrider.server.protocol import SamplingFields
+from outrider.server.tokenizer import Tokenizer
 
 _MASK = 2**64 - 1
 
@@ -13,6 +15,7 @@ MIN_TEMPERATURE = 1e-5
 # The limit of a smaller top_p is the best token alone, and no vocabulary is so large and flat
 # that this would let in a second one.
 MIN_TOP_P = 1e-7
+MAX_LOGIT_BIAS = 100.0  # bans or forces already; OpenAI's range
 
 
 def sample_seed(seed: int, sample: int) -> int:
@@ -29,7 +32,12 @@ def request_seed(seed: int | None) -> int:
 
 
 def sampling_params(
-    fields: SamplingFields, *, max_tokens: int, logprobs: int | None, seed: int
+    fields: SamplingFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    seed: int,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     speculation = fields.speculation
     return SamplingParams(
@@ -39,6 +47,18 @@ def sampling_params(
         top_p=max(fields.top_p, MIN_TOP_P),
         min_p=fields.min_p,
         seed=seed,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=_clamp(
+            fields.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        ),
+        logit_bias={
+            token_id: _clamp(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            for token_id, bias in fields.logit_bias.items()
+        },
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+        bad_words=bad_words,
+        min_tokens=fields.min_tokens,
         stop_token_ids=tuple(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
@@ -46,6 +66,30 @@ def sampling_params(
         verification=speculation.verification,
         reproducible=fields.seed is not None,
     )
+
+
+def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of words, at the start of a text and behind a space.
+
+    vLLM takes the second form only where it is as long as the first, which lets a word through
+    that is one token behind a space and several without. Raises APIError for a word without tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for space in ("", " ")
+        )
+        if not bare:
+            raise invalid_value("bad_words", f"The bad word {cut(word)!r} has no tokens.")
+        sequences[bare] = None
+        if spaced[-len(bare) :] != bare:  # else the first form bans it already
+            sequences[spaced] = None
+    return tuple(sequences)
+
+
+def _clamp(value: float, lowest: float, highest: float) -> float:
+    return min(max(value, lowest), highest)
 
 
 def _mix(value: int) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.engine.api import EngineInfo, NewRequest
@@ -14,7 +15,7 @@ from outrider.server.errors import (
 from outrider.server.generation import Sample, TextOptions
 from outrider.server.metrics import Metrics
 from outrider.server.protocol import SamplingFields, check_unknown_fields
-from outrider.server.sampling import request_seed, sample_seed, sampling_params
+from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
 
@@ -93,6 +94,13 @@ class Service:
         for prompt in prompts:
             self._check_prompt(prompt, param=param, max_tokens=max_tokens)
         self.check_token_ids(fields.stop_token_ids, "stop_token_ids")
+        self.check_token_ids(fields.logit_bias, "logit_bias")
+        self.check_token_ids(fields.allowed_token_ids or (), "allowed_token_ids")
+        if fields.min_tokens > max_tokens:
+            raise invalid_value(
+                "min_tokens",
+                f"min_tokens is {fields.min_tokens}, above max_tokens ({max_tokens}).",
+            )
         options = TextOptions(
             stop=fields.stop_strings,
             include_stop=fields.include_stop_str_in_output,
@@ -103,9 +111,14 @@ class Service:
             ),
         )
         seed = request_seed(fields.seed)
+        bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
         params = [
             sampling_params(
-                fields, max_tokens=max_tokens, logprobs=logprobs, seed=sample_seed(seed, i)
+                fields,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                seed=sample_seed(seed, i),
+                bad_words=bad_words,
             )
             for i in range(fields.n)
         ]
@@ -124,7 +137,7 @@ class Service:
             for index in range(len(prompts) * fields.n)
         ]
 
-    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+    def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
         vocab_size = self.engine_info.vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:

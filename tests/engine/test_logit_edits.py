@@ -9,8 +9,9 @@ from edited_logits import edited_greedy
 from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import VOCAB
 
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
 from outrider.engine.loop import Engine
+from outrider.engine.validation import check_request
 
 Tiny = Callable[..., Path]
 PROMPTS = prompts([3, 21, 9], VOCAB, seed=4)
@@ -77,3 +78,34 @@ def test_greedy_output_is_the_edited_targets_own(
         counts = engine.stats()
         assert sum(counts.drafted_per_position) > 0 or not counts.drafted_per_position
         assert sum(counts.accepted_per_position) > 0 or config.draft is None
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("presence_penalty", {"presence_penalty": 2.5}),
+        ("frequency_penalty", {"frequency_penalty": float("nan")}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("repetition_penalty", {"repetition_penalty": float("inf")}),
+        ("min_tokens", {"min_tokens": 25}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
+        ("logit_bias", {"logit_bias": {1: float("inf")}}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(range(2000), 1.0)}),
+        ("allowed_token_ids", {"allowed_token_ids": (3, VOCAB)}),
+        ("bad_words", {"bad_words": ((),)}),
+        ("bad_words", {"bad_words": ((1, -1),)}),
+        ("bad_words", {"bad_words": ((1,),) * 300}),
+        ("bad_words", {"bad_words": ((1,) * 3000,)}),
+        ("stop_token_ids", {"stop_token_ids": (-1,)}),
+        ("allowed_token_ids", {"allowed_token_ids": (3, 4), "bad_words": ((3,), (4,))}),
+        ("allowed_token_ids", {"allowed_token_ids": (0,), "min_tokens": 1}),
+        ("bad_words", {"bad_words": tuple((i,) for i in range(1, VOCAB)), "min_tokens": 1}),
+    ],
+)
+def test_unusable_edits_are_refused_by_name(field: str, change: dict[str, object]) -> None:
+    params = replace(GREEDY, **change)  # type: ignore[arg-type]
+    new = NewRequest(request_id="bad", prompt_token_ids=[1], params=params)
+    vocab_size = 5000 if len(params.logit_bias) > VOCAB else VOCAB
+    with pytest.raises(InvalidRequestError, match=f"^{field}"):
+        check_request(new, 256, vocab_size, eos_token_ids=(0,))

@@ -101,6 +101,17 @@ def test_stop_string_is_found_however_the_text_is_cut() -> None:
             assert stopped(["<stop>"], text, [first, second], True) == "one two<stop>"
 
 
+def test_stop_string_before_it_may_stop_is_text() -> None:
+    text = "one<stop>two<stop>three"
+    for size in range(len(text)):
+        matcher = StopStrings(["<stop>", "o"], include=False)
+        shown = matcher.push(text[:size], may_stop=False)
+        shown += matcher.push(text[size:]) + matcher.flush()
+        starts = {stop: text.find(stop, max(0, size - len(stop) + 1)) for stop in ("<stop>", "o")}
+        found = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
+        assert shown == text[: min(found)[1] if found else None]
+
+
 def test_earliest_completing_stop_wins() -> None:
     # "bcd" starts later than "abcdef", but is complete first.
     assert stopped(["abcdef", "bcd"], "xabcdef", [7]) == "xa"

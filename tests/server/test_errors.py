@@ -69,12 +69,25 @@ def failing_after_two(request: NewRequest) -> list[Any]:
         (OK | {"best_of": 3}, "best_of"),
         (OK | {"suffix": "x"}, "suffix"),
         (OK | {"echo": True, "logprobs": 0}, "echo"),
-        (OK | {"presence_penalty": 0.5}, "presence_penalty"),
-        (OK | {"repetition_penalty": 1.1}, "repetition_penalty"),
-        (OK | {"logit_bias": {"5": 1}}, "logit_bias"),
+        (OK | {"presence_penalty": 2.1}, "presence_penalty"),
+        (OK | {"frequency_penalty": -2.1}, "frequency_penalty"),
+        (OK | {"repetition_penalty": 0}, "repetition_penalty"),
+        (OK | {"logit_bias": {"five": 1}}, "logit_bias"),
+        (OK | {"logit_bias": {"-5": 1}}, "logit_bias"),
+        (OK | {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        (OK | {"logit_bias": {"5": "1"}}, "logit_bias"),
+        (OK | {"logit_bias": {"1000000": 1}}, "logit_bias"),
+        (OK | {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        (OK | {"allowed_token_ids": []}, "allowed_token_ids"),
+        (OK | {"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        (OK | {"bad_words": "word"}, "bad_words"),
+        (OK | {"bad_words": [""]}, "bad_words"),
+        (OK | {"bad_words": [" "]}, "bad_words"),
+        (OK | {"bad_words": ["x"] * 129}, "bad_words"),
+        (OK | {"min_tokens": -1}, "min_tokens"),
+        (OK | {"min_tokens": 17}, "min_tokens"),
         (OK | {"response_format": {"type": "json_object"}}, "response_format"),
         (OK | {"guided_json": {}}, "guided_json"),
-        (OK | {"min_tokens": 1}, "min_tokens"),
     ],
 )
 def test_unusable_field_is_named(serve: Serve, body: Any, param: str) -> None:
@@ -119,7 +132,7 @@ def test_body_of_another_type_is_400(serve: Serve) -> None:
 
 
 def test_neutral_values_of_unsupported_parameters_are_accepted(serve: Serve) -> None:
-    neutral = {"presence_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "suffix": ""}
+    neutral = {"length_penalty": 1.0, "use_beam_search": False, "suffix": ""}
     neutral |= {"best_of": 1, "guided_json": None, "response_format": {"type": "text"}}
     assert post(serve().app, OK | neutral).status == 200
 
