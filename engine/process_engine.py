@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
@@ -30,13 +31,21 @@ class ProcessEngine(Dispatcher):
 
     The directory is gone once the child has connected, so that nothing is left of it whatever
     ends either process. A child that dies is started again, the first time at once; after three
-    deaths in a row, or if it never became ready at all, the state is "failed".
+    deaths in a row, or if it never became ready at all, the state is "failed". A child that has
+    work and is silent for `step_timeout_s` (None: as long as it likes) is killed and started again.
     """
 
     _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.process")
 
-    def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ReportProgress | None = None,
+        *,
+        step_timeout_s: float | None = None,
+    ) -> None:
         super().__init__(progress)
+        self._step_timeout_s = step_timeout_s
         self._config = config
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -44,6 +53,7 @@ class ProcessEngine(Dispatcher):
         self._socket: zmq.asyncio.Socket | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0
+        self._heard_at_s = 0.0
 
     def _launch(self) -> None:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
@@ -105,6 +115,7 @@ class ProcessEngine(Dispatcher):
             )
             self._socket = socket
             reader = asyncio.create_task(self._read(socket, directory), name="engine reader")
+            watchdog = asyncio.create_task(self._kill_if_hung(child), name="engine watchdog")
             try:
                 assert child.stdin is not None
                 child.stdin.write(msgspec.json.encode(self._config) + b"\n")
@@ -112,14 +123,28 @@ class ProcessEngine(Dispatcher):
             finally:
                 self._socket = None
                 reader.cancel()
+                watchdog.cancel()
                 if child.returncode is None:
                     child.kill()
                     await child.wait()
             while await socket.poll(_SILENCE_MS):
                 self._hear(await socket.recv())
+        if watchdog.done() and not watchdog.cancelled():
+            return f"no step ended within {self._step_timeout_s:g} s (engine.step_timeout_s)"
         if exit_code < 0:
             return f"killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
         return self._last_words or f"it left with exit code {exit_code}"
+
+    async def _kill_if_hung(self, child: asyncio.subprocess.Process) -> None:
+        """Return once the child has been killed for its silence."""
+        timeout_s = math.inf if self._step_timeout_s is None else self._step_timeout_s
+        while True:
+            if self.state != "ready" or not (self._submitted or self._running):
+                self._heard_at_s = time.monotonic()  # it owes us nothing
+            if time.monotonic() - self._heard_at_s > timeout_s:
+                child.kill()
+                return
+            await asyncio.sleep(min(1.0, timeout_s / 4))
 
     async def _read(
         self, socket: zmq.asyncio.Socket, directory: tempfile.TemporaryDirectory[str]
@@ -131,6 +156,7 @@ class ProcessEngine(Dispatcher):
             self._hear(await socket.recv())
 
     def _hear(self, data: bytes) -> None:
+        self._heard_at_s = time.monotonic()
         try:
             message = self._decoder.decode(data)
             if isinstance(message, Ready):

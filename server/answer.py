@@ -66,7 +66,11 @@ class Answer(ABC):
     async def respond(self, http: Request, samples: list[Sample]) -> Response:
         """Generate, as a stream or as a whole, for as long as the client stays."""
         self._samples = samples
-        generation = await Generation.start(self._service.client, samples, self._service.metrics)
+        service = self._service
+        generation = await Generation.start(
+            service.client, samples, service.metrics, service.request_timeout_s
+        )
+        http.scope["state"]["facts"] = lambda: self._facts(generation)
         if self._stream:
             return EventStream(self._events(generation), close=generation.aclose)
         try:
@@ -148,6 +152,21 @@ class Answer(ABC):
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
         )
+
+    def _facts(self, generation: Generation) -> dict[str, float]:
+        """What the access log tells of the answer, as far as it has come."""
+        usage = self._usage()
+        drafts = [sample.acceptance for sample in self._samples]
+        facts: dict[str, float] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "draft_tokens": sum(each.num_draft_tokens for each in drafts),
+            "accepted_tokens": sum(each.num_accepted_tokens for each in drafts),
+        }
+        if (first_token_s := generation.time_to_first_token_s) is not None:
+            facts["first_token_s"] = round(first_token_s, 6)
+        return facts
 
     def _token_text(self, token_id: int) -> str:
         if self._ids_as_texts:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
@@ -59,6 +60,7 @@ def create_app(
         ),
         model_name=model_name,
         max_prompts_times_n=settings.max_prompts_times_n,
+        request_timeout_s=settings.request_timeout_s or None,
         speculation_metrics=settings.speculation_metrics,
     )
     api = FastAPI(
@@ -73,8 +75,16 @@ def create_app(
     api.include_router(_status_routes(service, gate))
 
     app: ASGIApp = BodyLimit(api, settings.max_body_bytes)
-    if settings.api_keys:
-        app = ApiKeys(app, [key.get_secret_value() for key in settings.api_keys])
+    if keys := settings.read_api_keys():
+        app = ApiKeys(app, keys)
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
     app = Drain(app, gate)
     app = Observe(app, service.metrics, _paths(openai))
     return RequestId(app)

@@ -1,9 +1,11 @@
 """What a person sees while the server runs: log lines, the start-up summary, the status line."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -18,10 +20,30 @@ log = logging.getLogger("outrider.server")
 PLAIN_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def configure_logging(level: str, console: Console) -> None:
-    """Log to the console: with colour on a terminal, else in plain lines."""
-    if console.is_terminal:
-        handler: logging.Handler = RichHandler(
+class JSONFormatter(logging.Formatter):
+    """A JSON object a line; a record's `facts` are fields of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time_s = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": time_s.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure_logging(level: str, log_format: str, console: Console) -> None:
+    """Log to the console: as JSON, or with colour on a terminal, else in plain lines."""
+    if log_format == "json":
+        handler: logging.Handler = logging.StreamHandler(console.file)
+        handler.setFormatter(JSONFormatter())
+    elif console.is_terminal:
+        handler = RichHandler(
             console=console, show_path=False, log_time_format="[%X]", omit_repeated_times=False
         )
         handler.setFormatter(logging.Formatter("%(message)s"))

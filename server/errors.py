@@ -90,6 +90,15 @@ def unavailable(message: str, *, code: str = "engine_unavailable") -> APIError:
     return APIError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def timed_out(timeout_s: float) -> APIError:
+    return APIError(
+        504,
+        f"The request was not answered within {timeout_s:g} s, the most that this server gives it "
+        "(server.request_timeout_s).",
+        code="request_timeout",
+    )
+
+
 def internal_error(message: str = "The server failed to answer this request.") -> APIError:
     return APIError(500, message, code="internal_error")
 

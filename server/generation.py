@@ -1,5 +1,6 @@
 """From the engine's tokens to text: what every endpoint that generates is built on."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.client import EngineClient, OutputStream
 from outrider.server.acceptance import Acceptance
 from outrider.server.detokenizer import Detokenizer, StopStrings
-from outrider.server.errors import internal_error, unavailable
+from outrider.server.errors import internal_error, timed_out, unavailable
 from outrider.server.metrics import Metrics
 from outrider.server.tokenizer import Tokenizer
 
@@ -130,20 +131,35 @@ class Generation:
         outputs: OutputStream,
         samples: Sequence[Sample],
         clock: "_Clock",
+        timeout_s: float | None,
     ) -> None:
         self._client = client
         self._outputs = outputs
+        self._timeout_s = timeout_s or 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.Task[None] | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
         self._samples = {sample.request.request_id: sample for sample in samples}
         self._clock = clock
 
     @classmethod
     async def start(
-        cls, client: EngineClient, samples: Sequence[Sample], metrics: Metrics
+        cls,
+        client: EngineClient,
+        samples: Sequence[Sample],
+        metrics: Metrics,
+        timeout_s: float | None,
     ) -> "Generation":
         """Submit all samples together; raises what `EngineClient.generate` raises."""
         clock = _Clock(metrics)
         outputs = await client.generate([sample.request for sample in samples])
-        return cls(client, outputs, samples, clock)
+        return cls(client, outputs, samples, clock, timeout_s)
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """From submission to the first token of any sample."""
+        return self._clock.first_token_s
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all samples, as they come; raises APIError or EngineUnavailableError."""
@@ -154,6 +170,8 @@ class Generation:
             sample = self._samples[output.request_id]
             if sample.finished:
                 continue
+            if output.finish_reason == "abort" and self._expiry is not None:
+                raise timed_out(self._timeout_s)
             if output.finish_reason == "abort":
                 raise unavailable("The server stopped this request.", code="aborted")
             self._clock.tick(output)
@@ -171,7 +189,12 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort what the engine still has of this request."""
+        if self._timer is not None:
+            self._timer.cancel()
         await self._outputs.aclose()
+
+    def _expire(self) -> None:
+        self._expiry = asyncio.create_task(self._client.abort(list(self._samples)))
 
 
 class _Clock:
@@ -181,12 +204,15 @@ class _Clock:
         self._metrics = metrics
         self._start_s = time.perf_counter()
         self._last_s: dict[str, float] = {}
+        self.first_token_s: float | None = None
 
     def tick(self, output: RequestOutput) -> None:
         if not output.token_ids:
             return
         now_s = time.perf_counter()
         last_s = self._last_s.get(output.request_id)
+        if self.first_token_s is None:
+            self.first_token_s = now_s - self._start_s
         if last_s is None:
             self._metrics.time_to_first_token.observe(now_s - self._start_s)
         else:

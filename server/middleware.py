@@ -9,12 +9,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.errors import APIError, unavailable
+from outrider.server.errors import APIError, cut, unavailable
 from outrider.server.metrics import Metrics
 
 log = logging.getLogger("outrider.server.requests")
@@ -45,9 +46,10 @@ class RequestId:
 
 
 class Observe:
-    """Count each API request by its outcome, and time it.
+    """Count each API request by its outcome, time it, and log it.
 
-    A route that ends otherwise than its status says sets `outcome` in the scope's state.
+    A route that ends otherwise than its status says sets `outcome` in the scope's state; one that
+    generates sets `facts`, called at the end for what its log line tells.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: Collection[str]) -> None:
@@ -77,15 +79,17 @@ class Observe:
             self._metrics.requests.labels(path, outcome).inc()
             if outcome == "ok":
                 self._metrics.request_time.labels(path).observe(duration_s)
-            log.debug(
-                "%s %s %d %s %.3f s %s",
-                scope["method"],
-                scope["path"],
-                status,
-                outcome,
-                duration_s,
-                scope["state"]["request_id"],
-            )
+            facts = {
+                "request_id": scope["state"]["request_id"],
+                "method": scope["method"],
+                "path": cut(scope["path"]),
+                "status": status,
+                "outcome": outcome,
+                "duration_s": round(duration_s, 6),
+            }
+            if tell := scope["state"].get("facts"):
+                facts |= tell()
+            log.info(access_line(facts), extra={"facts": facts})
 
 
 class Gate:
@@ -208,3 +212,19 @@ def _outcome(status: int) -> str:
     if status == 503:
         return "unavailable"
     return "invalid" if status < 500 else "error"
+
+
+def access_line(facts: Mapping[str, Any]) -> str:
+    """A request as a person reads it: its path and its numbers, never its text."""
+    parts = [
+        f"{facts['method']} {facts['path']} {facts['status']} {facts['outcome']} "
+        f"in {facts['duration_s']:.3f} s"
+    ]
+    if "completion_tokens" in facts:
+        cached = f" ({facts['cached_tokens']} cached)" if facts["cached_tokens"] else ""
+        parts.append(f"{facts['prompt_tokens']}{cached} + {facts['completion_tokens']} tokens")
+    if "first_token_s" in facts:
+        parts.append(f"the first after {facts['first_token_s']:.3f} s")
+    if facts.get("draft_tokens"):
+        parts.append(f"{facts['accepted_tokens']} of {facts['draft_tokens']} drafts accepted")
+    return ", ".join([*parts, str(facts["request_id"])])

@@ -31,6 +31,7 @@ class Service:
     message_format: MessageFormat
     model_name: str
     max_prompts_times_n: int
+    request_timeout_s: float | None
     speculation_metrics: bool
 
     @property

@@ -21,7 +21,7 @@ from outrider.server.middleware import Gate
 from outrider.server.models.pair import Pair, engine_config, prepare_pair
 from outrider.server.models.store import ModelError
 from outrider.server.progress import ProgressDisplay
-from outrider.server.settings import Settings
+from outrider.server.settings import ServerSettings, Settings
 from outrider.server.tokenizer import Tokenizer
 
 log = logging.getLogger("outrider.server")
@@ -35,7 +35,7 @@ def serve(settings: Settings) -> int:
     """Serve until a signal; returns the exit code."""
     # The stream itself, not whatever sys.stderr is later: conversions redirect that.
     console = Console(file=sys.stderr)
-    configure_logging(settings.server.log_level, console)
+    configure_logging(settings.server.log_level, settings.server.log_format, console)
     try:
         listener = bind(settings.server.host, settings.server.port)
         with ProgressDisplay(console) as progress:
@@ -69,7 +69,11 @@ def bind(host: str, port: int) -> socket.socket:
 async def _serve(settings: Settings, pair: Pair, listener: socket.socket, console: Console) -> int:
     gate = Gate()
     progress = ProgressDisplay(console)
-    client = ProcessEngine(engine_config(settings, pair), progress)
+    client = ProcessEngine(
+        engine_config(settings, pair),
+        progress,
+        step_timeout_s=settings.engine.step_timeout_s or None,
+    )
     tasks: list[asyncio.Task[object]] = [starting := asyncio.create_task(client.start())]
     try:
         tokenizer = await asyncio.to_thread(
@@ -82,7 +86,7 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
             model_name=settings.served_model_name,
             settings=settings.server,
         )
-        server = Server(app, gate, client, settings.server.shutdown_timeout_s)
+        server = Server(app, gate, client, settings.server)
         tasks.append(serving := asyncio.create_task(server.serve(sockets=[listener])))
         with progress:
             await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +97,7 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
                 log.error("%s", error)
                 return 1
         else:
-            show_summary(settings, info, _url(listener), console)
+            show_summary(settings, info, _url(listener, settings.server), console)
             if settings.server.status_interval_s:
                 reporting = report_status(client, settings.server.status_interval_s)
                 tasks.append(asyncio.create_task(reporting))
@@ -106,16 +110,17 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, settings: ServerSettings) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.tls_key is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Server(uvicorn.Server):
     """Uvicorn, but a signal first turns new requests away and lets running ones finish."""
 
     def __init__(
-        self, app: ASGIApp, gate: Gate, client: EngineClient, shutdown_timeout_s: float
+        self, app: ASGIApp, gate: Gate, client: EngineClient, settings: ServerSettings
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -126,13 +131,15 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                ssl_certfile=settings.tls_certificate,
+                ssl_keyfile=settings.tls_key,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=FAREWELL_S,
             )
         )
         self._gate = gate
         self._client = client
-        self._shutdown_timeout_s = shutdown_timeout_s
+        self._shutdown_timeout_s = settings.shutdown_timeout_s
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
 

@@ -1,5 +1,6 @@
 """Every setting of Outrider, described; `settings_loader` reads them from their sources."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
@@ -28,10 +29,21 @@ class ServerSettings(Section):
         min_length=1,
         description="Name in /v1/models and `model`; unset: target.model.",
     )
-    api_keys: tuple[SecretStr, ...] = Field(
+    api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
         description="Bearer keys, one of which every route but /health asks for; none: open.",
     )
+    api_key_file: Path | None = Field(
+        default=None, description="A file with further keys, one a line."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Origins whose web pages may call the server from a browser; * is any.",
+    )
+    tls_certificate: Path | None = Field(
+        default=None, description="PEM file; with tls_key, the server speaks HTTPS."
+    )
+    tls_key: Path | None = Field(default=None, description="PEM file of the certificate's key.")
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )
@@ -53,15 +65,41 @@ class ServerSettings(Section):
         description="Tell in answers how many drafts were accepted (metrics.speculative_decoding), "
         "unless a request says otherwise (speculation.metrics).",
     )
+    request_timeout_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds that a request may take, its time in the queue included, before it is "
+        "ended with an error; 0: as long as it likes.",
+    )
     shutdown_timeout_s: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish at shutdown."
     )
     status_interval_s: float = Field(
         default=5.0, ge=0, description="Seconds between status lines under load; 0 prints none."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Log lines to be read, or a JSON object a line."
+    )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
         default="info", description="Least severe log lines to print."
     )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together: set both, or neither")
+        return self
+
+    def read_api_keys(self) -> list[str]:
+        """Keys of the settings and of the key file; raises OSError, also if the file has none."""
+        keys = [key.get_secret_value() for key in self.api_keys]
+        if self.api_key_file is not None:
+            lines = [line.strip() for line in self.api_key_file.read_text().splitlines()]
+            found = [line for line in lines if line and not line.startswith("#")]
+            if not found:
+                raise OSError(f"server.api_key_file: {self.api_key_file} has no keys in it")
+            keys += found
+        return keys
 
 
 class _ModelSettings(Section):
@@ -194,6 +232,12 @@ class EngineSettings(Section):
     enforce_eager: bool = Field(
         default=False,
         description="On cuda: capture no CUDA graphs. Starts sooner, decodes several times slower.",
+    )
+    step_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="Seconds that a step may take before the engine counts as hung and is started "
+        "again; 0: as long as it likes.",
     )
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of torch; unset: torch's own choice."

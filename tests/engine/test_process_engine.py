@@ -129,6 +129,24 @@ async def test_deaths_after_good_health_are_not_counted(
         await state_becomes(client, "restarting")
 
 
+async def test_a_step_that_does_not_end_ends_the_engine(socket_root: Path) -> None:
+    client = ScriptedProcessEngine(scripted_config(), step_timeout_s=0.3)
+    await client.start()
+    await asyncio.sleep(0.5)  # without work, silence is no fault
+    hung = pid(client)
+    running = await client.generate([request("a", max_tokens=10**6)])
+    await anext(running)
+    stream = await client.generate([request("b", script="hang")])
+    for under_way in (running, stream):
+        with pytest.raises(EngineUnavailableError, match=r"no step ended within 0\.3 s"):
+            await collect(under_way)
+    await state_becomes(client, "ready")
+    assert pid(client) != hung
+    assert gone(hung)
+    assert await collect(await client.generate([request("c")])) == {"c": [0, 1, 2]}
+    await client.stop()
+
+
 async def test_stop_leaves_nothing(socket_root: Path) -> None:
     me = psutil.Process()
     open_files, threads = me.num_fds(), me.num_threads()

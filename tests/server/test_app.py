@@ -3,9 +3,10 @@
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from asgi import Call, get, post, start_post
+from asgi import Call, Reply, get, post, start_post
 from scripted_client import steps
 from served import Served
 
@@ -60,6 +61,40 @@ def test_missing_or_wrong_key_is_401(serve: Serve, headers: dict[str, str]) -> N
 def test_any_of_the_keys_opens(serve: Serve, authorization: str) -> None:
     served = serve(api_keys=("one", "two"))
     assert post(served.app, OK, {"authorization": authorization}).status == 200
+
+
+def test_keys_come_from_a_file_as_well(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\n  three \nfour\n")
+    served = serve(api_keys=("one",), api_key_file=file)
+    for key, status in (("one", 200), ("three", 200), ("four", 200), ("# ours", 401), ("", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        assert post(served.app, OK, headers).status == status, key
+    file.write_text("# none\n")
+    with pytest.raises(OSError, match="no keys in it"):  # rather than an open server
+        serve(api_key_file=file)
+
+
+def test_browsers_are_let_in_only_from_the_origins_that_are_set(serve: Serve) -> None:
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    ask["access-control-request-headers"] = "authorization,content-type"
+
+    def preflight(**settings: object) -> Reply:
+        async def run() -> Reply:
+            call = Call(serve(**settings).app, "OPTIONS", "/v1/completions", [b""], ask)
+            await call.finished
+            return call.reply
+
+        return asyncio.run(run())
+
+    allowed = preflight(cors_origins=("https://a.example",), api_keys=("one",))
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    for reply in (preflight(), preflight(cors_origins=("https://b.example",))):
+        assert reply.status >= 400
+        assert "access-control-allow-origin" not in reply.headers
+    reply = post(serve().app, OK, {"origin": "https://a.example"})
+    assert "access-control-allow-origin" not in reply.headers
 
 
 def test_body_that_is_declared_too_large_is_not_read(serve: Serve) -> None:

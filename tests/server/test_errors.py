@@ -268,6 +268,30 @@ def test_sequence_that_fails_in_the_engine_fails_its_request(serve: Serve) -> No
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_request_that_takes_too_long_is_ended_and_freed(serve: Serve, stream: bool) -> None:
+    async def run() -> None:
+        forever = asyncio.Event()
+        served = serve(
+            lambda request: [steps(request, [70, 71])[0], forever], request_timeout_s=0.1
+        )
+        call = start_post(served.app, OK | {"stream": stream}, path="/v1/completions")
+        await asyncio.wait_for(call.finished, 5)
+        error = json.loads(call.reply.events[-1])["error"] if stream else call.reply.error
+        assert error["code"] == "request_timeout"
+        assert "0.1 s" in error["message"]
+        assert call.reply.status == (200 if stream else 504)
+        assert served.client.aborted
+
+    asyncio.run(run())
+
+
+def test_request_in_time_is_left_alone(serve: Serve) -> None:
+    served = serve(request_timeout_s=30)
+    assert post(served.app, OK).status == 200
+    assert not served.client.aborted
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_leaving_client_frees_its_sequences_at_once(serve: Serve, stream: bool) -> None:
     async def run() -> None:
         waiting = asyncio.Event()

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from outrider.server.cli import app
 from outrider.server.serving import Server, bind
+from outrider.server.settings import ServerSettings
 
 Serve = Callable[..., Served]
 
@@ -55,7 +56,9 @@ def test_signal_lets_running_requests_finish(serve: Serve, listener: socket.sock
     async def run() -> None:
         go_on = asyncio.Event()
         served = serve(lambda request: [(o := steps(request, [70, 71]))[0], go_on, o[1]])
-        server = Server(served.app, served.gate, served.client, shutdown_timeout_s=10)
+        server = Server(
+            served.app, served.gate, served.client, ServerSettings(shutdown_timeout_s=10)
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         url = "http://{}:{}/v1/completions".format(*listener.getsockname())
         await until(lambda: server.started)
@@ -78,7 +81,9 @@ def test_requests_that_outlast_the_drain_end_with_an_error_event(
     async def run() -> None:
         forever = asyncio.Event()
         served = serve(lambda request: [steps(request, [70, 71])[0], forever])
-        server = Server(served.app, served.gate, served.client, shutdown_timeout_s=0.05)
+        server = Server(
+            served.app, served.gate, served.client, ServerSettings(shutdown_timeout_s=0.05)
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         url = "http://{}:{}/v1/completions".format(*listener.getsockname())
         await until(lambda: server.started)

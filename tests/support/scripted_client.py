@@ -72,6 +72,7 @@ class _Stream:
         self._client = client
         self._scripts = {request.request_id: iter(client.play(request)) for request in requests}
         self._aborted: list[str] = []
+        self._woken = asyncio.Event()  # by an abort
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __aiter__(self) -> "_Stream":
@@ -81,6 +82,7 @@ class _Stream:
         for request_id in request_ids:
             if self._scripts.pop(request_id, None):
                 self._aborted.append(request_id)
+                self._woken.set()
 
     def fail(self, error: Exception) -> None:
         self._failed.set_exception(error)
@@ -95,10 +97,11 @@ class _Stream:
         request_id, script = next(iter(self._scripts.items()))
         item = next(script)
         if isinstance(item, asyncio.Event):
-            event = asyncio.create_task(item.wait())
-            await asyncio.wait({event, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            waits = [asyncio.create_task(event.wait()) for event in (item, self._woken)]
+            await asyncio.wait({*waits, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
             if self._failed.done():
-                event.cancel()
                 self._failed.result()
             return await self.__anext__()
         if isinstance(item, Exception):
