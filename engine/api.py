@@ -37,6 +37,7 @@ class SamplingParams:
     engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
     `reproducible` says that the seed was chosen to get the same tokens again: k is then the
     engine's, whatever it costs.
+    `grammar` is what the output must be, in llguidance's dialect of Lark.
     """
 
     max_tokens: int
@@ -59,6 +60,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
     reproducible: bool = False
+    grammar: str | None = None
 
     @property
     def is_filtered(self) -> bool:

@@ -15,6 +15,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What token ids stand for, which grammars need to know and nothing else does."""
+
+    token_bytes: tuple[bytes, ...]  # [vocab_size]; b"" where no text has the token
+    special_token_ids: tuple[int, ...] = ()  # control tokens, whose names no text spells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     proposer: str = "draft_model"  # a name of engine.proposers.PROPOSERS
     num_speculative_tokens: int = 4  # k; 0 decodes plainly
@@ -47,6 +55,7 @@ class EngineConfig:
     vocab_size: int | None = None  # real vocabulary; None: the target's logits width
     max_model_len: int | None = None  # tokens of prompt and output; None: what the target supports
     eos_token_ids: tuple[int, ...] = ()
+    vocabulary: Vocabulary | None = None  # None: requests with a grammar are refused
     enforce_eager: bool = False  # CUDA: launch every kernel, capture no graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -15,6 +15,7 @@ from outrider.engine.api import (
     RequestOutput,
 )
 from outrider.engine.config import EngineConfig
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.pair import ModelPair
@@ -25,6 +26,8 @@ from outrider.engine.slots import Slots
 from outrider.engine.target import Target
 from outrider.engine.validation import check_request
 from outrider.engine.verifier import Verifier
+
+_IDLE_S = 0.005  # to wait for a grammar where nothing else can run
 
 
 class Engine:
@@ -59,6 +62,11 @@ class Engine:
         self.verifier = Verifier(self._slots, pair.vocab_size)
 
         self._eos_token_ids = config.eos_token_ids
+        self._grammars: GrammarCompiler | None = None
+        if config.vocabulary is not None and config.eos_token_ids:
+            self._grammars = GrammarCompiler(
+                config.vocabulary, config.eos_token_ids, pair.vocab_size
+            )
         self._requests: dict[str, Request] = {}
         self.info = EngineInfo(
             device=config.device,
@@ -81,6 +89,7 @@ class Engine:
         """Run one step of the batch."""
         plan = self.scheduler.schedule()
         if not plan:
+            self.scheduler.wait_for_grammars(_IDLE_S)
             return []
         proposals = self.proposer.propose(plan)
         logits = self.target.score(plan, proposals)
@@ -98,8 +107,17 @@ class Engine:
             raise InvalidRequestError("request_id: it is in use already")
         for new in requests:
             check_request(new, self.info.max_model_len, self.info.vocab_size, self._eos_token_ids)
+            if new.params.grammar is not None and self._grammars is None:
+                raise InvalidRequestError(
+                    "grammar: the engine was given no vocabulary, or no eos token ids, to follow it"
+                )
         queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
         self.scheduler.add(queued)
+        for request in queued:
+            if self._grammars is not None and request.params.grammar is not None:
+                request.compiling = self._grammars.start(
+                    request.params.grammar, request.params.stop_token_ids
+                )
         self._requests.update((request.request_id, request) for request in queued)
 
     def abort(self, request_ids: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from outrider.engine.api import (
     FinishReason,
@@ -10,6 +11,7 @@ from outrider.engine.api import (
     SamplingParams,
     TokenLogprobs,
 )
+from outrider.engine.grammar import Grammar
 
 
 class Request:
@@ -47,6 +49,9 @@ class Request:
         self.num_recorded_draft_pages = 0
         self._page_size = page_size
 
+        self.compiling: Future[Grammar] | None = None  # its grammar, on another thread
+        self.grammar: Grammar | None = None  # set when first seated
+
         self.speculates = True
         self.num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
         self.num_draft_tokens = 0
@@ -61,6 +66,10 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def can_start(self) -> bool:
+        return self.compiling is None or self.compiling.done()
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -102,6 +111,13 @@ class Request:
             parent = self.page_hashes[-1] if self.page_hashes else self._first_parent_hash
             page_tokens = self.token_ids[i * self._page_size : (i + 1) * self._page_size]
             self.page_hashes.append(hash_page(parent, page_tokens))
+
+    def follow_grammar(self) -> None:
+        """Bring the grammar to where the known tokens end."""
+        if self.compiling is not None:
+            self.grammar, self.compiling = self.compiling.result(), None
+        if self.grammar is not None:
+            self.grammar.follow(self.token_ids[self.num_prompt_tokens + self.grammar.num_known :])
 
     def forget_computed(self) -> None:
         """All pages are gone: the sequence must be computed again from its tokens."""

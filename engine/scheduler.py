@@ -1,5 +1,6 @@
 """Who runs in a step, for how many tokens, and with how many drafts."""
 
+import concurrent.futures
 import time
 from bisect import insort
 from dataclasses import dataclass, field
@@ -176,7 +177,8 @@ class Scheduler:
                 plan.scheduled.append(scheduled)
                 budget -= scheduled.num_new_tokens + scheduled.num_drafts
         prefilling = [r for r in prefilling if r.slot is not None]
-        for request in self.waiting[: self._slots.num_free]:
+        startable = [r for r in self.waiting if r.can_start]
+        for request in startable[: self._slots.num_free]:
             if budget == 0:
                 break
             if self._should_wait(request, prefilling, plan):
@@ -188,6 +190,11 @@ class Scheduler:
             prefilling.append(request)
             budget -= scheduled.num_new_tokens + scheduled.num_drafts
         return plan
+
+    def wait_for_grammars(self, timeout_s: float) -> None:
+        """Wait until a sequence can start that could not while its grammar was being compiled."""
+        compiling = [r.compiling for r in self.waiting if r.compiling is not None]
+        concurrent.futures.wait(compiling, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
     def commit(self, plan: Plan, verified: Verified) -> list[RequestOutput]:
         """Advance every sequence by what the step computed and drew; free what is done."""
@@ -280,11 +287,13 @@ class Scheduler:
             )
             return request.output([])
         request.finish_reason = "error"
-        output = request.output(
-            [],
-            error="the target produced no finite logits for this sequence, or the request's own "
-            "logit edits left it no token to go on with",
+        reason = (
+            "the target produced no finite logits for this sequence, or the request's own logit "
+            "edits left it no token to go on with"
         )
+        if request.grammar is not None and request.grammar.error is not None:
+            reason = f"grammar: {request.grammar.error}"
+        output = request.output([], error=reason)
         self.finish(request)
         return output
 
@@ -356,6 +365,7 @@ class Scheduler:
                 num_told = max(0, request.num_scored_tokens - request.num_computed_tokens)
                 num_new = scheduled.num_new_tokens = num_told + num_left
         if scheduled.samples:
+            request.follow_grammar()
             # The last token needs no draft: verification emits one more than it accepts.
             room = min(
                 request.params.max_tokens - request.num_output_tokens - 1,

@@ -7,6 +7,7 @@ from torch import Tensor
 from outrider.engine.logit_edits.allowed_tokens import AllowedTokens
 from outrider.engine.logit_edits.bad_words import BadWords
 from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.logit_edits.grammars import Grammars
 from outrider.engine.logit_edits.penalties import Penalties
 from outrider.engine.logit_edits.token_bias import TokenBias
 from outrider.engine.request import Request
@@ -19,7 +20,7 @@ class LogitEdits:
 
     The order and the meaning are vLLM's:
 
-    1. allowed_token_ids: all others are banned (-inf).
+    1. grammar, and allowed_token_ids: all others are banned (-inf).
     2. bad_words: the last token of each is banned where it would complete the word in the output.
     3. min_tokens: eos and stop_token_ids are banned until the output has so many tokens;
        logit_bias is added.
@@ -33,6 +34,7 @@ class LogitEdits:
     def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
         """token_ids: [num_slots, width] int32, the sequences in their slots."""
         self._chain: tuple[LogitEdit, ...] = (
+            Grammars(token_ids, vocab_size),
             AllowedTokens(token_ids, vocab_size),
             BadWords(token_ids, vocab_size),
             TokenBias(token_ids, vocab_size),

@@ -54,6 +54,8 @@ class NgramProposer(Proposer):
                 index = NgramIndex(self._config.ngram_min_tokens, self._config.ngram_max_tokens)
                 self._index_of[request] = index
             found = index.lookup(request.token_ids, scheduled.num_drafts)
+            if request.grammar is not None:
+                found = request.grammar.fitting(found)
             self._slots.write_tokens(request, request.num_tokens, found)
             num_drafts_np[i] = len(found)
         return Proposals(num_drafts_np)

@@ -1,0 +1,66 @@
+"""A request's grammar: what cannot go on with its text is banned."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.grammar import Grammar, compute_masks
+from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.request import Request
+from outrider.kernels.bitmask import apply_bitmask
+
+
+class Grammars(LogitEdit):
+    """Masks come from the host, so the host must know the drafts: the one edit that asks for them.
+
+    Each mask is computed once a step; the target's rows find those that the draft's left.
+    """
+
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
+        self._request_of: dict[int, Request] = {}  # by slot
+
+    def is_asked_by(self, params: SamplingParams) -> bool:
+        return params.grammar is not None
+
+    def seat(self, request: Request) -> None:
+        assert request.slot is not None
+        self._request_of[request.slot] = request
+
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        requests = [self._request_of[slot] for slot in rows.slots_np.tolist()]
+        grammars = [request.grammar for request in requests if request.grammar is not None]
+        known_np = np.array([request.num_tokens for request in requests])
+        first_np = rows.first_positions_np - known_np  # drafts before each request's first row
+        last_np = first_np + rows.num_rows_np - 1
+        self._learn_drafts(grammars, rows.slots_np, known_np, last_np)
+        for num_drafts in range(int(last_np.max()) + 1):
+            behind = zip(grammars, last_np, strict=True)
+            compute_masks([g for g, last in behind if len(g.masks) == num_drafts <= last])
+        masks_np = np.concatenate(
+            [g.masks[i : j + 1] for g, i, j in zip(grammars, first_np, last_np, strict=True)]
+        )
+        apply_bitmask(
+            logits,
+            rows.on(self._device).row,
+            torch.from_numpy(masks_np).to(self._device),
+            torch.arange(len(masks_np), device=self._device),
+            self._vocab_size,
+        )
+
+    def _learn_drafts(
+        self,
+        grammars: list[Grammar],
+        slots_np: np.ndarray,
+        known_np: np.ndarray,
+        num_drafts_np: np.ndarray,
+    ) -> None:
+        """Copy from the slots what the draft model drew. All: [B]."""
+        if all(len(g.drafts) >= n for g, n in zip(grammars, num_drafts_np, strict=True)):
+            return
+        slot = torch.from_numpy(slots_np)
+        position = torch.from_numpy(known_np[:, None] + np.arange(num_drafts_np.max()))
+        drafts = self._token_ids[slot.to(self._device)[:, None], position.to(self._device)].tolist()
+        for grammar, drawn, num_drafts in zip(grammars, drafts, num_drafts_np, strict=True):
+            grammar.drafts = drawn[:num_drafts]

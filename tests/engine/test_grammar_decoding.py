@@ -1,0 +1,161 @@
+"""Sequences that must match a grammar, through the whole engine."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import GREEDY, engine_config, run, tokens
+from tokenizers_for_tests import byte_level_tokenizer
+
+from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
+from outrider.engine.config import EngineConfig
+from outrider.engine.loop import Engine
+
+TOKENIZER = byte_level_tokenizer()
+VOCAB = TOKENIZER.backend.get_vocab_size()
+EOS = 0
+PROMPT = TOKENIZER.encode("The quick brown fox jumps", add_special_tokens=False)
+OBJECT = 'start: "{" (/"k[0-9]{1,3}":/ /[a-z]{2,9}/ ",")* /"end":[0-9]{1,4}/ "}"'
+
+
+def config(
+    tiny_model: Callable[..., Path], proposer: str = "draft_model", k: int = 3, **settings: int
+) -> EngineConfig:
+    target = tiny_model("llama", seed=0, vocab_size=VOCAB)
+    draft = tiny_model("llama", seed=1, vocab_size=VOCAB)
+    return replace(
+        engine_config(
+            target, draft if proposer == "draft_model" else None, proposer=proposer, k=k, **settings
+        ),
+        vocabulary=TOKENIZER.vocabulary(VOCAB),
+        eos_token_ids=(EOS,),
+    )
+
+
+def text_of(outputs: list[RequestOutput]) -> str:
+    return TOKENIZER.decode(tokens(outputs), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "none"])
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+def test_every_finished_text_is_of_the_grammar(
+    tiny_model: Callable[..., Path], proposer: str, rule: str
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    params = SamplingParams(
+        max_tokens=40, grammar=f"start: %json {json.dumps(schema)}", verification=rule
+    )
+    each = [
+        replace(
+            params, seed=seed, temperature=[1.0, 0.0, 3.0][seed % 3], top_p=[1.0, 0.9][seed % 2]
+        )
+        for seed in range(6)
+    ]
+    for outputs in run(Engine(config(tiny_model, proposer)), [PROMPT] * 6, each):
+        last = outputs[-1]
+        assert last.error is None
+        if last.finish_reason == "stop":
+            assert last.stop_token_id == EOS
+            assert json.loads(text_of(outputs)).keys() == {"a", "b"}
+        else:
+            assert text_of(outputs).startswith('{"a":')
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+def test_drafts_change_nothing_but_the_pace(tiny_model: Callable[..., Path], proposer: str) -> None:
+    engine = Engine(config(tiny_model, proposer))
+    params = [
+        replace(GREEDY, grammar=OBJECT, max_tokens=48, logprobs=3),
+        SamplingParams(
+            grammar="start: /(one two ){9}/",
+            max_tokens=48,
+            seed=5,
+            verification="match",
+            top_k=20,
+            logprobs=0,
+        ),
+    ]
+    plain, drafted = (
+        run(engine, [PROMPT] * 2, [replace(p, num_speculative_tokens=k) for p in params])
+        for k in (0, 3)
+    )
+    assert [tokens(o) for o in plain] == [tokens(o) for o in drafted]
+    for one, other in zip(plain, drafted, strict=True):
+        a, b = ([entry for o in outputs for entry in o.logprobs or ()] for outputs in (one, other))
+        assert [x.logprob for x in a] == pytest.approx([x.logprob for x in b], abs=1e-4)
+    assert sum(engine.stats().accepted_per_position) > 0
+
+
+def test_logprobs_are_of_what_the_target_itself_said(tiny_model: Callable[..., Path]) -> None:
+    engine = Engine(config(tiny_model))
+    params = replace(GREEDY, max_tokens=1, logprobs=VOCAB // 4)
+    ((free,),) = run(engine, [PROMPT], params)
+    ((bound,),) = run(engine, [PROMPT], replace(params, grammar='start: "quick"'))
+    assert free.logprobs is not None
+    assert bound.logprobs is not None
+    assert bound.logprobs[0].top == free.logprobs[0].top
+    assert bound.logprobs[0].logprob < free.logprobs[0].logprob
+
+
+def test_neighbours_of_a_grammar_see_nothing_of_it(tiny_model: Callable[..., Path]) -> None:
+    engine = Engine(config(tiny_model))
+    free = SamplingParams(max_tokens=20, seed=3)
+    bound = SamplingParams(max_tokens=20, seed=4, grammar=OBJECT)
+    (alone,) = run(engine, [PROMPT], free)
+    (bound_alone,) = run(engine, [PROMPT], bound)
+    first, other, last = run(engine, [PROMPT] * 3, [bound, free, replace(bound, seed=9)])
+    assert tokens(other) == tokens(alone)
+    assert tokens(first) == tokens(bound_alone)
+    assert tokens(last) != tokens(first)
+
+
+def test_a_preempted_sequence_goes_on_in_its_grammar(tiny_model: Callable[..., Path]) -> None:
+    params = [
+        SamplingParams(max_tokens=40, seed=s, grammar=OBJECT, ignore_eos=True) for s in (1, 2)
+    ]
+    alone = [tokens(run(Engine(config(tiny_model)), [PROMPT], p)[0]) for p in params]
+    engine = Engine(config(tiny_model, num_pages=18))
+    assert [tokens(o) for o in run(engine, [PROMPT] * 2, params)] == alone
+    assert engine.stats().preemptions > 0
+
+
+def test_a_grammar_that_fails_fails_its_own_sequence(tiny_model: Callable[..., Path]) -> None:
+    engine = Engine(config(tiny_model))
+    good = SamplingParams(max_tokens=8, seed=1, grammar=OBJECT)
+    bad, other = run(engine, [PROMPT] * 2, [replace(good, grammar="start: nobody"), good])
+    assert bad[-1].finish_reason == "error"
+    assert "unknown name" in (bad[-1].error or "")
+    assert other[-1].error is None
+
+
+def test_ends_where_a_stop_id_may_end_it(tiny_model: Callable[..., Path]) -> None:
+    engine = Engine(config(tiny_model))
+    (newline,) = TOKENIZER.encode("\n", add_special_tokens=False)
+    params = SamplingParams(
+        max_tokens=60, grammar="start: /[a-z]{3}/", stop_token_ids=(newline,), ignore_eos=True
+    )
+    each = [replace(params, seed=seed, temperature=2.0) for seed in range(8)]
+    reasons = set()
+    for outputs in run(engine, [PROMPT] * 8, each):
+        assert text_of(outputs).strip("\n").isalpha()
+        assert len(text_of(outputs).strip("\n")) == 3
+        reasons.add(outputs[-1].stop_token_id)
+    assert newline in reasons
+
+
+def test_an_engine_without_a_vocabulary_takes_no_grammar(tiny_model: Callable[..., Path]) -> None:
+    engine = Engine(replace(config(tiny_model), vocabulary=None))
+    new = NewRequest(
+        request_id="0", prompt_token_ids=PROMPT, params=replace(GREEDY, grammar=OBJECT)
+    )
+    with pytest.raises(InvalidRequestError, match="given no vocabulary"):
+        engine.submit([new])
+    assert not engine.has_work()

@@ -1,0 +1,98 @@
+"""Many steps under a grammar, against exact enumeration of the target's masked distribution."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from distributions import bound, chi_squared, total_variation
+from engines import engine_config, run, tokens
+from grammars import stands_for
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.loop import Engine
+
+LETTERS, EOS, VOCAB = "abc", 3, 4
+LENGTH = 4
+PROMPT = [2, 0, 3]
+PATTERN = "(ab?c?){1,3}"
+NUM_SAMPLES = 4800
+# All there is of the grammar, and all its beginnings, by brute force.
+TEXTS = {
+    text
+    for length in range(10)
+    for text in map("".join, itertools.product(LETTERS, repeat=length))
+    if re.fullmatch(PATTERN, text)
+}
+BEGINNINGS = {text[:i] for text in TEXTS for i in range(len(text) + 1)}
+
+
+def allowed(text: str) -> list[bool]:
+    return [*(text + letter in BEGINNINGS for letter in LETTERS), text in TEXTS]
+
+
+def joint(path: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every output: of LENGTH tokens, or fewer with eos at the end."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found, open_ones = {}, {(): 1.0}
+    for _ in range(LENGTH):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*PROMPT, *tokens] for tokens in open_ones])).logits
+        going_on = {}
+        for (prefix, chance), row in zip(open_ones.items(), logits[:, -1].double(), strict=True):
+            mask = torch.tensor(allowed("".join(LETTERS[i] for i in prefix)))
+            row = row.masked_fill(~mask, -torch.inf)
+            if params.top_k:
+                row = row.masked_fill(row < row.topk(params.top_k).values[-1], -torch.inf)
+            for token, p in enumerate((row / params.temperature).softmax(-1).tolist()):
+                if p > 0:
+                    (found if token == EOS else going_on)[*prefix, token] = chance * p
+        open_ones = going_on
+    return found | open_ones
+
+
+@pytest.mark.parametrize(
+    ("proposer", "params"),
+    [
+        ("draft_model", SamplingParams(max_tokens=LENGTH)),
+        ("draft_model", SamplingParams(max_tokens=LENGTH, verification="block")),
+        ("draft_model", SamplingParams(max_tokens=LENGTH, verification="match", temperature=1.4)),
+        ("ngram", SamplingParams(max_tokens=LENGTH, top_k=2, temperature=2.0)),
+    ],
+    ids=["token", "block", "match", "ngram"],
+)
+def test_the_joint_is_that_of_the_masked_target(
+    proposer: str, params: SamplingParams, tiny_model: Callable[..., Path]
+) -> None:
+    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
+    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    config = engine_config(
+        target,
+        draft if proposer == "draft_model" else None,
+        proposer=proposer,
+        k=3,
+        max_num_seqs=240,
+        max_num_batched_tokens=2048,
+        num_pages=1024,
+    )
+    engine = Engine(replace(config, vocabulary=stands_for(*LETTERS), eos_token_ids=(EOS,)))
+    truth = joint(target, params)
+    assert sum(truth.values()) == pytest.approx(1)
+    assert 0.02 < max(truth.values()) < 0.6
+    params = replace(params, grammar=f"start: /{PATTERN}/")
+    counts: Counter[tuple[int, ...]] = Counter()
+    for first in range(0, NUM_SAMPLES, 240):
+        each = [
+            replace(params, seed=seed, num_speculative_tokens=seed % 4)
+            for seed in range(first, first + 240)
+        ]
+        counts.update(tuple(tokens(o)) for o in run(engine, [PROMPT] * 240, each))
+    assert counts.keys() <= truth.keys()
+    assert total_variation(truth, counts) < bound(len(truth), NUM_SAMPLES)
+    assert chi_squared(truth, counts) < 1
+    assert sum(engine.stats().accepted_per_position) > 0

@@ -1,0 +1,40 @@
+"""Ask a grammar what it allows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.engine.config import Vocabulary
+from outrider.engine.grammar import Grammar, GrammarCompiler, compute_masks
+
+
+def compile_grammar(
+    compiler: GrammarCompiler, text: str, stop_token_ids: Sequence[int] = ()
+) -> Grammar:
+    return compiler.start(text, stop_token_ids).result()
+
+
+def allowed(grammar: Grammar, num_drafts: int = 0) -> set[int]:
+    """Token ids that may follow this many of the grammar's drafts; ask in order."""
+    while len(grammar.masks) <= num_drafts:
+        compute_masks([grammar])
+    bits = np.unpackbits(grammar.masks[num_drafts].view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def stands_for(*pieces: str) -> Vocabulary:
+    """A vocabulary of these texts and, last, eos."""
+    return Vocabulary(
+        token_bytes=(*(piece.encode() for piece in pieces), b"<eos>"),
+        special_token_ids=(len(pieces),),
+    )
+
+
+def follows(grammar: Grammar, vocabulary: Vocabulary, pieces: Sequence[str]) -> bool:
+    """Go on by these pieces; whether each was allowed."""
+    for piece in pieces:
+        token_id = vocabulary.token_bytes.index(piece.encode())
+        if token_id not in allowed(grammar):
+            return False
+        grammar.follow([token_id])
+    return True
