@@ -32,7 +32,7 @@ class SamplingParams:
     token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw of the sequence is a function
     of it and of token positions. `logprobs` is the number of alternatives reported beside each
     emitted token (None: no logprobs), taken from the target's raw logits; `prompt_logprobs` is the
-    same for the prompt's tokens, and `max_tokens` may then be 0.
+    same for the prompt's tokens. `max_tokens` 0 computes the prompt and emits nothing.
     `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, where the
     engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
     `reproducible` says that the seed was chosen to get the same tokens again: k is then the

@@ -27,8 +27,7 @@ def check_request(
             f"the context holds {max_model_len} tokens in all"
         )
     _check_ids("prompt", prompt, vocab_size)
-    least = 0 if params.prompt_logprobs is not None else 1
-    _check("max_tokens", params.max_tokens, params.max_tokens >= least, f"at least {least}")
+    _check("max_tokens", params.max_tokens, params.max_tokens >= 0, "at least 0")
     _check(
         "temperature",
         params.temperature,

@@ -15,6 +15,8 @@ from outrider.server.generation import Delta, Generation, Sample
 from outrider.server.protocol import (
     APIResponse,
     GenerationResponse,
+    PromptLogprob,
+    PromptLogprobs,
     PromptTokensDetails,
     RequestMetrics,
     SamplingFields,
@@ -42,6 +44,7 @@ class Answer(ABC):
         self._service = service
         self._prompts = prompts
         self._n = body.n
+        self._num_samples = body.num_samples  # of each prompt; the answer has n of them
         self._stream = body.stream
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
@@ -50,7 +53,7 @@ class Answer(ABC):
         self._include_metrics = service.speculation_metrics if asked is None else asked
         self._samples: list[Sample] = []
         self._ids_as_texts = body.return_tokens_as_token_ids
-        self._completion_tokens = [0] * (len(prompts) * body.n)
+        self._completion_tokens = [0] * (len(prompts) * body.num_samples)
         self._cached_tokens = [0] * len(prompts)
         self._begun: set[int] = set()  # choices of which something has been said
 
@@ -106,16 +109,42 @@ class Answer(ABC):
             earlier = merged.get(delta.index)
             tokens = earlier.tokens + delta.tokens if earlier else delta.tokens
             merged[delta.index] = replace(delta, tokens=tokens)
+        deltas = [replace(delta, text="".join(texts[i])) for i, delta in sorted(merged.items())]
         whole = self._answer(
-            [
-                choice
-                for index, delta in sorted(merged.items())
-                for choice in self._next_choices(replace(delta, text="".join(texts[index])))
-            ]
+            [choice for delta in self._chosen(deltas) for choice in self._next_choices(delta)]
         )
         whole.usage = self._usage()
         self._add_metrics(whole)
         return whole
+
+    def _chosen(self, deltas: list[Delta]) -> list[Delta]:
+        """The n best of each prompt's samples, by the mean logprob of their tokens."""
+        if self._num_samples == self._n:
+            return deltas
+        chosen: list[Delta] = []
+        for first in range(0, len(deltas), self._num_samples):
+            samples = deltas[first : first + self._num_samples]
+            chosen += sorted(samples, key=_mean_logprob, reverse=True)[: self._n]
+        return [replace(delta, index=index) for index, delta in enumerate(chosen)]
+
+    def _prompt_logprobs(self, delta: Delta, num_top: int) -> PromptLogprobs:
+        """Of the prompt's tokens, each with its best alternatives; the first has none."""
+        prompt = self._prompts[delta.index // self._n]
+        told: PromptLogprobs = [None]
+        for token_id, entry in zip(prompt[1:], delta.prompt_logprobs, strict=True):
+            ranked = [(token_id, entry.logprob, entry.rank or 0)]
+            ranked += [(i, lp, rank) for rank, (i, lp) in enumerate(entry.top[:num_top], start=1)]
+            told.append(
+                {
+                    i: PromptLogprob(
+                        logprob=max(logprob, MIN_LOGPROB),
+                        rank=rank,
+                        decoded_token=self._service.tokenizer.token_text(i),
+                    )
+                    for i, logprob, rank in ranked
+                }
+            )
+        return told
 
     def _event(self, chunk: GenerationResponse) -> str:
         if not self._include_obfuscation:
@@ -140,8 +169,8 @@ class Answer(ABC):
     def _count(self, delta: Delta) -> None:
         self._completion_tokens[delta.index] = delta.completion_tokens
         # The samples of one prompt find its pages in the cache because of each other.
-        if delta.index % self._n == 0:
-            self._cached_tokens[delta.index // self._n] = delta.cached_tokens
+        if delta.index % self._num_samples == 0:
+            self._cached_tokens[delta.index // self._num_samples] = delta.cached_tokens
 
     def _usage(self) -> Usage:
         prompt_tokens = sum(map(len, self._prompts))
@@ -172,6 +201,11 @@ class Answer(ABC):
         if self._ids_as_texts:
             return f"token_id:{token_id}"
         return self._service.tokenizer.token_text(token_id)
+
+
+def _mean_logprob(delta: Delta) -> float:
+    values = [token.logprobs.logprob for token in delta.tokens if token.logprobs is not None]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _padding(num_chars: int) -> str:

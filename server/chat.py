@@ -37,14 +37,18 @@ async def create_chat_completion(
     service.check_request(body, num_prompts=1)
     _check(body)
     prompt = await chat_prompt(service, body, body.tools_shown, body.template_variables)
-    room_tokens = max(1, service.engine_info.max_model_len - len(prompt.token_ids))
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
+    prompt = prompt._replace(token_ids=kept)
+    room_tokens = max(1, service.engine_info.max_model_len - len(kept))
     answer = _ChatAnswer(service, body, prompt)
     samples = service.samples(
         body,
         [prompt.token_ids],
         param="messages",
-        max_tokens=body.max_completion_tokens or body.max_tokens or room_tokens,
+        max_tokens=max_tokens or room_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         shown_special_ids=answer.shown_special_ids,
     )
     return await answer.respond(http, samples)
@@ -133,6 +137,9 @@ class _ChatAnswer(Answer):
         return chunk
 
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[ChatChoice | ChatChunkChoice]:
+        if first and self._body.prompt_logprobs is not None:
+            told = self._prompt_logprobs(delta, self._body.prompt_logprobs)
+            self._head["prompt_logprobs"] = told
         said = self._said(delta)
         fields: dict[str, Any] = {
             "index": delta.index,

@@ -12,6 +12,7 @@ from outrider.server.protocol import (
     APIResponse,
     GenerationResponse,
     Int,
+    PromptLogprobs,
     SamplingFields,
 )
 
@@ -189,6 +190,7 @@ class ChatCompletion(GenerationResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(APIResponse):

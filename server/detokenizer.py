@@ -20,10 +20,18 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skipped_ids: frozenset[int]
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skipped_ids: frozenset[int],
+        spaces_between_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped_ids
+        # Of these, two in a row are shown as they are written, whatever the decoder would add.
+        self._joined = frozenset() if spaces_between_special else tokenizer.special_ids
+        self._last_id: int | None = None
         self._window = _context(tokenizer, prompt_token_ids)
         self._shown_chars = len(self._decode())  # of the window's text
         self._boundary = len(self._window)  # tokens of the window up to its last clean end
@@ -32,6 +40,8 @@ class Detokenizer:
         """The characters that this token completes."""
         if token_id in self._skipped:
             return ""
+        joins = self._last_id in self._joined and token_id in self._joined
+        self._last_id = token_id
         self._window.append(token_id)
         text = self._decode()
         # An unfinished character decodes to replacement characters, and only at the end: what is
@@ -44,7 +54,7 @@ class Detokenizer:
                 del self._window[: self._boundary]
                 self._shown_chars = len(self._decode())
             self._boundary = len(self._window)
-        return piece
+        return self._tokenizer.pieces([token_id])[0] if joins else piece
 
     def flush(self) -> str:
         """What is held of a character that will not be completed."""

@@ -21,7 +21,9 @@ class TextOptions:
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
+    detokenize: bool = True
     skipped_ids: frozenset[int] = frozenset()  # special tokens that are no text
+    spaces_between_special: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Delta:
     stop_reason: int | str | None
     completion_tokens: int  # of this sequence, so far
     cached_tokens: int  # of its prompt
+    prompt_logprobs: Sequence[TokenLogprobs]  # from the prompt's second token on, if asked for
 
 
 class Sample:
@@ -62,16 +65,21 @@ class Sample:
         self.acceptance = Acceptance()
         self._options = options
         self._detokenizer = Detokenizer(
-            tokenizer, request.prompt_token_ids, skipped_ids=options.skipped_ids
+            tokenizer,
+            request.prompt_token_ids,
+            skipped_ids=options.skipped_ids,
+            spaces_between_special=options.spaces_between_special,
         )
         self._stops = StopStrings(options.stop, include=options.include_stop)
         self._num_tokens = 0
         self._num_chars = 0
         self._pending: list[Token] = []  # taken, but their text is held back
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     def take(self, output: RequestOutput) -> Delta | None:
         """Add a step's tokens; None where they have nothing to show yet."""
         self.acceptance.observe(output)
+        self._prompt_logprobs += output.prompt_logprobs or ()
         shown: list[str] = []
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
         last = len(output.token_ids) - 1
@@ -83,7 +91,7 @@ class Sample:
                 and position == last
                 and not self._options.include_stop
             )
-            if not hidden:
+            if self._options.detokenize and not hidden:
                 shown.append(self._match(self._detokenizer.push(token_id)))
             if self._stops.matched is not None:
                 break
@@ -108,7 +116,7 @@ class Sample:
             if output.stop_token_id in self.request.params.stop_token_ids:
                 stop_reason = output.stop_token_id
         self.finished = finish_reason is not None
-        if not text and not self.finished:
+        if not text and not self.finished and self._options.detokenize:
             return None
         tokens, self._pending = self._pending, []
         return Delta(
@@ -119,6 +127,7 @@ class Sample:
             stop_reason=stop_reason,
             completion_tokens=self._num_tokens,
             cached_tokens=output.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

@@ -28,6 +28,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+MAX_CACHE_SALT_CHARS = 1024
 
 
 def _whole_number(value: object) -> object:
@@ -152,10 +153,21 @@ class SamplingFields(APIRequest):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    priority: Int64 = 0
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     speculation: Speculation = Speculation()
     user: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that each prompt is continued by."""
+        return self.n
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -178,12 +190,16 @@ class SamplingFields(APIRequest):
 
 class CompletionRequest(SamplingFields):
     prompt: Prompt
-    max_tokens: Int = Field(default=16, ge=1)
+    max_tokens: Int = Field(default=16, ge=0)
     logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: Int | None = Field(default=None, ge=1)
     suffix: str | None = None
     add_special_tokens: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        return self.best_of or self.n
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -198,7 +214,6 @@ class CompletionRequest(SamplingFields):
 # Parameters that are known and not served yet, with the values that ask for nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none",),
@@ -207,11 +222,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -280,6 +292,17 @@ class GenerationResponse(APIResponse):
     obfuscation: str | None = None
 
 
+class PromptLogprob(APIResponse):
+    logprob: float
+    rank: int  # 1 is the most likely
+    decoded_token: str
+
+
+# By position, the prompt's token and the alternatives asked for, by token id; nothing tells of the
+# first token.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 class CompletionLogprobs(APIResponse):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -295,6 +318,7 @@ class CompletionChoice(APIResponse):
     stop_reason: int | str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(GenerationResponse):

@@ -36,6 +36,7 @@ def sampling_params(
     *,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     seed: int,
     bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
@@ -62,6 +63,7 @@ def sampling_params(
         stop_token_ids=tuple(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
         verification=speculation.verification,
         reproducible=fields.seed is not None,

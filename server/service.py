@@ -49,13 +49,26 @@ class Service:
         """Refuse what can be told before there are prompts; raises APIError."""
         self.check_model(fields.model)
         check_unknown_fields(fields)
-        n = fields.n
+        name, n = (
+            ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)
+        )
         if num_prompts * n > self.max_prompts_times_n:
             raise invalid_value(
-                "n",
-                f"{num_prompts} prompts times n = {n} are {num_prompts * n} sequences; this "
+                name,
+                f"{num_prompts} prompts times {name} = {n} are {num_prompts * n} sequences; this "
                 f"server takes at most {self.max_prompts_times_n} a request "
                 "(server.max_prompts_times_n).",
+            )
+        if fields.stop_strings and not fields.detokenize:
+            raise invalid_value(
+                "stop", "stop strings are found in text: they need detokenize: true."
+            )
+        if fields.prompt_logprobs is not None and fields.stream:
+            raise invalid_value("prompt_logprobs", "prompt_logprobs cannot be streamed.")
+        if fields.truncate_prompt_tokens == 0:
+            raise invalid_value(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens must be at least 1, or -1 for as many as fit.",
             )
         if fields.stream_options is not None and not fields.stream:
             raise invalid_value("stream_options", "stream_options needs stream: true.")
@@ -77,6 +90,13 @@ class Service:
             return encode()
         return await asyncio.to_thread(encode)
 
+    def truncate(self, fields: SamplingFields, prompt: list[int], max_tokens: int) -> list[int]:
+        """The last tokens of a prompt, as many as the request wants kept."""
+        limit = fields.truncate_prompt_tokens
+        if limit == -1:
+            limit = max(1, self.engine_info.max_model_len - max(1, max_tokens))
+        return prompt if limit is None else prompt[-limit:]
+
     def samples(
         self,
         fields: SamplingFields,
@@ -85,9 +105,10 @@ class Service:
         param: str,
         max_tokens: int,
         logprobs: int | None,
+        prompt_logprobs: int | None,
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
-        """n samples of each prompt, prompt-major. `param` names the field the prompts came from;
+        """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
         `shown_special_ids` are part of the text in every case.
 
         Raises APIError for what the engine could never run.
@@ -105,6 +126,8 @@ class Service:
         options = TextOptions(
             stop=fields.stop_strings,
             include_stop=fields.include_stop_str_in_output,
+            detokenize=fields.detokenize,
+            spaces_between_special=fields.spaces_between_special_tokens,
             skipped_ids=(
                 self.tokenizer.special_ids - shown_special_ids
                 if fields.skip_special_tokens
@@ -118,10 +141,11 @@ class Service:
                 fields,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 seed=sample_seed(seed, i),
                 bad_words=bad_words,
             )
-            for i in range(fields.n)
+            for i in range(fields.num_samples)
         ]
         unique = uuid.uuid4().hex
         return [
@@ -129,13 +153,15 @@ class Service:
                 index,
                 NewRequest(
                     request_id=f"{unique}-{index}",
-                    prompt_token_ids=prompts[index // fields.n],
-                    params=params[index % fields.n],
+                    prompt_token_ids=prompts[index // fields.num_samples],
+                    params=params[index % fields.num_samples],
+                    priority=fields.priority,
+                    cache_salt=fields.cache_salt or "",
                 ),
                 self.tokenizer,
                 options,
             )
-            for index in range(len(prompts) * fields.n)
+            for index in range(len(prompts) * fields.num_samples)
         ]
 
     def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
@@ -149,6 +175,7 @@ class Service:
     def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:
         if not prompt:
             raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
+        max_tokens = max(1, max_tokens)  # the engine draws one in any case
         if len(prompt) + max_tokens > self.engine_info.max_model_len:
             raise context_length_exceeded(
                 max_model_len=self.engine_info.max_model_len,

@@ -357,7 +357,7 @@ def test_a_full_queue_turns_a_group_away_whole(target: Path) -> None:
         ([1, VOCAB], {}, "prompt"),
         ([-1], {}, "prompt"),
         ([1] * 256, {}, "prompt"),
-        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"max_tokens": -1}, "max_tokens"),
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"temperature": -0.1}, "temperature"),
         ([1], {"top_p": 0.0}, "top_p"),

@@ -11,7 +11,9 @@ from outrider.server.tokenizer import Tokenizer
 
 def params_of(**fields: object) -> SamplingParams:
     request = CompletionRequest.model_validate({"prompt": "x"} | fields)
-    return sampling_params(request, max_tokens=1, logprobs=None, seed=0, bad_words=())
+    return sampling_params(
+        request, max_tokens=1, logprobs=None, prompt_logprobs=None, seed=0, bad_words=()
+    )
 
 
 def test_temperature_too_small_to_divide_by_is_greedy() -> None:

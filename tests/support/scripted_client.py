@@ -143,6 +143,11 @@ def steps(
                 request_id=request.request_id,
                 token_ids=ids,
                 logprobs=_logprobs(ids, request.params.logprobs),
+                prompt_logprobs=(
+                    _logprobs(request.prompt_token_ids[1:], request.params.prompt_logprobs)
+                    if len(ids) == done
+                    else None
+                ),
                 finish_reason=finish if last else None,  # type: ignore[arg-type]
                 stop_token_id=ids[-1] if last and finish == "stop" else None,
                 num_cached_tokens=cached_tokens,
@@ -160,6 +165,7 @@ def _logprobs(token_ids: Sequence[int], num_top: int | None) -> list[TokenLogpro
         TokenLogprobs(
             -0.5 - token_id / 1000,
             [(token_id + i, -0.5 - token_id / 1000 - i) for i in range(num_top)],
+            rank=1,
         )
         for token_id in token_ids
     ]
