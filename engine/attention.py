@@ -34,6 +34,11 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    # as passed by the module at every call
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -78,6 +83,20 @@ def attention_context(context: PagedContext | DryRun) -> Iterator[None]:
         _context = None
 
 
+def current_batch() -> ForwardBatch:
+    """The batch that the forward pass under way computes."""
+    assert isinstance(_context, PagedContext), "attention called outside of a forward pass"
+    return _context.batch
+
+
+def pages_of(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Keys and values of an attention layer: [num_pages, page_size, num_kv_heads, dim] each."""
+    k_cache, v_cache = module.k_cache, module.v_cache
+    assert isinstance(k_cache, Tensor)
+    assert isinstance(v_cache, Tensor)
+    return k_cache, v_cache
+
+
 def paged_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -99,70 +118,87 @@ def paged_attention_forward(
         query: [1, num_heads, T, head_dim]; key, value: [1, num_kv_heads, T, head_dim or value_dim]
         returns: [1, T, num_heads, value_dim], None
     """
-    context = _context
-    if isinstance(context, DryRun):
-        return _record(context, module, query, key, value, attention_mask, unknown), None
-    assert context is not None, "attention called outside of a forward pass"
-    batch = context.batch
-    k_cache, v_cache = module.k_cache, module.v_cache
-    assert isinstance(k_cache, Tensor)
-    assert isinstance(v_cache, Tensor)
-    k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key[0].transpose(0, 1))
-    v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value[0].transpose(0, 1))
-
-    rows = query[0].transpose(0, 1)  # [T, num_heads, head_dim]
-    scale = rows.shape[-1] ** -0.5 if scaling is None else scaling
-    if uses_triton(rows):
-        out = paged_attention(
-            rows,
-            k_cache,
-            v_cache,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            batch.block_table,
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(_context, DryRun):
+        num_kv_heads, head_dim = key.shape[1], key.shape[3]
+        spec = LayerSpec(
+            module,
+            num_kv_heads,
+            head_dim,
+            value.shape[3],
             scale,
             sliding_window,
             softcap,
             s_aux,
         )
-    else:
-        out = torch.cat(
-            [
-                paged_attention_reference(
-                    sequence_rows,
-                    k_cache,
-                    v_cache,
-                    batch.block_table[i],
-                    int(batch.seq_lens_np[i]),
-                    context.mask(i, sliding_window, query),
-                    scale,
-                    softcap,
-                    s_aux,
-                )
-                for i, sequence_rows in enumerate(rows.split(batch.query_lens_np.tolist()))
-            ]
+        _record(_context, spec, attention_mask, unknown)
+        return value.new_zeros(1, query.shape[2], query.shape[1], spec.value_dim), None
+    batch = current_batch()
+    k_cache, v_cache = pages_of(module)
+    k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key[0].transpose(0, 1))
+    v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value[0].transpose(0, 1))
+    rows = query[0].transpose(0, 1)
+    return attend(module, rows, scale, sliding_window, softcap, s_aux)[None], None
+
+
+def attend(
+    module: nn.Module,
+    rows: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of the batch's rows over the module's pages, which hold their KV already.
+
+    Shape: rows [T, num_heads, head_dim] -> [T, num_heads, value_dim]
+    """
+    context = _context
+    assert isinstance(context, PagedContext), "attention called outside of a forward pass"
+    batch = context.batch
+    k_cache, v_cache = pages_of(module)
+    if uses_triton(rows):
+        return paged_attention(
+            rows,
+            k_cache,
+            v_cache,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.slots,
+            batch.block_table,
+            scale,
+            window,
+            softcap,
+            sinks,
         )
-    return out[None], None
+    return torch.cat(
+        [
+            paged_attention_reference(
+                sequence_rows,
+                k_cache,
+                v_cache,
+                batch.block_table[batch.slots[i]],
+                int(batch.seq_lens_np[i]),
+                context.mask(i, window, rows),
+                scale,
+                softcap,
+                sinks,
+            )
+            for i, sequence_rows in enumerate(rows.split(batch.query_lens_np.tolist()))
+        ]
+    )
 
 
 def _record(
-    dry_run: DryRun,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    unknown: dict[str, object],
-) -> Tensor:
+    dry_run: DryRun, spec: LayerSpec, attention_mask: Tensor | None, unknown: dict[str, object]
+) -> None:
     # What a model passes and we would drop is what makes its output silently wrong.
     dropped = sorted(name for name, given in unknown.items() if given not in (None, False))
     if dropped:
         raise UnsupportedModelError(f"its attention passes {', '.join(dropped)}, unknown to us")
     if attention_mask is not None:
         raise UnsupportedModelError("it builds an attention mask of its own")
-    dry_run.layers.append(LayerSpec(module, key.shape[1], key.shape[3], value.shape[3]))
-    num_heads, num_rows = query.shape[1:3]
-    return value.new_zeros(1, num_rows, num_heads, value.shape[3])
+    dry_run.layers.append(spec)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

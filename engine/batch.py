@@ -27,7 +27,9 @@ class ForwardBatch:
     cu_seqlens_q: Tensor
     # [B] tokens a sequence attends to, its own rows included
     seq_lens: Tensor
-    # [B, pages of the longest sequence]
+    # [B] rows of the block table
+    slots: Tensor
+    # [num_slots, pages]
     block_table: Tensor
     # [num_logits] rows whose logits are wanted
     logits_rows: Tensor
@@ -59,7 +61,6 @@ class ForwardBatch:
         row_of = torch.from_numpy(row_of_np).to(device)
         positions = torch.from_numpy(positions_np).to(device)
         slot_of_row = slot[row_of]
-        num_pages = -(-int(seq_lens_np.max()) // slots.page_size)
         page = slots.block_table[slot_of_row, positions // slots.page_size].long()
         return ForwardBatch(
             input_ids=slots.token_ids[slot_of_row, positions].long(),
@@ -67,7 +68,8 @@ class ForwardBatch:
             slot_mapping=page * slots.page_size + positions % slots.page_size,
             cu_seqlens_q=torch.from_numpy(cu_np).to(device, torch.int32),
             seq_lens=torch.from_numpy(seq_lens_np).to(device, torch.int32),
-            block_table=slots.block_table[slot, :num_pages],
+            slots=slot,
+            block_table=slots.block_table,
             logits_rows=torch.from_numpy(logits_rows_np).to(device),
             query_lens_np=query_lens_np,
             seq_lens_np=seq_lens_np,

@@ -31,17 +31,17 @@ class GraphedForward:
         forward: Callable[[ForwardBatch], Tensor],
         max_num_seqs: int,
         rows_per_seq: tuple[int, ...],
-        pages_per_seq: int,
-        device: torch.device,
+        block_table: Tensor,
     ) -> None:
         self._forward = forward
+        self._block_table = block_table
         self._rows_per_seq = sorted(set(rows_per_seq))
         self._num_seqs = [2**i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]
         self._captured: dict[tuple[int, int], _Captured] = {}
         max_rows = max_num_seqs * self._rows_per_seq[-1]
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+            return torch.zeros(*shape, dtype=dtype, device=block_table.device)
 
         # The static inputs; a captured shape reads the front of each.
         self._input_ids = zeros(max_rows, dtype=torch.int64)
@@ -49,8 +49,8 @@ class GraphedForward:
         self._slot_mapping = zeros(max_rows, dtype=torch.int64)
         self._cu_seqlens_q = zeros(max_num_seqs + 1, dtype=torch.int32)
         self._seq_lens = zeros(max_num_seqs, dtype=torch.int32)
-        self._block_table = zeros(max_num_seqs, pages_per_seq, dtype=torch.int32)
-        self._logits_rows = torch.arange(max_rows, device=device)
+        self._slots = zeros(max_num_seqs, dtype=torch.int64)
+        self._logits_rows = torch.arange(max_rows, device=block_table.device)
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -90,10 +90,10 @@ class GraphedForward:
             (batch.slot_mapping, static.slot_mapping, DUMMY_PAGE),
             (batch.cu_seqlens_q, static.cu_seqlens_q, num_rows),
             (batch.seq_lens, static.seq_lens, 0),
+            (batch.slots, static.slots, 0),
         ):
             fixed[: len(given)] = given
             fixed[len(given) :] = padding
-        static.block_table[:num_seqs, : batch.block_table.shape[1]] = batch.block_table
         captured.graph.replay()
         return captured.logits[batch.logits_rows]
 
@@ -117,7 +117,8 @@ class GraphedForward:
             slot_mapping=self._slot_mapping[:num_rows],
             cu_seqlens_q=self._cu_seqlens_q[: num_seqs + 1],
             seq_lens=self._seq_lens[:num_seqs],
-            block_table=self._block_table[:num_seqs],
+            slots=self._slots[:num_seqs],
+            block_table=self._block_table,
             logits_rows=self._logits_rows[:num_rows],
             query_lens_np=lens_np,
             seq_lens_np=lens_np,

@@ -17,7 +17,6 @@ from outrider.engine.api import (
 from outrider.engine.config import EngineConfig
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_cache import KVCacheManager
-from outrider.engine.logit_edits import ProcessorRegistry
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.pair import ModelPair
 from outrider.engine.proposers import build_proposer
@@ -36,13 +35,13 @@ class Engine:
 
     def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
         start_s = time.perf_counter()
-        processors = ProcessorRegistry(config.logits_processors)  # before minutes of loading
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         k = config.speculation.num_speculative_tokens
         proposer = config.speculation.proposer if k > 0 else "none"
         k = 0 if proposer == "none" else k
-        pair = ModelPair(config, proposer, k, progress or (lambda stage, done, total: None))
+        report = progress or (lambda stage, done, total: None)
+        pair = ModelPair(config, proposer, report)
 
         max_num_seqs = config.scheduler.max_num_seqs
         self._slots = Slots(
@@ -54,6 +53,9 @@ class Engine:
             torch.device(config.device),
             config.speculation.verification,
         )
+        if self._slots.device.type == "cuda" and not config.enforce_eager:
+            pair.capture_graphs(max_num_seqs, k, self._slots.block_table, report)
+        report("ready", 1, 1)
         self._kv_cache = KVCacheManager(pair.num_pages, pair.page_size, config.cache.prefix_caching)
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
         self.scheduler = Scheduler(
@@ -63,7 +65,6 @@ class Engine:
         self.target = Target(pair.target, self._slots, pair.vocab_size)
         self.verifier = Verifier(self._slots, pair.vocab_size)
 
-        self._processors = processors
         self._eos_token_ids = config.eos_token_ids
         self._grammars: GrammarCompiler | None = None
         if config.vocabulary is not None and config.eos_token_ids:
@@ -115,8 +116,6 @@ class Engine:
                     "grammar: the engine was given no vocabulary, or no eos token ids, to follow it"
                 )
         queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
-        for request in queued:
-            request.logits_processors = self._processors.build(request.params)
         self.scheduler.add(queued)
         for request in queued:
             if self._grammars is not None and request.params.grammar is not None:

@@ -18,6 +18,7 @@ from outrider.engine.attention import (
 )
 from outrider.engine.config import ModelConfig
 from outrider.engine.cpu_linear import pack_linears
+from outrider.engine.fused_layers import fuse_layers
 
 DTYPES = {
     "float32": torch.float32,
@@ -65,7 +66,10 @@ def load_model(
         model.eval().requires_grad_(False)
         if device.type == "cpu":
             pack_linears(model)
-        return model, dry_run(model)
+        layers = dry_run(model)
+        if device.type == "cuda":
+            fuse_layers(model, layers)
+        return model, layers
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"

@@ -49,13 +49,11 @@ class PagedModel:
         self,
         max_num_seqs: int,
         rows_per_seq: tuple[int, ...],
-        pages_per_seq: int,
+        block_table: Tensor,
         progress: Callable[[int, int], None],
     ) -> None:
         """Capture passes of `rows_per_seq` rows a sequence; call it once the cache is bound."""
-        graphs = GraphedForward(
-            self._run, max_num_seqs, rows_per_seq, pages_per_seq, self.model.device
-        )
+        graphs = GraphedForward(self._run, max_num_seqs, rows_per_seq, block_table)
         graphs.capture(progress)
         self._graphs = graphs
 

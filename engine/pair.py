@@ -4,6 +4,7 @@ import logging
 
 import psutil
 import torch
+from torch import Tensor
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.config import EngineConfig
@@ -13,13 +14,12 @@ log = logging.getLogger(__name__)
 
 
 class ModelPair:
-    """Target and draft, loaded, their caches bound to the same pages, their graphs captured."""
+    """Target and draft, loaded, their caches bound to the same pages."""
 
     def __init__(
         self,
         config: EngineConfig,
         proposer: str,
-        num_speculative_tokens: int,
         report: ReportProgress,
     ) -> None:
         device = torch.device(config.device)
@@ -50,9 +50,6 @@ class ModelPair:
         self.max_model_len = self._fit(config, max_model_len)
         for model in self._models.values():
             model.bind_cache(self.num_pages, self.page_size)
-        if device.type == "cuda" and not config.enforce_eager:
-            self._capture_graphs(config.scheduler.max_num_seqs, num_speculative_tokens, report)
-        report("ready", 1, 1)
 
     def _choose_num_pages(
         self, config: EngineConfig, max_model_len: int, device: torch.device
@@ -87,8 +84,12 @@ class ModelPair:
         )
         return fits
 
-    def _capture_graphs(
-        self, max_num_seqs: int, num_speculative_tokens: int, report: ReportProgress
+    def capture_graphs(
+        self,
+        max_num_seqs: int,
+        num_speculative_tokens: int,
+        block_table: Tensor,
+        report: ReportProgress,
     ) -> None:
         """The target's plain decodes and verifications; the draft's steps and catch-ups of two."""
         rows_per_seq = {"target": (1, num_speculative_tokens + 1), "draft": (1, 2)}
@@ -97,9 +98,4 @@ class ModelPair:
             def progress(done: int, total: int, role: str = role) -> None:
                 report(f"capturing the {role}'s graphs", done, total)
 
-            model.capture_graphs(
-                max_num_seqs,
-                rows_per_seq[role],
-                -(-self.max_model_len // self.page_size),
-                progress,
-            )
+            model.capture_graphs(max_num_seqs, rows_per_seq[role], block_table, progress)

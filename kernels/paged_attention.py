@@ -5,7 +5,12 @@ Row t of a sequence with S tokens attends to the positions p with t - window < p
     out_t = sum_p softmax_p(softcap(scale * q_t . k_p)) v_p,     softcap(x) = c * tanh(x / c)
 
 A head may own a *sink*: one more logit in the softmax's denominator, with no value behind it.
+
+Where sequences have few rows, one of many tokens is split over programs by a fixed number of
+tokens, so that a row's result does not depend on its batch; the last of them to finish merges.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_MAX_SPLITS = 16
+_MIN_SPLIT_TOKENS = 256
 
 
 def paged_attention(
@@ -22,6 +29,7 @@ def paged_attention(
     v_cache: Tensor,
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
+    slots: Tensor,
     block_table: Tensor,
     scale: float,
     window: int | None = None,
@@ -38,7 +46,8 @@ def paged_attention(
         k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim]
         cu_seqlens_q: [B + 1] int32; sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i + 1]
         seq_lens: [B] int32, tokens a sequence attends to, its own rows included
-        block_table: [B, pages] int32
+        slots: [B], each sequence's row of the block table
+        block_table: [num_slots, pages of the longest sequence possible] int32
         sinks: [num_heads] or None
         returns: [T, num_heads, value_dim]
     """
@@ -49,21 +58,37 @@ def paged_attention(
     assert block_table.stride(-1) == 1
     group = num_heads // num_kv_heads
     # Few rows a sequence make decodes and verifications; many make prefill chunks.
-    block_m = 16 if num_rows <= 16 * num_reqs else 64
-    block_m = max(block_m, triton.next_power_of_2(group))
+    rows_per_req = triton.cdiv(num_rows, num_reqs)
+    splits = rows_per_req <= 16
+    block_m = 64 if not splits else triton.next_power_of_2(rows_per_req * group)
+    block_m = max(16, min(64, block_m), triton.next_power_of_2(group))
     block_q = block_m // group
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i: an upper bound that needs no
     # length on the host.
-    grid = (num_rows // block_q + num_reqs, num_kv_heads)
+    num_row_blocks = num_rows // block_q + num_reqs
+    max_tokens = triton.next_power_of_2(block_table.shape[1] * page_size)
+    split_tokens = max(_MIN_SPLIT_TOKENS, max_tokens // _MAX_SPLITS)
+    num_splits = triton.cdiv(max_tokens, split_tokens) if splits else 1
+    part = part_state = counters = None
+    if num_splits > 1:
+        shape = (num_rows, num_heads, num_splits)
+        part = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
+        part_state = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+        counters = _counters(query.device, triton.next_power_of_2(num_row_blocks * num_kv_heads))
+    grid = (num_row_blocks, num_kv_heads, num_splits)
     _paged_attention_kernel[grid](
         out,
+        part,
+        part_state,
+        counters,
         query,
         k_cache,
         v_cache,
         sinks,
         cu_seqlens_q,
         seq_lens,
+        slots,
         block_table,
         num_reqs,
         scale * _LOG2_E.value if softcap is None else scale,
@@ -83,6 +108,8 @@ def paged_attention(
         BLOCK_M=block_m,
         BLOCK_Q=block_q,
         BLOCK_N=64,
+        SPLIT_TOKENS=split_tokens,
+        NUM_SPLITS=num_splits,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         num_warps=4,
@@ -90,16 +117,26 @@ def paged_attention(
     return out
 
 
-@triton.jit
+@functools.cache
+def _counters(device: torch.device, size: int) -> Tensor:
+    """How many splits are done, by row block and KV head; left at zero by every launch."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
 def _paged_attention_kernel(
     out_ptr,  # [T, num_heads, VALUE_DIM]
+    part_ptr,  # [T, num_heads, NUM_SPLITS, VALUE_DIM] sums of a split, or None
+    part_state_ptr,  # [T, num_heads, NUM_SPLITS, 2] their maximum and total
+    counters_ptr,  # [row blocks * num_kv_heads]
     query_ptr,  # [T, num_heads, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]
     v_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, VALUE_DIM]
     sinks_ptr,  # [num_heads] or None
     cu_seqlens_q_ptr,  # [num_reqs + 1]
     seq_lens_ptr,  # [num_reqs]
-    block_table_ptr,  # [num_reqs, pages]
+    slots_ptr,  # [num_reqs]
+    block_table_ptr,  # [num_slots, pages]
     num_reqs,
     scale,  # in base-2 units, unless a softcap comes between
     softcap,
@@ -124,27 +161,39 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """One program: BLOCK_Q rows of a sequence with all query heads of one KV head."""
+    """One program: a split of BLOCK_Q rows of a sequence with all query heads of one KV head."""
     row_block = tl.program_id(0)
     kv_head = tl.program_id(1)
-    low, high = 0, num_reqs  # the last sequence whose first row block is not behind ours
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens_q_ptr + middle) // BLOCK_Q + middle <= row_block:
-            low = middle + 1
-        else:
-            high = middle
-    request = low - 1
+    split = tl.program_id(2)
+    request = -1  # the last sequence whose first row block is not behind ours
+    for base in range(0, num_reqs, 128):
+        i = base + tl.arange(0, 128)
+        first_block = tl.load(cu_seqlens_q_ptr + i, mask=i < num_reqs, other=0) // BLOCK_Q + i
+        request += tl.sum(((i < num_reqs) & (first_block <= row_block)).to(tl.int32), 0)
     first_row = tl.load(cu_seqlens_q_ptr + request)
     query_len = tl.load(cu_seqlens_q_ptr + request + 1) - first_row
     first_q = (row_block - first_row // BLOCK_Q - request) * BLOCK_Q
     if first_q >= query_len:
         return
-    seq_len = tl.load(seq_lens_ptr + request)
-    context_len = seq_len - query_len
+    context_len = tl.load(seq_lens_ptr + request) - query_len
+    end = context_len + tl.minimum(first_q + BLOCK_Q, query_len)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(context_len + first_q - window + 1, 0)
+    # Splits lie at fixed positions of the sequence; sequences without tokens have one, empty.
+    first_split = begin // SPLIT_TOKENS
+    last_split = tl.maximum(end - 1, 0) // SPLIT_TOKENS
+    if NUM_SPLITS > 1:
+        if (split < first_split) | (split > last_split):
+            return
+        begin = tl.maximum(begin, split * SPLIT_TOKENS)
+        end = tl.minimum(end, (split + 1) * SPLIT_TOKENS)
+    pages_ptr = block_table_ptr + tl.load(slots_ptr + request).to(tl.int64) * block_table_stride
 
     m = tl.arange(0, BLOCK_M)
     q = first_q + m // GROUP
@@ -159,24 +208,19 @@ def _paged_attention_kernel(
         other=0.0,
     )
     position = context_len + q
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
-        best = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
-        total = tl.full([BLOCK_M], 1.0, tl.float32)
-    else:
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        owns_sink = (split == first_split) | (NUM_SPLITS == 1)
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+        best = tl.where(owns_sink, sink, best)
+        total = tl.where(owns_sink, 1.0, total)
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
 
-    end = context_len + tl.minimum(first_q + BLOCK_Q, query_len)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(context_len + first_q - window + 1, 0) // BLOCK_N * BLOCK_N
-    for start in range(begin, end, BLOCK_N):
+    for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = n < end
-        page = tl.load(
-            block_table_ptr + request * block_table_stride + n // PAGE_SIZE, mask=inside, other=0
-        ).to(tl.int64)
+        page = tl.load(pages_ptr + n // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         in_page = n % PAGE_SIZE
         key = tl.load(
             k_ptr
@@ -215,11 +259,43 @@ def _paged_attention_kernel(
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         best = new_best
+    mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
+    num_parts = last_split - first_split + 1
+    num_before = num_parts - 1  # splits of these rows that were done before this one
+    if NUM_SPLITS > 1:
+        part = (row * tl.num_programs(1) * GROUP + head) * NUM_SPLITS
+        if num_parts > 1:
+            state_ptr = part_state_ptr + (part + split) * 2
+            at = part_ptr + (part + split)[:, None] * VALUE_DIM + value_dims[None, :]
+            tl.store(at, acc, mask=mask)
+            tl.store(state_ptr, best, mask=is_row)
+            tl.store(state_ptr + 1, total, mask=is_row)
+            tl.debug_barrier()  # all of the program's stores come before its count
+            counter = counters_ptr + row_block * tl.num_programs(1) + kv_head
+            num_before = tl.atomic_add(counter, 1, sem="acq_rel")
+            if num_before == num_parts - 1:
+                tl.store(counter, 0)
+                best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+                for i in range(first_split, last_split + 1):
+                    state_ptr = part_state_ptr + (part + i) * 2
+                    at = part_ptr + (part + i)[:, None] * VALUE_DIM + value_dims[None, :]
+                    # Other multiprocessors wrote these: not from this one's cache.
+                    part_best = tl.load(state_ptr, mask=is_row, other=0.0, cache_modifier=".cg")
+                    part_total = tl.load(state_ptr + 1, mask=is_row, other=0, cache_modifier=".cg")
+                    part_acc = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                    new_best = tl.maximum(best, part_best)
+                    shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+                    decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
+                    total = total * decay + part_total * part_decay
+                    acc = acc * decay[:, None] + part_acc * part_decay[:, None]
+                    best = new_best
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out_ptr + row[:, None] * out_stride_t + head[:, None] * out_stride_h + value_dims,
         out.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & (value_dims < VALUE_DIM),
+        mask=mask & (num_before == num_parts - 1),
     )
 
 

@@ -3,70 +3,19 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from tiny_models import DEVICE, TINY, VOCAB
-from transformers import AutoModelForCausalLM
+from paged import check_against_eager
+from tiny_models import DEVICE, TINY
 
 from outrider.engine.attention import UnsupportedModelError
-from outrider.engine.batch import ForwardBatch
 from outrider.engine.config import ModelConfig
 from outrider.engine.paged_model import PagedModel
-from outrider.engine.slots import Slots
-
-PAGE = 4
-
-
-@torch.inference_mode()
-def paged_logits(
-    model: PagedModel, sequences: list[list[int]], steps: list[list[tuple[int, int]]]
-) -> list[torch.Tensor]:
-    """Run the steps, each a (start, length) range per sequence; all rows' logits of each step."""
-    slots = Slots(len(sequences), 128, 8, PAGE, VOCAB, DEVICE)
-    # Pages are dealt out of order, so that a wrong block table cannot go unnoticed.
-    pages = torch.randperm(127, generator=torch.Generator().manual_seed(0)).int() + 1
-    for i, token_ids in enumerate(sequences):
-        slots.token_ids[i, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
-        slots.block_table[i, :32] = pages[i * 32 : (i + 1) * 32]
-    logits = []
-    for step in steps:
-        rows = np.array([i for i, (_, length) in enumerate(step) if length])
-        starts = np.array([step[i][0] for i in rows])
-        lens = np.array([step[i][1] for i in rows])
-        logits.append(model.forward(ForwardBatch.build(slots, rows, starts, lens, lens)))
-    return logits
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))
 def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..., Path]) -> None:
     path = tiny_model(architecture)
-    eager = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
-    model.bind_cache(num_pages=128, page_size=PAGE)
-    generator = torch.Generator().manual_seed(1)
-    sequences = [
-        torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (45, 19, 9)
-    ]
-    # Chunked prefill beside a whole one, decode beside prefill, a verification of 5 rows, and a
-    # second pass over the same positions, as after a rejection.
-    steps = [
-        [(0, 20), (0, 7), (0, 0)],
-        [(20, 17), (7, 1), (0, 5)],
-        [(37, 1), (8, 5), (5, 4)],
-        [(38, 5), (10, 4), (0, 0)],
-        [(40, 5), (14, 5), (8, 1)],
-    ]
-    got = paged_logits(model, sequences, steps)
-    with torch.inference_mode():
-        truth = [eager(torch.tensor([ids])).logits[0] for ids in sequences]
-    for step, logits in zip(steps, got, strict=True):
-        expected = torch.cat(
-            [truth[i][start : start + length] for i, (start, length) in enumerate(step)]
-        )
-        torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-4)
+    check_against_eager(PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE), path)
 
 
 def test_a_model_that_never_calls_our_attention_is_refused(

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's
 PAGE = 16
 # Rows and context before them: a prefill, a decode, verifications, a chunk over page borders.
 BATCH = [(37, 0), (1, 90), (5, 63), (9, 15), (1, 0), (70, 33)]
+# One over three splits, one whose rows lie on both sides of a border, one of a single split.
+LONG = [(1, 600), (5, 253), (3, 100)]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,29 @@ def test_kernel_equals_reference(
     with_sinks: bool,
     device: torch.device,
 ) -> None:
+    check(batch, num_heads, num_kv_heads, head_dim, value_dim, window, softcap, with_sinks, device)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_splits_of_long_sequences_are_merged(
+    window: int | None, with_sinks: bool, device: torch.device
+) -> None:
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        check(LONG, 6, 2, 40, 24, window, None, with_sinks, device)
+
+
+def check(
+    batch: list[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+    device: torch.device,
+) -> None:
     generator = torch.Generator().manual_seed(num_heads)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -45,17 +70,18 @@ def test_kernel_equals_reference(
     num_rows = sum(rows for rows, _ in batch)
     seq_lens = [rows + context for rows, context in batch]
     # Pages past a sequence's end hold NaN, as a page of a broken sequence may.
-    k_cache = randn(64, PAGE, num_kv_heads, head_dim)
-    v_cache = randn(64, PAGE, num_kv_heads, value_dim)
-    pages = (torch.randperm(63, generator=generator) + 1).int()
-    table = torch.zeros(len(batch), 8, dtype=torch.int32)
+    k_cache = randn(96, PAGE, num_kv_heads, head_dim)
+    v_cache = randn(96, PAGE, num_kv_heads, value_dim)
+    pages = (torch.randperm(95, generator=generator) + 1).int()
+    table = torch.zeros(len(batch), 40, dtype=torch.int32)
     for i, seq_len in enumerate(seq_lens):
         count = -(-seq_len // PAGE)
-        table[i, :count], pages = pages[:count], pages[count:]
-        tail = table[i, count - 1]
+        table[len(batch) - 1 - i, :count], pages = pages[:count], pages[count:]
+        tail = table[len(batch) - 1 - i, count - 1]
         k_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
         v_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
     table = table.to(device)
+    slots = torch.arange(len(batch) - 1, -1, -1, device=device)
     # As Llama hands it over: heads before rows in memory.
     query = randn(num_heads, num_rows, head_dim).transpose(0, 1)
     sinks = randn(num_heads) if with_sinks else None
@@ -67,6 +93,7 @@ def test_kernel_equals_reference(
         v_cache,
         cu,
         torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        slots,
         table,
         scale,
         window,
@@ -79,7 +106,7 @@ def test_kernel_equals_reference(
                 query[cu[i] : cu[i + 1]],
                 k_cache,
                 v_cache,
-                table[i],
+                table[slots[i]],
                 seq_len,
                 attention_mask(rows, seq_len, window, query.dtype, device),
                 scale,

@@ -1,0 +1,192 @@
+"""Decoder layers of the common shape, run as a few fused kernels instead of dozens of small ones.
+
+A layer is matched on its structure: pre-norm, separate q, k, v and o projections, optional norms
+of query and key heads, full RoPE, and a gated MLP. What structure cannot tell (the activation, the
+kind of norm, a multiplier somewhere) is settled by running the layer both ways at load: it keeps
+its own code unless the outputs agree.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.engine.attention import (
+    LayerSpec,
+    PagedContext,
+    attend,
+    attention_context,
+    current_batch,
+    pages_of,
+)
+from outrider.engine.batch import ForwardBatch
+from outrider.kernels.linear import MAX_FUSED_ROWS, Norm, linear
+from outrider.kernels.rope import rope_and_store
+
+log = logging.getLogger(__name__)
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class FusedLayer:
+    """Stands in for `forward` of a matched decoder layer."""
+
+    def __init__(self, layer: Any, spec: LayerSpec) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._spec = spec
+        self._qkv = merge_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._gate_up = merge_linears([mlp.gate_proj, mlp.up_proj])
+        self._o, self._down = attention.o_proj, mlp.down_proj
+        self._num_heads = len(attention.q_proj.weight) // spec.head_dim
+        self._input_norm = _norm(layer.input_layernorm)
+        self._post_norm = _norm(layer.post_attention_layernorm)
+        has_head_norms = hasattr(attention, "q_norm")
+        self._q_norm = _norm(attention.q_norm) if has_head_norms else None
+        self._k_norm = _norm(attention.k_norm) if has_head_norms else None
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        **_: object,  # what else the model's loop hands to every layer; all of it is in the context
+    ) -> Tensor:
+        """Shape: hidden_states [1, T, hidden] -> the same; they are overwritten."""
+        x = hidden_states[0]
+        cos, sin = position_embeddings
+        spec = self._spec
+        qkv = linear(x, *self._qkv, norm=self._input_norm)
+        query = rope_and_store(
+            qkv,
+            cos[0],
+            sin[0],
+            *pages_of(spec.module),
+            current_batch().slot_mapping,
+            self._num_heads,
+            self._q_norm,
+            self._k_norm,
+        )
+        out = attend(spec.module, query, spec.scale, spec.window, spec.softcap, spec.sinks)
+        x = linear(out.flatten(1), self._o.weight, self._o.bias, residual=x)
+        gated = linear(x, *self._gate_up, norm=self._post_norm, gated=True)
+        return linear(gated, self._down.weight, self._down.bias, residual=x)[None]
+
+
+@torch.inference_mode()
+def fuse_layers(model: PreTrainedModel, specs: list[LayerSpec]) -> int:
+    """Fuse each decoder layer that has the structure and computes the same; returns how many."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    spec_of = {id(spec.module): spec for spec in specs}
+    num_fused = 0
+    layer: Any
+    for layer in list(model.modules()):
+        spec = spec_of.get(id(getattr(layer, "self_attn", None)))
+        if spec is None or rotary is None or not _matches(layer, spec):
+            continue
+        fused = FusedLayer(layer, spec)
+        if all(_agrees(layer, fused, spec, rotary, n) for n in (MAX_FUSED_ROWS, 5, 40)):
+            layer.forward = fused
+            num_fused += 1
+    log.info("%s: %d of %d layers are fused", model.config.model_type, num_fused, len(specs))
+    return num_fused
+
+
+def merge_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One weight and bias over all outputs; the layers' own become views of them."""
+    sizes = [len(one.weight) for one in linears]
+    weight = torch.cat([one.weight for one in linears])
+    bias = torch.cat([one.bias for one in linears]) if linears[0].bias is not None else None
+    for one, part in zip(linears, weight.split(sizes), strict=True):
+        one.weight = nn.Parameter(part, requires_grad=False)
+    if bias is not None:
+        for one, part in zip(linears, bias.split(sizes), strict=True):
+            one.bias = nn.Parameter(part, requires_grad=False)
+    return weight, bias
+
+
+def _matches(layer: nn.Module, spec: LayerSpec) -> bool:
+    children: dict[str, Any] = dict(layer.named_children())
+    if set(children) != _LAYER:
+        return False
+    attention: dict[str, Any] = dict(spec.module.named_children())
+    mlp: dict[str, Any] = dict(children["mlp"].named_children())
+    if set(attention) not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or set(mlp) != _MLP:
+        return False
+    norms = [children["input_layernorm"], children["post_attention_layernorm"]]
+    norms += [module for name, module in attention.items() if name in _HEAD_NORMS]
+    linears = [module for name, module in (attention | mlp).items() if name.endswith("_proj")]
+    return (
+        spec.head_dim == spec.value_dim
+        and all(type(module) is nn.Linear for module in linears)
+        and len({module.weight.dtype for module in linears}) == 1
+        and len({attention[name].bias is None for name in ("q_proj", "k_proj", "v_proj")}) == 1
+        and (mlp["gate_proj"].bias is None) == (mlp["up_proj"].bias is None)
+        and all(_epsilon(norm) is not None and norm.weight.ndim == 1 for norm in norms)
+        and all(
+            len(module.weight) == spec.head_dim
+            for name, module in attention.items()
+            if name in _HEAD_NORMS
+        )
+    )
+
+
+def _epsilon(norm: Any) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _norm(module: Any) -> Norm:
+    epsilon = _epsilon(module)
+    assert epsilon is not None
+    return Norm(module.weight, epsilon)
+
+
+def _agrees(layer: Any, fused: FusedLayer, spec: LayerSpec, rotary: Any, num_rows: int) -> bool:
+    """Whether a layer and its fused form do the same to one prompt of random hidden states."""
+    weight = fused._input_norm.weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+    hidden_states = torch.randn(
+        1, num_rows, len(weight), generator=generator, dtype=weight.dtype, device=weight.device
+    )
+    positions = torch.arange(num_rows, device=weight.device)
+    position_embeddings = rotary(hidden_states, positions[None])
+    if position_embeddings[0].shape[-1] != spec.head_dim:
+        return False
+    cache = hidden_states.new_empty(1, num_rows, spec.num_kv_heads, spec.head_dim)
+    for name in ("k_cache", "v_cache"):
+        spec.module.register_buffer(name, cache.clone(), persistent=False)
+    arguments = {
+        "attention_mask": None,
+        "position_ids": positions[None],
+        "position_embeddings": position_embeddings,
+        "use_cache": False,
+    }
+    with attention_context(PagedContext(_one_prompt(positions))):
+        expected = layer(hidden_states.clone(), **arguments).float()
+        got = fused(hidden_states.clone(), **arguments).float()
+    # Both round: the residual stream to its dtype, what the layer adds to it several times over.
+    eps = torch.finfo(weight.dtype).eps
+    tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - hidden_states).norm()
+    return bool((got - expected).norm() <= tolerance)
+
+
+def _one_prompt(positions: Tensor) -> ForwardBatch:
+    """A whole prompt in one page."""
+    length = len(positions)
+    return ForwardBatch(
+        input_ids=torch.zeros_like(positions),
+        positions=positions,
+        slot_mapping=positions,
+        cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32, device=positions.device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=positions.device),
+        slots=torch.zeros(1, dtype=torch.int64, device=positions.device),
+        block_table=torch.zeros(1, 1, dtype=torch.int32, device=positions.device),
+        logits_rows=positions,
+        query_lens_np=np.array([length]),
+        seq_lens_np=np.array([length]),
+    )

@@ -1,0 +1,166 @@
+"""Queries and keys made ready, and KV stored: RMSNorm of each head, RoPE, the write to the pages.
+
+rope(x) = x * cos + rotate_half(x) * sin,     rotate_half([a, b]) = [-b, a]
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.linear import Norm, rms_norm_reference
+
+_HEADS_PER_PROGRAM = 8
+
+
+def rope_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    """Rotate queries in place and return them; store rotated keys, and values, in the pages.
+
+    Parameters
+    ----------
+    qkv
+        Query heads, then key heads, then value heads of each row.
+        Shape: [T, (num_heads + 2 * num_kv_heads) * head_dim], dense.
+    cos, sin
+        Shape: [T, head_dim].
+    k_cache, v_cache
+        Shape: [num_pages, page_size, num_kv_heads, head_dim], dense.
+    slot_mapping
+        page * page_size + offset of each row. Shape: [T].
+    q_norm, k_norm
+        RMSNorm of each head, both or neither. Weights: [head_dim].
+
+    Returns: [T, num_heads, head_dim], a view of `qkv`.
+    """
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    assert qkv.is_contiguous()
+    assert k_cache.is_contiguous()
+    assert v_cache.shape == k_cache.shape
+    assert cos.shape[-1] == head_dim
+    if not uses_triton(qkv):
+        return rope_and_store_reference(
+            qkv, cos, sin, k_cache, v_cache, slot_mapping, num_heads, q_norm, k_norm
+        )
+    num_rows = len(qkv)
+    all_heads = num_heads + 2 * num_kv_heads
+    _rope_and_store_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        q_norm.weight if q_norm else None,
+        k_norm.weight if k_norm else None,
+        q_norm.eps if q_norm else 0.0,
+        cos.stride(0),
+        sin.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+    )
+    return qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
+
+
+def rope_and_store_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    head_dim = k_cache.shape[3]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    query: Tensor = heads[:, :num_heads]
+    key, value = heads[:, num_heads:].chunk(2, dim=1)
+
+    def rotated(x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is not None:
+            x = rms_norm_reference(x, norm)
+        x = x.float()
+        first, second = x.chunk(2, dim=-1)
+        swapped = torch.cat((-second, first), dim=-1)
+        return (x * cos.float()[:, None] + swapped * sin.float()[:, None]).to(qkv.dtype)
+
+    query.copy_(rotated(query, q_norm))
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, rotated(key, k_norm))
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    return query
+
+
+@triton.jit
+def _rope_and_store_kernel(
+    qkv_ptr,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
+    cos_ptr,  # [T, 2 * HALF]
+    sin_ptr,  # [T, 2 * HALF]
+    k_ptr,  # [num_pages * page_size, NUM_KV_HEADS, 2 * HALF]
+    v_ptr,  # as k
+    slot_mapping_ptr,  # [T]
+    q_norm_ptr,  # [2 * HALF] or None
+    k_norm_ptr,  # [2 * HALF] or None
+    eps,
+    cos_stride,
+    sin_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """One program: HEADS heads of one row, of whatever kind."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, HALF_PAD)[None, :]
+    in_head = d < HALF
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    given = (is_query | is_key | is_value) & in_head
+
+    at = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF + head * 2 * HALF + d
+    raw_a = tl.load(at, mask=given, other=0.0)
+    raw_b = tl.load(at + HALF, mask=given, other=0.0)
+    a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)
+    if q_norm_ptr is not None:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        q_a = tl.load(q_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        q_b = tl.load(q_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+        k_a = tl.load(k_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        k_b = tl.load(k_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+        a *= scale * tl.where(is_query, q_a, k_a)
+        b *= scale * tl.where(is_query, q_b, k_b)
+    cos_a = tl.load(cos_ptr + row * cos_stride + d, mask=in_head, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + row * cos_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + row * sin_stride + d, mask=in_head, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + row * sin_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    rotated_a = (a * cos_a - b * sin_a).to(raw_a.dtype)
+    rotated_b = (b * cos_b + a * sin_b).to(raw_a.dtype)
+    tl.store(at, rotated_a, mask=is_query & in_head)
+    tl.store(at + HALF, rotated_b, mask=is_query & in_head)
+
+    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+    key_head = slot * NUM_KV_HEADS + head - NUM_HEADS
+    key_at = k_ptr + key_head * 2 * HALF + d
+    tl.store(key_at, rotated_a, mask=is_key & in_head)
+    tl.store(key_at + HALF, rotated_b, mask=is_key & in_head)
+    value_at = v_ptr + (key_head - NUM_KV_HEADS) * 2 * HALF + d
+    tl.store(value_at, raw_a, mask=is_value & in_head)
+    tl.store(value_at + HALF, raw_b, mask=is_value & in_head)

@@ -1,0 +1,39 @@
+"""Norms, RoPE and the write to the pages in one launch, against plain torch."""
+
+import pytest
+import torch
+from verification import HAS_KERNELS
+
+from outrider.kernels.linear import Norm
+from outrider.kernels.rope import rope_and_store, rope_and_store_reference
+
+pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 64), (7, 1, 40)]
+)
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_kernel_equals_reference(
+    num_heads: int, num_kv_heads: int, head_dim: int, with_norms: bool, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(num_heads)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    num_rows, page_size = 5, 4
+    qkv = randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
+    cos, sin = randn(num_rows, head_dim), randn(num_rows, head_dim)
+    norms = [Norm(randn(head_dim), 1e-6) for _ in range(2)] if with_norms else [None, None]
+    slot_mapping = torch.tensor([9, 3, 17, 4, 22], device=device)
+    results = []
+    for function in (rope_and_store, rope_and_store_reference):
+        k_cache = torch.full((6, page_size, num_kv_heads, head_dim), 7.0, device=device)
+        v_cache = k_cache.clone()
+        given = qkv.clone()
+        query = function(given, cos, sin, k_cache, v_cache, slot_mapping, num_heads, *norms)
+        assert query.data_ptr() == given.data_ptr()
+        results.append((query, k_cache, v_cache))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
