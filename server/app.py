@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp
 
 from outrider.engine.client import EngineClient
@@ -21,7 +21,14 @@ from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import ApiKeys, BodyLimit, Drain, Gate, Observe, RequestId
-from outrider.server.protocol import Completion, CompletionRequest, Model, ModelList
+from outrider.server.protocol import (
+    Completion,
+    CompletionRequest,
+    ErrorResponse,
+    Health,
+    Model,
+    ModelList,
+)
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
 from outrider.server.tokenization import (
@@ -35,6 +42,17 @@ from outrider.server.tokenization import (
 )
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
+
+# What the OpenAPI document tells of answers beside the whole ones.
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": "An error."} for status in ("4XX", "5XX")
+}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, its chunks as server-sent events.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
 
 VERSION = importlib.metadata.version("outrider")
 
@@ -118,15 +136,15 @@ class _JSONRoute(APIRoute):
 
 
 def _openai_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=_JSONRoute, prefix="/v1")
+    router = APIRouter(route_class=_JSONRoute, prefix="/v1", responses=_ERRORS)
     started = int(time.time())
 
-    @router.post("/completions", response_model=Completion)
+    @router.post("/completions", response_model=Completion, responses=_STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, or several; as a whole, or as server-sent events."""
         return await create_completion(service, body, request)
 
-    @router.post("/chat/completions", response_model=ChatCompletion)
+    @router.post("/chat/completions", response_model=ChatCompletion, responses=_STREAM)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation; as a whole, or as server-sent events."""
         return await create_chat_completion(service, body, request)
@@ -157,7 +175,7 @@ def _model(service: Service, started: int) -> Model:
 
 
 def _tokenizer_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=_JSONRoute)
+    router = APIRouter(route_class=_JSONRoute, responses=_ERRORS)
 
     @router.post("/tokenize")
     async def tokens_of_text(body: TokenizeRequest) -> TokenizeResponse:
@@ -178,11 +196,11 @@ def _tokenizer_routes(service: Service) -> APIRouter:
 
 
 def _status_routes(service: Service, gate: Gate) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=_ERRORS)
     client = service.client
 
-    @router.get("/ready")
-    @router.get("/health")
+    @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
+    @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:
         """200 while requests are served; else 503 with the state and its reason."""
         if not gate.open:
@@ -195,7 +213,7 @@ def _status_routes(service: Service, gate: Gate) -> APIRouter:
     async def version() -> dict[str, str]:
         return {"version": VERSION}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -2,7 +2,17 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
@@ -47,9 +57,10 @@ Content = Annotated[
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
     """Checked, and otherwise left as it came: templates print tools with their keys in order."""
     match value:
-        case {"type": "function", "function": {"name": str(name)}} if name:
-            return value
-    raise ValueError('expected {"type": "function", "function": {"name": …, …}}')
+        case {"type": "function", "function": {"name": str(name), **rest}} if name:
+            if isinstance(rest.get("parameters", {}), dict):
+                return value
+    raise ValueError('expected {"type": "function", "function": {"name": …, "parameters": {…}, …}}')
 
 
 def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
@@ -68,16 +79,51 @@ def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
     raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
 
 
-Tool = Annotated[dict[str, Any], AfterValidator(_tool)]
-ToolCalls = TypeAliasType(
-    "ToolCalls", Annotated[list[Annotated[dict[str, Any], AfterValidator(_tool_call)]], FailFast()]
-)
+def _function_schema(*, min_length: int, **fields: Any) -> dict[str, Any]:
+    """What the OpenAPI document tells of a dict that is passed on as it came."""
+    name = {"type": "string", "minLength": min_length}
+    return {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": name, **fields},
+            },
+        },
+    }
+
+
+Tool = Annotated[
+    dict[str, Any],
+    AfterValidator(_tool),
+    WithJsonSchema(_function_schema(min_length=1, parameters={"type": "object"})),
+]
+GivenToolCall = Annotated[
+    dict[str, Any],
+    AfterValidator(_tool_call),
+    WithJsonSchema(_function_schema(min_length=0, arguments={"type": "object"})),
+]
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[GivenToolCall], FailFast()])
+# Others are up to the template of the model.
+ROLES: list[JsonValue] = ["system", "developer", "user", "assistant", "tool"]
 
 
 class Message(APIRequest):
     """A turn of the conversation; what else it has goes to the template as it is."""
 
-    role: str = Field(min_length=1)
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+            ]
+        }
+    )
+
+    role: str = Field(min_length=1, json_schema_extra={"anyOf": [{"enum": ROLES}, {}]})
     content: Content | None = None
     tool_calls: ToolCalls | None = None
 

@@ -59,7 +59,10 @@ LogitBias = TypeAliasType(
     "LogitBias",
     Annotated[
         dict[Annotated[int, BeforeValidator(_token_key), Field(ge=0)], float],
-        Field(max_length=MAX_LOGIT_BIAS),
+        Field(
+            max_length=MAX_LOGIT_BIAS,
+            json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+        ),
     ],
 )
 BadWords = TypeAliasType(
@@ -99,10 +102,21 @@ Prompt = Annotated[
 ]
 
 
+def _tell_of_nulls(schema: dict[str, Any]) -> None:
+    """Null is as good as leaving a field out."""
+    for name, field in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get(
+            "anyOf", ()
+        ):
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+
+
 class APIRequest(BaseModel):
     """Fields keep their JSON types, null stands for a default, unknown fields are kept aside."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_tell_of_nulls
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -245,6 +259,19 @@ def check_unknown_fields(request: APIRequest) -> None:
             raise unsupported(name, f"{name} is not supported by this server: leave it out.")
 
 
+class ErrorBody(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorBody
+
+
 class APIResponse(BaseModel):
     """Written without the fields that were never set; None that was set is null."""
 
@@ -338,3 +365,8 @@ class Model(APIResponse):
 class ModelList(APIResponse):
     object: Literal["list"]
     data: list[Model]
+
+
+class Health(APIResponse):
+    status: str  # ok, draining, or the engine's state
+    reason: str | None = None

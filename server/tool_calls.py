@@ -210,9 +210,9 @@ def _qwen_xml(text: str, tools: dict[str, Any]) -> list[ToolCall]:
     if not found:
         raise ValueError("not a call")
     name, body = found.groups()
-    types = tools.get(name, {}).get("parameters", {}).get("properties", {})
+    types = tools.get(name, {}).get("parameters", {}).get("properties")
     arguments = {
-        key: _typed(value, types.get(key, {}))
+        key: _typed(value, types.get(key) if isinstance(types, dict) else None)
         for key, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.S)
     }
     return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
