@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.sampling.Rule, by name
@@ -22,12 +22,20 @@ class InvalidRequestError(ValueError):
     """The engine refuses these sequences: they can never run as asked."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessorChoice:
+    """A registered logits processor, and the arguments that it is made with."""
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one sequence; an `n > 1` request submits n of them with n seeds.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. What the fields from
-    `presence_penalty` to `min_tokens` do to the logits, and in which order, is told in
+    `presence_penalty` to `logits_processors` do to the logits, and in which order, is told in
     `engine.logit_edits`; an empty `allowed_token_ids` allows all, and `bad_words` are sequences of
     token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw of the sequence is a function
     of it and of token positions. `logprobs` is the number of alternatives reported beside each
@@ -53,6 +61,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    logits_processors: tuple[ProcessorChoice, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None

@@ -56,6 +56,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt and output; None: what the target supports
     eos_token_ids: tuple[int, ...] = ()
     vocabulary: Vocabulary | None = None  # None: requests with a grammar are refused
+    logits_processors: tuple[str, ...] = ()  # specs of engine.logit_edits.ProcessorRegistry
     enforce_eager: bool = False  # CUDA: launch every kernel, capture no graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -17,6 +17,7 @@ from outrider.engine.api import (
 from outrider.engine.config import EngineConfig
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_cache import KVCacheManager
+from outrider.engine.logit_edits import ProcessorRegistry
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.pair import ModelPair
 from outrider.engine.proposers import build_proposer
@@ -35,6 +36,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
         start_s = time.perf_counter()
+        processors = ProcessorRegistry(config.logits_processors)  # before minutes of loading
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         k = config.speculation.num_speculative_tokens
@@ -65,6 +67,7 @@ class Engine:
         self.target = Target(pair.target, self._slots, pair.vocab_size)
         self.verifier = Verifier(self._slots, pair.vocab_size)
 
+        self._processors = processors
         self._eos_token_ids = config.eos_token_ids
         self._grammars: GrammarCompiler | None = None
         if config.vocabulary is not None and config.eos_token_ids:
@@ -116,6 +119,8 @@ class Engine:
                     "grammar: the engine was given no vocabulary, or no eos token ids, to follow it"
                 )
         queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
+        for request in queued:
+            request.logits_processors = self._processors.build(request.params)
         self.scheduler.add(queued)
         for request in queued:
             if self._grammars is not None and request.params.grammar is not None:

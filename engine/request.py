@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from outrider.engine.api import (
     FinishReason,
@@ -12,6 +13,9 @@ from outrider.engine.api import (
     TokenLogprobs,
 )
 from outrider.engine.grammar import Grammar
+
+if TYPE_CHECKING:
+    from outrider.engine.logit_edits.custom import LogitsProcessor
 
 
 class Request:
@@ -35,6 +39,8 @@ class Request:
         self.token_ids: list[int] = list(new.prompt_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
         self.turn = (new.priority, 0)  # who comes first; the scheduler adds the order of arrival
+        self.logits_processors: list[tuple[str, LogitsProcessor]] = []
+        self.edit_error: str | None = None  # why its logits could not be edited
         self.slot: int | None = None  # seat in the device state, while running
 
         self.pages: list[int] = []

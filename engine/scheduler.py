@@ -287,7 +287,7 @@ class Scheduler:
             )
             return request.output([])
         request.finish_reason = "error"
-        reason = (
+        reason = request.edit_error or (
             "the target produced no finite logits for this sequence, or the request's own logit "
             "edits left it no token to go on with"
         )

@@ -29,6 +29,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_CACHE_SALT_CHARS = 1024
+MAX_LOGITS_PROCESSORS = 16
 
 
 def _whole_number(value: object) -> object:
@@ -143,6 +144,29 @@ class Speculation(APIRequest):
     metrics: bool | None = None  # tell how many drafts were accepted; None: as the server is set
 
 
+class LogitsProcessor(APIRequest):
+    """A processor that the operator has registered, and what it is made with."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1)
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+def _by_name(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+LogitsProcessors = TypeAliasType(
+    "LogitsProcessors",
+    Annotated[
+        list[Annotated[LogitsProcessor, BeforeValidator(_by_name)]],
+        FailFast(),
+        Field(max_length=MAX_LOGITS_PROCESSORS),
+    ],
+)
+
+
 class SamplingFields(APIRequest):
     """What completions and chat have in common."""
 
@@ -161,6 +185,7 @@ class SamplingFields(APIRequest):
     allowed_token_ids: TokenIds | None = None
     bad_words: BadWords = []
     min_tokens: Int = Field(default=0, ge=0)
+    logits_processors: LogitsProcessors = []
     seed: Int64 | None = None
     stop: StopString | StopStrings = []
     stop_token_ids: Annotated[list[Int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
@@ -233,7 +258,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
-    "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),

@@ -2,7 +2,7 @@
 
 import secrets
 
-from outrider.engine.api import MAX_REPETITION_PENALTY, SamplingParams
+from outrider.engine.api import MAX_REPETITION_PENALTY, ProcessorChoice, SamplingParams
 from outrider.server.errors import cut, invalid_value
 from outrider.server.protocol import SamplingFields
 from outrider.server.tokenizer import Tokenizer
@@ -60,6 +60,10 @@ def sampling_params(
         allowed_token_ids=tuple(fields.allowed_token_ids or ()),
         bad_words=bad_words,
         min_tokens=fields.min_tokens,
+        logits_processors=tuple(
+            ProcessorChoice(processor.name, processor.args)
+            for processor in fields.logits_processors
+        ),
         stop_token_ids=tuple(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,

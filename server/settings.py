@@ -229,6 +229,11 @@ class EngineSettings(Section):
         ge=2,
         description="Tokens of prompt and output together; unset: what the target has.",
     )
+    logits_processors: tuple[str, ...] = Field(
+        default=(),
+        description="Custom logits processors that requests may name: entry points of the group "
+        "outrider.logits_processors by `name`, or `name = module:attribute`.",
+    )
     enforce_eager: bool = Field(
         default=False,
         description="On cuda: capture no CUDA graphs. Starts sooner, decodes several times slower.",

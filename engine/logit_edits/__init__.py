@@ -7,12 +7,13 @@ from torch import Tensor
 from outrider.engine.logit_edits.allowed_tokens import AllowedTokens
 from outrider.engine.logit_edits.bad_words import BadWords
 from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.logit_edits.custom import CustomProcessors, ProcessorRegistry
 from outrider.engine.logit_edits.grammars import Grammars
 from outrider.engine.logit_edits.penalties import Penalties
 from outrider.engine.logit_edits.token_bias import TokenBias
 from outrider.engine.request import Request
 
-__all__ = ["LogitEdit", "LogitEdits", "RequestRows"]
+__all__ = ["LogitEdit", "LogitEdits", "ProcessorRegistry", "RequestRows"]
 
 
 class LogitEdits:
@@ -24,7 +25,8 @@ class LogitEdits:
     2. bad_words: the last token of each is banned where it would complete the word in the output.
     3. min_tokens: eos and stop_token_ids are banned until the output has so many tokens;
        logit_bias is added.
-    4. repetition_penalty, over prompt and output; then frequency_penalty and presence_penalty,
+    4. logits_processors, custom ones, as the request lists them.
+    5. repetition_penalty, over prompt and output; then frequency_penalty and presence_penalty,
        over the output.
 
     Each row's prefix holds the drafts before it. Temperature, top-k, top-p and min-p come after,
@@ -38,6 +40,7 @@ class LogitEdits:
             AllowedTokens(token_ids, vocab_size),
             BadWords(token_ids, vocab_size),
             TokenBias(token_ids, vocab_size),
+            CustomProcessors(token_ids, vocab_size),
             Penalties(token_ids, vocab_size),
         )
         # [edits, num_slots] which of them each slot's request asks for

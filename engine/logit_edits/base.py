@@ -37,14 +37,18 @@ class RequestRows:
             self.first_positions_np[index_np],
         )
 
-    def on(self, device: torch.device) -> EditRows:
-        """Row by row, as kernels take them, in one copy to the device."""
+    def each_np(self) -> np.ndarray:
+        """Row, slot and position of every single row. Shape: [3, M]."""
         each = (
             ragged_arange(self.first_rows_np, self.num_rows_np),
             np.repeat(self.slots_np, self.num_rows_np),
             ragged_arange(self.first_positions_np, self.num_rows_np),
         )
-        return EditRows(*torch.from_numpy(np.stack(each)).to(device))
+        return np.stack(each)
+
+    def on(self, device: torch.device) -> EditRows:
+        """Row by row, as kernels take them, in one copy to the device."""
+        return EditRows(*torch.from_numpy(self.each_np()).to(device))
 
 
 class LogitEdit(ABC):

@@ -65,6 +65,7 @@ def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
         vocab_size=pair.vocab_size,
         eos_token_ids=pair.eos_token_ids,
         max_model_len=settings.engine.max_model_len,
+        logits_processors=settings.engine.logits_processors,
         enforce_eager=settings.engine.enforce_eager,
         num_threads=settings.engine.num_threads,
         speculation=SpeculationConfig(

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers_for_tests import byte_fallback_tokenizer
 
-from outrider.engine.api import MAX_REPETITION_PENALTY, SamplingParams
+from outrider.engine.api import MAX_REPETITION_PENALTY, ProcessorChoice, SamplingParams
 from outrider.server.protocol import CompletionRequest
 from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from outrider.server.tokenizer import Tokenizer
@@ -29,6 +29,11 @@ def test_vanishing_top_p_leaves_the_best_token(top_p: float) -> None:
 def test_biases_have_integer_keys_and_openais_range() -> None:
     params = params_of(logit_bias={"5": 1, "07": -1e9, "9": 200.5})
     assert params.logit_bias == {5: 1.0, 7: -100.0, 9: 100.0}
+
+
+def test_processors_are_named_with_arguments_or_without() -> None:
+    params = params_of(logits_processors=["one", {"name": "two", "args": {"n": 2}}])
+    assert params.logits_processors == (ProcessorChoice("one"), ProcessorChoice("two", {"n": 2}))
 
 
 def test_repetition_penalty_stays_where_logits_stay_finite() -> None:

@@ -1,0 +1,114 @@
+"""Custom logits processors: the operator registers them, a request chooses among them by name."""
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.api import InvalidRequestError, SamplingParams
+from outrider.engine.logit_edits.base import LogitEdit, RequestRows
+from outrider.engine.request import Request
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "outrider.logits_processors"
+
+
+class LogitsProcessor(Protocol):
+    """Edits one row. The call is that of transformers' LogitsProcessor, so its classes fit.
+
+    The result must follow from the arguments alone: a processor is called for the rows of both
+    models, in any order, and for drafts that are rejected afterwards.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: [1, n] int64, prompt, output and the drafts before the row;
+        scores: [1, V] float32. Returns the edited scores, [1, V].
+        """
+        ...
+
+
+# Makes the processor of one request, from the arguments that the request gives.
+Factory = Callable[..., LogitsProcessor]
+
+
+class ProcessorRegistry:
+    """What requests may choose: `name`, an entry point of the group above that is installed beside
+    the engine, or `name = module:attribute`, written as in an entry point.
+    """
+
+    def __init__(self, specs: tuple[str, ...]) -> None:
+        installed = entry_points(group=ENTRY_POINT_GROUP)
+        self._factories: dict[str, Factory] = {}
+        for spec in specs:
+            name, _, value = (part.strip() for part in spec.partition("="))
+            if value:
+                entry = EntryPoint(name, value, ENTRY_POINT_GROUP)
+            elif name in installed.names:
+                entry = installed[name]
+            else:
+                raise ValueError(
+                    f"logits_processors: {name!r} is no entry point of {ENTRY_POINT_GROUP}; "
+                    f"installed: {', '.join(sorted(installed.names)) or 'none'}. Install the "
+                    "package that has it, or write `name = module:attribute`"
+                )
+            self._factories[name] = entry.load()
+
+    def build(self, params: SamplingParams) -> list[tuple[str, LogitsProcessor]]:
+        """The request's processors, by name and in its order; raises InvalidRequestError."""
+        built = []
+        for choice in params.logits_processors:
+            factory = self._factories.get(choice.name)
+            if factory is None:
+                raise InvalidRequestError(
+                    f"logits_processors: {choice.name!r} is not registered; "
+                    f"registered: {', '.join(self._factories) or 'none'}"
+                )
+            try:
+                built.append((choice.name, factory(**choice.args)))
+            except Exception as error:
+                raise InvalidRequestError(
+                    f"logits_processors: {choice.name!r} refuses its arguments: {error}"
+                ) from error
+        return built
+
+
+class CustomProcessors(LogitEdit):
+    """Calls them row by row. One that fails ends its own request, whose rows become NaN."""
+
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
+        self._requests: dict[int, Request] = {}  # by slot
+
+    def is_asked_by(self, params: SamplingParams) -> bool:
+        return len(params.logits_processors) > 0
+
+    def seat(self, request: Request) -> None:
+        assert request.slot is not None
+        self._requests[request.slot] = request
+
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        for row, slot, position in zip(*rows.each_np().tolist(), strict=True):
+            prefix = self._token_ids[None, slot, :position].long()
+            # Tokens that are none may have any logit; processors shall not choose among them.
+            scores = logits[None, row, : self._vocab_size]
+            scores.copy_(self._processed(self._requests[slot], prefix, scores.clone()))
+
+    def _processed(self, request: Request, prefix: Tensor, scores: Tensor) -> Tensor:
+        banned = scores == -torch.inf
+        for name, processor in request.logits_processors:
+            try:
+                result = processor(prefix, scores)
+                if result.shape != banned.shape:
+                    raise ValueError(
+                        f"it returned scores of shape {list(result.shape)} for {list(banned.shape)}"
+                    )
+            except Exception as error:  # the operator's code: whatever it is, the loop goes on
+                log.warning("logits processor %s failed", name, exc_info=True)
+                request.edit_error = f"logits processor {name!r} failed: {error}"
+                return torch.full_like(banned, torch.nan, dtype=torch.float32)
+            scores = result.masked_fill(banned, -torch.inf)
+        return scores
