@@ -16,12 +16,10 @@ from pydantic import (
 from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
+from outrider.server.fields import MAX_LOGPROBS, APIRequest, Int
 from outrider.server.protocol import (
-    MAX_LOGPROBS,
-    APIRequest,
     APIResponse,
     GenerationResponse,
-    Int,
     PromptLogprobs,
     SamplingFields,
 )

@@ -4,127 +4,28 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from outrider.engine.api import Verification
 from outrider.server.errors import cut, unsupported
+from outrider.server.fields import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGITS_PROCESSORS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    APIRequest,
+    BadWords,
+    Int,
+    Int64,
+    LogitBias,
+    Prompt,
+    StopString,
+    StopStrings,
+    TokenIds,
+)
 
 log = logging.getLogger("outrider.server.protocol")
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 128
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARS = 256
-MAX_CACHE_SALT_CHARS = 1024
-MAX_LOGITS_PROCESSORS = 16
-
-
-def _whole_number(value: object) -> object:
-    """JSON knows one kind of number: 16.0 is as good an integer as 16."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_whole_number)]
-Int64 = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-# Lists stop at their first wrong item. Named, because a bare FailFast cannot be part of a union.
-Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
-TokenIds = TypeAliasType(
-    "TokenIds", Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1)]
-)
-TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
-StopStrings = TypeAliasType(
-    "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
-)
-
-
-def _token_key(key: object) -> object:
-    """Keys of JSON objects are texts, also those that are token ids."""
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
-
-
-LogitBias = TypeAliasType(
-    "LogitBias",
-    Annotated[
-        dict[Annotated[int, BeforeValidator(_token_key), Field(ge=0)], float],
-        Field(
-            max_length=MAX_LOGIT_BIAS,
-            json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
-        ),
-    ],
-)
-BadWords = TypeAliasType(
-    "BadWords",
-    Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
-        FailFast(),
-        Field(max_length=MAX_BAD_WORDS),
-    ],
-)
-
-
-# Tags of unions stand in angle brackets: error messages leave them out of a field's path.
-def _prompt_kind(value: object) -> str | None:
-    """Judge by the first element, so that a wrong prompt is reported once, not once a kind."""
-    if isinstance(value, str):
-        return "<text>"
-    if not isinstance(value, list):
-        return None
-    first = value[0] if value else 0
-    if isinstance(first, str):
-        return "<texts>"
-    return "<id_lists>" if isinstance(first, list) else "<ids>"
-
-
-Prompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[Texts, Tag("<texts>")]
-    | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[TokenIdLists, Tag("<id_lists>")],
-    Discriminator(
-        _prompt_kind,
-        custom_error_type="prompt_type",
-        custom_error_message="expected a string, a list of strings, a list of token ids, or a "
-        "list of lists of token ids",
-    ),
-]
-
-
-def _tell_of_nulls(schema: dict[str, Any]) -> None:
-    """Null is as good as leaving a field out."""
-    for name, field in schema.get("properties", {}).items():
-        if name not in schema.get("required", ()) and {"type": "null"} not in field.get(
-            "anyOf", ()
-        ):
-            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
-
-
-class APIRequest(BaseModel):
-    """Fields keep their JSON types, null stands for a default, unknown fields are kept aside."""
-
-    model_config = ConfigDict(
-        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_tell_of_nulls
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
 
 
 class StreamOptions(APIRequest):
@@ -183,12 +84,14 @@ class SamplingFields(APIRequest):
     repetition_penalty: float = Field(default=1.0, gt=0)
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords = []
+    bad_words: BadWords = Field(default_factory=list)
     min_tokens: Int = Field(default=0, ge=0)
-    logits_processors: LogitsProcessors = []
+    logits_processors: LogitsProcessors = Field(default_factory=list)
     seed: Int64 | None = None
-    stop: StopString | StopStrings = []
-    stop_token_ids: Annotated[list[Int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop: StopString | StopStrings = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Int], FailFast()] = Field(
+        default_factory=list, max_length=MAX_STOP_TOKEN_IDS
+    )
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

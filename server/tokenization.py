@@ -7,7 +7,8 @@ from pydantic import Discriminator, FailFast, Field, Tag
 
 from outrider.server.chat import chat_prompt
 from outrider.server.chat_protocol import ChatFields
-from outrider.server.protocol import APIRequest, APIResponse, check_unknown_fields
+from outrider.server.fields import APIRequest
+from outrider.server.protocol import APIResponse, check_unknown_fields
 from outrider.server.service import Service
 
 
