@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from edited_logits import edited_greedy
 from engines import GREEDY, engine_config, prompts, run, tokens
+from target_distribution import greedy
 from tiny_models import VOCAB
 
 from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
@@ -30,7 +30,7 @@ def draft(tiny_model: Tiny) -> Path:
 @pytest.fixture(scope="module")
 def edits(target: Path) -> dict[str, SamplingParams]:
     """Every edit by name, each one a change to what the prompts are continued with."""
-    plain = [edited_greedy(target, prompt, GREEDY) for prompt in PROMPTS]
+    plain = [greedy(target, prompt, GREEDY) for prompt in PROMPTS]
     pairs = [tuple(output[i : i + 2]) for output in plain for i in (0, 4, 5, 9)]
     each: dict[str, SamplingParams] = {
         "repetition": replace(GREEDY, repetition_penalty=1.4),
@@ -66,8 +66,8 @@ NAMES = [
 def test_greedy_output_is_the_edited_targets_own(
     target: Path, draft: Path, edits: dict[str, SamplingParams], name: str
 ) -> None:
-    truth = [edited_greedy(target, prompt, edits[name]) for prompt in PROMPTS]
-    assert truth != [edited_greedy(target, prompt, GREEDY) for prompt in PROMPTS]
+    truth = [greedy(target, prompt, edits[name]) for prompt in PROMPTS]
+    assert truth != [greedy(target, prompt, GREEDY) for prompt in PROMPTS]
     for config in (
         engine_config(target, k=0),
         engine_config(target, draft, k=3),

@@ -1,0 +1,84 @@
+"""Many steps under every edit of logits, against exact enumeration of the edited target."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from distributions import bound, chi_squared, total_variation
+from engines import engine_config
+from target_distribution import joint, sample
+
+from outrider.engine.api import ProcessorChoice, SamplingParams, Verification
+from outrider.engine.loop import Engine
+
+VOCAB = 4
+PROMPT = [2, 0, 3]
+NUM_SAMPLES = 2400
+PLAIN = SamplingParams(max_tokens=4)
+EDITS = {
+    "repetition": replace(PLAIN, repetition_penalty=4.0),
+    "frequency": replace(PLAIN, frequency_penalty=1.2),
+    "presence": replace(PLAIN, presence_penalty=-1.5),
+    "bias": replace(PLAIN, logit_bias={1: 1.5, 2: -0.7}),
+    "allowed": replace(PLAIN, allowed_token_ids=(0, 2, 3)),
+    "bad_words": replace(PLAIN, bad_words=((0, 2), (3, 3, 1), (1, 1), (3, 0))),
+    "min_tokens": replace(PLAIN, min_tokens=2, stop_token_ids=(3, 0)),
+    "processor": replace(PLAIN, logits_processors=(ProcessorChoice("parity", {"bias": 1.5}),)),
+}
+EDITS["all"] = replace(
+    PLAIN,
+    temperature=1.3,
+    top_p=0.95,
+    repetition_penalty=1.5,
+    frequency_penalty=0.6,
+    presence_penalty=-0.4,
+    logit_bias={1: 0.8},
+    allowed_token_ids=(0, 1, 3),
+    bad_words=((0, 3), (1, 1)),
+    min_tokens=2,
+    stop_token_ids=(0,),
+    logits_processors=(ProcessorChoice("parity", {"bias": 0.5}),),
+)
+RULES: tuple[Verification, ...] = ("token", "block", "match")
+SOME = [("all", rule, "draft_model") for rule in RULES] + [
+    ("bad_words", "match", "draft_model"),
+    ("min_tokens", "token", "draft_model"),
+    ("frequency", "block", "ngram"),
+    ("all", "token", "ngram"),
+]
+EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_model", "ngram")]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "proposer"),
+    [
+        pytest.param(*case, marks=() if case in SOME else pytest.mark.slow, id="-".join(case))
+        for case in EVERY
+    ],
+)
+def test_the_joint_is_the_edited_targets(
+    name: str, rule: Verification, proposer: str, tiny_model: Callable[..., Path]
+) -> None:
+    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
+    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    config = engine_config(
+        target,
+        draft if proposer == "draft_model" else None,
+        proposer=proposer,
+        k=3,
+        max_num_seqs=240,
+        max_num_batched_tokens=2048,
+        num_pages=1024,
+    )
+    specs = ("parity = logits_processors:FavourParity",)
+    engine = Engine(replace(config, logits_processors=specs))
+    params = replace(EDITS[name], verification=rule)
+    truth = joint(target, PROMPT, params)
+    counts = sample(engine, PROMPT, params, max_k=3, n=NUM_SAMPLES)
+    assert counts.keys() <= truth.keys()
+    assert total_variation(truth, counts) < bound(len(truth), NUM_SAMPLES)
+    assert chi_squared(truth, counts) < 1
+    # An engine that ignored the edit would have failed.
+    assert total_variation(joint(target, PROMPT, PLAIN), counts) > bound(VOCAB**4, NUM_SAMPLES)
+    assert sum(engine.stats().accepted_per_position) > 0

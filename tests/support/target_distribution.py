@@ -1,0 +1,110 @@
+"""The processed distribution of a target, written to be read: the truth about an engine."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from engines import run, tokens
+from logits_processors import FavourParity
+from tiny_models import DEVICE
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.engine.api import SamplingParams
+from outrider.engine.loop import Engine
+
+Sequence = tuple[int, ...]
+PROCESSORS = {"parity": FavourParity}
+
+
+def edited(
+    logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams
+) -> torch.Tensor:
+    """Logits of the token after prompt and output. Shape: [V] -> [V] float64."""
+    logits = logits.double().clone()
+    vocab = len(logits)
+    for token in set(range(vocab)) - set(params.allowed_token_ids or range(vocab)):
+        logits[token] = -torch.inf
+    for *before, last in params.bad_words:
+        if len(before) <= len(output) and output[len(output) - len(before) :] == before:
+            logits[last] = -torch.inf
+    if len(output) < params.min_tokens:
+        logits[list(params.stop_token_ids)] = -torch.inf
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    for choice in params.logits_processors:
+        processor = PROCESSORS[choice.name](**choice.args)
+        logits = processor(torch.tensor([prompt + output]), logits[None])[0]
+    for token in {*prompt, *output}:
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token, count in Counter(output).items():
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty
+    return logits
+
+
+def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution after temperature, top-k, top-p, min-p. Shape: [V] -> [V] float64."""
+    logits = logits.double() / params.temperature
+    order = sorted(range(len(logits)), key=lambda x: (-logits[x].item(), x))
+    order = order[: params.top_k or None]
+    p = logits[order].softmax(-1)
+    before = p.cumsum(-1) - p
+    keep = (before < params.top_p) & (p >= params.min_p * p[0])
+    kept = torch.zeros_like(logits)
+    kept[torch.tensor(order)[keep]] = p[keep] / p[keep].sum()
+    return kept
+
+
+@cache
+def _load(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
+
+
+def next_logits(path: Path, sequences: list[list[int]]) -> torch.Tensor:
+    """Raw logits of the token after each sequence, all of one length. Shape: [N, V]."""
+    with torch.inference_mode():
+        ids = torch.tensor(sequences, device=DEVICE)
+        logits: torch.Tensor = _load(path)(ids, logits_to_keep=1).logits[:, -1]
+    return logits.cpu()
+
+
+def joint(path: Path, prompt: list[int], params: SamplingParams) -> dict[Sequence, float]:
+    """Probability of every possible output: of max_tokens tokens, or shorter and stopped."""
+    ended: dict[Sequence, float] = {}
+    going_on: dict[Sequence, float] = {(): 1.0}
+    for _ in range(params.max_tokens):
+        rows = next_logits(path, [[*prompt, *output] for output in going_on])
+        outputs, going_on = going_on, {}
+        for (output, chance), row in zip(outputs.items(), rows, strict=True):
+            p = filtered(edited(row, prompt, list(output), params), params)
+            for token in p.nonzero().squeeze(1).tolist():
+                found = ended if token in params.stop_token_ids else going_on
+                found[*output, token] = chance * float(p[token])
+    return ended | going_on
+
+
+def greedy(path: Path, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The most likely token under the edits, one after another."""
+    output: list[int] = []
+    while len(output) < params.max_tokens:
+        (row,) = next_logits(path, [prompt + output])
+        output.append(int(edited(row, prompt, output, params).argmax()))
+        if output[-1] in params.stop_token_ids:
+            break
+    return output
+
+
+def sample(
+    engine: Engine, prompt: list[int], params: SamplingParams, max_k: int, n: int, batch: int = 240
+) -> Counter[Sequence]:
+    """n outputs, each with its own seed and its own k, `batch` at a time."""
+    counts: Counter[Sequence] = Counter()
+    for first in range(0, n, batch):
+        each = [
+            replace(params, seed=seed, num_speculative_tokens=seed % (max_k + 1))
+            for seed in range(first, first + batch)
+        ]
+        counts.update(tuple(tokens(o)) for o in run(engine, [prompt] * batch, each))
+    return counts
