@@ -1,0 +1,39 @@
+"""The application over a scripted engine, behind a real socket in a thread of this process."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from served import Served
+
+from outrider.server.serving import Server, bind
+from outrider.server.settings import ServerSettings
+
+
+@contextmanager
+def on_a_socket(served: Served) -> Iterator[str]:
+    """Serve until the block ends; gives the server's URL."""
+    listener = bind("127.0.0.1", 0)
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+    servers: list[Server] = []
+
+    async def run() -> None:
+        server = Server(served.app, served.gate, served.client, ServerSettings())
+        servers.append(server)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.001)
+        started.set()
+        await serving
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
+    thread.start()
+    started.wait(10)
+    try:
+        yield "http://{}:{}".format(*listener.getsockname())
+    finally:
+        servers[0].should_exit = True
+        thread.join(10)
+        loop.close()
