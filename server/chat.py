@@ -179,7 +179,11 @@ class _ChatAnswer(Answer):
         said: list[dict[str, Any]] = []
         for part in parts:
             if isinstance(part, Text):
-                said.append({"reasoning_content" if part.reasoning else "content": part.text})
+                name = "reasoning_content" if part.reasoning else "content"
+                if said and name in said[-1]:
+                    said[-1][name] += part.text
+                else:
+                    said.append({name: part.text})
             elif self._body.parallel_tool_calls or not self._num_calls[delta.index]:
                 call = ToolCallChunk(
                     index=self._num_calls[delta.index],

@@ -15,15 +15,19 @@ from outrider.server.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call>'
 ALPHABET = ["a", "b", " one", "é", "你", "🙂", "👩‍👩‍👧", "<stop>", "\n", "ß"]
+CHAT_ALPHABET = [*ALPHABET, CALL, f"{CALL}\n{CALL}", "<tool", "<think>", "</think>", "</tool_call>"]
 
 
-def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
+def random_ids(
+    rng: random.Random, tokenizer: Tokenizer, alphabet: list[str] = ALPHABET
+) -> list[int]:
     """Mostly real text, whose characters span tokens; at times any tokens at all."""
     if rng.random() < 0.3:
         size = tokenizer.backend.get_vocab_size()
         return [rng.randrange(2, size) for _ in range(rng.randint(1, 12))]
-    text = "".join(rng.choices(ALPHABET, k=rng.randint(1, 10)))
+    text = "".join(rng.choices(alphabet, k=rng.randint(1, 10)))
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[: rng.randint(1, len(ids))]  # the end may fall within a character
 
@@ -79,17 +83,47 @@ def test_any_steps_give_the_text_of_a_plain_search(tokenizer: Tokenizer) -> None
             assert stop not in fewer.rstrip("\ufffd"), case
 
 
+def test_stop_string_is_found_however_the_steps_and_the_tokens_cut_it(
+    tokenizer: Tokenizer,
+) -> None:
+    text = "a <stop>é🙂 one"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    stops = [text[i : i + n] for i in range(len(text)) for n in (1, 2, 3, 6) if text[i : i + n]]
+    request = NewRequest(
+        request_id="r", prompt_token_ids=[70], params=SamplingParams(max_tokens=99)
+    )
+    for cut in range(2 ** (len(ids) - 1)):  # bit i: a step ends behind token i
+        sizes, size = [], 1
+        for i in range(len(ids) - 1):
+            if cut >> i & 1:
+                sizes.append(size)
+                size = 0
+            size += 1
+        for stop in random.Random(cut).sample(stops, 4):
+            sample = Sample(0, request, tokenizer, TextOptions(stop=(stop,)))
+            shown = ""
+            for output in steps(request, ids, sizes=[*sizes, size]):
+                if (delta := sample.take(output)) is not None:
+                    shown += delta.text
+                if sample.finished:
+                    break
+            assert shown == text[: text.find(stop)], (sizes, stop)
+
+
 def append(whole: dict[str, Any], part: dict[str, Any]) -> None:
     """Add a part of a stream to what came before, as a client would."""
     for key, value in part.items():
         if key == "index":
             whole[key] = value
+        elif value is None:
+            whole.setdefault(key, None)
         elif isinstance(value, dict):
-            append(whole.setdefault(key, {}), value)
+            whole[key] = whole.get(key) or {}
+            append(whole[key], value)
         elif isinstance(value, list) and key != "prompt_token_ids":
-            whole[key] = whole.get(key, []) + value
-        elif key in ("text", "content"):
-            whole[key] = whole.get(key, "") + value
+            whole[key] = (whole.get(key) or []) + value
+        elif key in ("text", "content", "reasoning_content"):
+            whole[key] = whole[key] + value if whole.get(key) else value
         else:
             assert whole.get(key) is None, key  # nothing follows a finish_reason
             whole[key] = value
@@ -106,6 +140,7 @@ def merged(chunks: list[Any], num_choices: int) -> list[Any]:
 
 COMPLETION = {"prompt": "Hi"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -126,15 +161,17 @@ def test_stream_equals_whole_answer(
         sizes = sizes_of.choices(range(1, 6), k=len(ids))  # other steps each time
         return steps(request, ids, sizes=sizes, finish=finish)
 
-    served = serve(play)
+    served = serve(play, tool_call_format="hermes", reasoning_content=chat)
     for _ in range(40):
         n = rng.randint(1, 3)
         script.clear()
         for index in range(n):
-            script[str(index)] = random_ids(rng, tokenizer), rng.choice(["length", "stop"])
+            ids = random_ids(rng, tokenizer, CHAT_ALPHABET if chat else ALPHABET)
+            script[str(index)] = ids, rng.choice(["length", "stop"])
         text = tokenizer.decode(script["0"][0], skip_special_tokens=True)
         body = {
             **(CHAT if chat else COMPLETION),
+            **(TOOLS if chat and rng.random() < 0.5 else {}),
             "n": n,
             "stop": random_stops(rng, text) or None,
             **rng.choice([*logprobs, {}]),
@@ -149,5 +186,11 @@ def test_stream_equals_whole_answer(
         if chat:
             for choice in choices:
                 choice["message"] = {"refusal": None} | choice.pop("delta")
+                for index, call in enumerate(choice["message"].get("tool_calls", [])):
+                    assert call.pop("index") == index
+                    assert call.pop("id")
+            for choice in whole["choices"]:
+                for call in choice["message"].get("tool_calls", []):
+                    assert call.pop("id")
         assert choices == whole["choices"]
         assert last["usage"] == whole["usage"]
