@@ -175,12 +175,15 @@ class Answer(ABC):
     def _usage(self) -> Usage:
         prompt_tokens = sum(map(len, self._prompts))
         completion_tokens = sum(self._completion_tokens)
-        return Usage(
+        usage = Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
         )
+        # Left out where it says nothing, as vLLM leaves it out.
+        if cached_tokens := sum(self._cached_tokens):
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
+        return usage
 
     def _facts(self, generation: Generation) -> dict[str, float]:
         """What the access log tells of the answer, as far as it has come."""
@@ -188,7 +191,7 @@ class Answer(ABC):
         drafts = [sample.acceptance for sample in self._samples]
         facts: dict[str, float] = {
             "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "cached_tokens": sum(self._cached_tokens),
             "completion_tokens": usage.completion_tokens,
             "draft_tokens": sum(each.num_draft_tokens for each in drafts),
             "accepted_tokens": sum(each.num_accepted_tokens for each in drafts),

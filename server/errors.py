@@ -169,7 +169,9 @@ def _describe(problem: Mapping[str, Any]) -> str:
     where = f"{cut(path.removeprefix('.'))}: " if path else ""
     given = problem.get("input")
     shown = isinstance(given, str | int | float) and problem["type"] != "missing"
-    return f"{where}{message}" + (f" (given: {cut(repr(given))})" if shown else "")
+    return f"{where}{message}" + (
+        f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
+    )
 
 
 def _field_of(problem: Mapping[str, Any]) -> str | None:

@@ -31,7 +31,7 @@ def _whole_number(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
-Int64 = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
+Int64 = Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 # Lists stop at their first wrong item. Named, because a bare FailFast cannot be part of a union.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])

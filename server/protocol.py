@@ -214,7 +214,7 @@ class Usage(APIResponse):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class SpeculationMetrics(APIResponse):

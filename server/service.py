@@ -169,7 +169,7 @@ class Service:
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise invalid_value(
-                    param, f"Token id {token_id} is not in the vocabulary: 0 to {vocab_size - 1}."
+                    param, f"Token id {token_id} is out of vocabulary: 0 to {vocab_size - 1}."
                 )
 
     def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:
