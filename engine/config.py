@@ -15,7 +15,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class TokenTable:
     """What token ids stand for, which grammars need to know and nothing else does."""
 
     token_bytes: tuple[bytes, ...]  # [vocab_size]; b"" where no text has the token
@@ -55,7 +55,7 @@ class EngineConfig:
     vocab_size: int | None = None  # real vocabulary; None: the target's logits width
     max_model_len: int | None = None  # tokens of prompt and output; None: what the target supports
     eos_token_ids: tuple[int, ...] = ()
-    vocabulary: Vocabulary | None = None  # None: requests with a grammar are refused
+    token_table: TokenTable | None = None  # None: requests with a grammar are refused
     logits_processors: tuple[str, ...] = ()  # specs of engine.logit_edits.ProcessorRegistry
     enforce_eager: bool = False  # CUDA: launch every kernel, capture no graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice

@@ -9,7 +9,7 @@ from threading import Lock
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from outrider.engine.config import Vocabulary
+from outrider.engine.config import TokenTable
 
 _MAX_COMPILED = 32
 _NUM_THREADS = 2
@@ -108,17 +108,15 @@ class GrammarCompiler:
     A grammar is a text in llguidance's dialect of Lark.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, eos_token_ids: Sequence[int], vocab_size: int
-    ) -> None:
-        if len(vocabulary.token_bytes) != vocab_size:
+    def __init__(self, tokens: TokenTable, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        if len(tokens.token_bytes) != vocab_size:
             raise ValueError(
-                f"the vocabulary describes {len(vocabulary.token_bytes)} of {vocab_size} tokens"
+                f"the token table describes {len(tokens.token_bytes)} of {vocab_size} tokens"
             )
         self._vocab_size = vocab_size
         self._eos_token_ids = [i for i in eos_token_ids if i < vocab_size]
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Tokens(vocabulary, self._eos_token_ids[0])),
+            TokenizerWrapper(_Tokens(tokens, self._eos_token_ids[0])),
             eos_token=self._eos_token_ids,
         )
         # Bounds on memory and on the time of one mask; what exceeds them fails by itself.
@@ -156,13 +154,13 @@ class GrammarCompiler:
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for it."""
+    """A token table as llguidance asks for it."""
 
     bos_token_id = None
 
-    def __init__(self, vocabulary: Vocabulary, eos_token_id: int) -> None:
-        self.tokens = list(vocabulary.token_bytes)
-        self.special_token_ids = list(vocabulary.special_token_ids)
+    def __init__(self, tokens: TokenTable, eos_token_id: int) -> None:
+        self.tokens = list(tokens.token_bytes)
+        self.special_token_ids = list(tokens.special_token_ids)
         self.eos_token_id = eos_token_id
 
     def __call__(self, text: bytes) -> list[int]:

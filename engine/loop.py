@@ -70,9 +70,9 @@ class Engine:
         self._processors = processors
         self._eos_token_ids = config.eos_token_ids
         self._grammars: GrammarCompiler | None = None
-        if config.vocabulary is not None and config.eos_token_ids:
+        if config.token_table is not None and config.eos_token_ids:
             self._grammars = GrammarCompiler(
-                config.vocabulary, config.eos_token_ids, pair.vocab_size
+                config.token_table, config.eos_token_ids, pair.vocab_size
             )
         self._requests: dict[str, Request] = {}
         self.info = EngineInfo(
@@ -116,7 +116,7 @@ class Engine:
             check_request(new, self.info.max_model_len, self.info.vocab_size, self._eos_token_ids)
             if new.params.grammar is not None and self._grammars is None:
                 raise InvalidRequestError(
-                    "grammar: the engine was given no vocabulary, or no eos token ids, to follow it"
+                    "grammar: the engine was given no token table or no eos token ids"
                 )
         queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
         for request in queued:

@@ -291,8 +291,6 @@ class Scheduler:
             "the target produced no finite logits for this sequence, or the request's own logit "
             "edits left it no token to go on with"
         )
-        if request.grammar is not None and request.grammar.error is not None:
-            reason = f"grammar: {request.grammar.error}"
         output = request.output([], error=reason)
         self.finish(request)
         return output

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp
 
 from outrider.engine.client import EngineClient
+from outrider.engine.grammar import GrammarCompiler
 from outrider.server import errors
 from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
@@ -31,6 +32,7 @@ from outrider.server.protocol import (
 )
 from outrider.server.service import Service
 from outrider.server.settings import ServerSettings
+from outrider.server.structured_outputs import GrammarChecker
 from outrider.server.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -64,8 +66,12 @@ def create_app(
     *,
     model_name: str,
     settings: ServerSettings,
+    compiler: GrammarCompiler | None = None,
 ) -> ASGIApp:
-    """The application; it answers 503 unless the engine is ready and the gate open."""
+    """The application; it answers 503 unless the engine is ready and the gate open.
+
+    `compiler`: of grammars, as the engine has it; None: they are refused.
+    """
     service = Service(
         client=client,
         tokenizer=tokenizer,
@@ -75,6 +81,9 @@ def create_app(
             tokenizer.response_template,
             name=settings.tool_call_format,
             reasoning=settings.reasoning_content,
+        ),
+        grammars=GrammarChecker(
+            compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
         ),
         model_name=model_name,
         max_prompts_times_n=settings.max_prompts_times_n,

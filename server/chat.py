@@ -49,6 +49,7 @@ async def create_chat_completion(
         max_tokens=max_tokens or room_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
         shown_special_ids=answer.shown_special_ids,
     )
     return await answer.respond(http, samples)

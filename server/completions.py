@@ -39,6 +39,7 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         max_tokens=body.max_tokens,
         logprobs=0 if body.logprobs is None and ranks_samples else body.logprobs,
         prompt_logprobs=max((num for num in asked if num is not None), default=None),
+        grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
     )
     # Off the event loop, because an echo decodes the prompts.
     answer = await asyncio.to_thread(_CompletionAnswer, service, body, prompts)

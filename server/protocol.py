@@ -24,6 +24,7 @@ from outrider.server.fields import (
     StopStrings,
     TokenIds,
 )
+from outrider.server.structured_outputs import ResponseFormat, StructuredOutputs
 
 log = logging.getLogger("outrider.server.protocol")
 
@@ -87,6 +88,8 @@ class SamplingFields(APIRequest):
     bad_words: BadWords = Field(default_factory=list)
     min_tokens: Int = Field(default=0, ge=0)
     logits_processors: LogitsProcessors = Field(default_factory=list)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: Int64 | None = None
     stop: StopString | StopStrings = Field(default_factory=list)
     stop_token_ids: Annotated[list[Int], FailFast()] = Field(
@@ -164,8 +167,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -178,7 +179,9 @@ def check_unknown_fields(request: APIRequest) -> None:
     for name, value in (request.model_extra or {}).items():
         if name.startswith("guided_"):
             raise unsupported(
-                name, f"{name} is no longer a parameter of this API, and is not ignored: remove it."
+                name,
+                f"{name} is no longer a parameter of this API, and is not ignored: use "
+                "structured_outputs or response_format.",
             )
         if name not in NEUTRAL_VALUES:
             log.debug("unknown field %s ignored", cut(name))

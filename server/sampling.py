@@ -39,6 +39,7 @@ def sampling_params(
     prompt_logprobs: int | None,
     seed: int,
     bad_words: tuple[tuple[int, ...], ...],
+    grammar: str | None = None,
 ) -> SamplingParams:
     speculation = fields.speculation
     return SamplingParams(
@@ -70,6 +71,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
         verification=speculation.verification,
+        grammar=grammar,
         reproducible=fields.seed is not None,
     )
 

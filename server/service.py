@@ -16,6 +16,7 @@ from outrider.server.generation import Sample, TextOptions
 from outrider.server.metrics import Metrics
 from outrider.server.protocol import SamplingFields, check_unknown_fields
 from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
+from outrider.server.structured_outputs import GrammarChecker
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
 
@@ -29,6 +30,7 @@ class Service:
     tokenizer: Tokenizer
     metrics: Metrics
     message_format: MessageFormat
+    grammars: GrammarChecker
     model_name: str
     max_prompts_times_n: int
     request_timeout_s: float | None
@@ -106,6 +108,7 @@ class Service:
         max_tokens: int,
         logprobs: int | None,
         prompt_logprobs: int | None,
+        grammar: str | None = None,
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
         """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
@@ -144,6 +147,7 @@ class Service:
                 prompt_logprobs=prompt_logprobs,
                 seed=sample_seed(seed, i),
                 bad_words=bad_words,
+                grammar=grammar,
             )
             for i in range(fields.num_samples)
         ]

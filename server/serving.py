@@ -14,6 +14,7 @@ from rich.console import Console
 from starlette.types import ASGIApp
 
 from outrider.engine.client import EngineClient, EngineUnavailableError
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.process_engine import ProcessEngine
 from outrider.server.app import create_app
 from outrider.server.console import configure_logging, report_status, show_summary
@@ -79,12 +80,18 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
         tokenizer = await asyncio.to_thread(
             Tokenizer.load, pair.target, trust_remote_code=settings.target.trust_remote_code
         )
+        compiler = None
+        if pair.token_table is not None and pair.eos_token_ids:
+            compiler = await asyncio.to_thread(
+                GrammarCompiler, pair.token_table, pair.eos_token_ids, pair.vocab_size
+            )
         app = create_app(
             client,
             tokenizer,
             gate,
             model_name=settings.served_model_name,
             settings=settings.server,
+            compiler=compiler,
         )
         server = Server(app, gate, client, settings.server)
         tasks.append(serving := asyncio.create_task(server.serve(sockets=[listener])))

@@ -50,6 +50,12 @@ class ServerSettings(Section):
     max_prompts_times_n: int = Field(
         default=128, ge=1, description="Most sequences of one request: prompts times n."
     )
+    max_grammar_bytes: int = Field(
+        default=64 * 1024, ge=1, description="Largest grammar or JSON schema, in bytes."
+    )
+    grammar_timeout_s: float = Field(
+        default=5.0, gt=0, description="Seconds that compiling a grammar may take."
+    )
     tool_call_format: ToolCallFormat = Field(
         default="auto",
         description="How the target writes tool calls; auto: as its own response template says, or "

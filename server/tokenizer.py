@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer as Backend
 
-from outrider.engine.config import Vocabulary
+from outrider.engine.config import TokenTable
 from outrider.server.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ class Tokenizer:
             return self.special_ids
         return frozenset(i for i in self.special_ids if self.backend.id_to_token(i) in texts)
 
-    def vocabulary(self, size: int) -> Vocabulary:
+    def token_table(self, size: int) -> TokenTable:
         """What the first `size` token ids stand for in the middle of a text."""
         # Not `token_bytes`: by itself a token may lose the space that it begins with.
         tokenizer = LLTokenizer(self.backend.to_str(), slices=[])
         known = range(min(size, tokenizer.vocab_size))
         token_bytes = [tokenizer.decode_bytes([token_id]) for token_id in known]
-        return Vocabulary(
+        return TokenTable(
             token_bytes=(*token_bytes, *[b""] * (size - len(known))),
             special_token_ids=tuple(filter(tokenizer.is_special_token, known)),
         )

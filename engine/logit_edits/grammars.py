@@ -38,6 +38,9 @@ class Grammars(LogitEdit):
         for num_drafts in range(int(last_np.max()) + 1):
             behind = zip(grammars, last_np, strict=True)
             compute_masks([g for g, last in behind if len(g.masks) == num_drafts <= last])
+        for request, grammar in zip(requests, grammars, strict=True):
+            if grammar.error is not None:
+                request.edit_error = f"grammar: {grammar.error}"
         masks_np = np.concatenate(
             [g.masks[i : j + 1] for g, i, j in zip(grammars, first_np, last_np, strict=True)]
         )

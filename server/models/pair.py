@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,16 @@ from outrider.engine.config import (
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
+    TokenTable,
 )
 from outrider.server.models.compatibility import Vocabulary, shared_vocab_size
 from outrider.server.models.resolve import resolve
 from outrider.server.models.store import ModelError
 from outrider.server.progress import ignore_progress
 from outrider.server.settings import DraftSettings, Settings, TargetSettings
+from outrider.server.tokenizer import Tokenizer
+
+log = logging.getLogger("outrider.server.models.pair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class Pair:
     draft: Path | None  # None: nothing to load besides the target
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    token_table: TokenTable | None = None  # None: grammars cannot be followed
 
 
 def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress) -> Pair:
@@ -47,7 +53,8 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
         )
         with _told("draft.model", settings.draft_model):
             vocab_size = shared_vocab_size(vocabulary, draft_vocabulary)
-    return Pair(target, draft, vocab_size, _eos_token_ids(target, config, tokenizer))
+    eos_token_ids = _eos_token_ids(target, config, tokenizer)
+    return Pair(target, draft, vocab_size, eos_token_ids, _token_table(tokenizer, vocab_size))
 
 
 def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
@@ -64,6 +71,7 @@ def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
         device=resolve_device(settings.target.device),
         vocab_size=pair.vocab_size,
         eos_token_ids=pair.eos_token_ids,
+        token_table=pair.token_table,
         max_model_len=settings.engine.max_model_len,
         logits_processors=settings.engine.logits_processors,
         enforce_eager=settings.engine.enforce_eager,
@@ -128,6 +136,14 @@ def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any
         )
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"cannot load the tokenizer of {directory}: {error}") from error
+
+
+def _token_table(tokenizer: Any, vocab_size: int) -> TokenTable | None:
+    try:
+        return Tokenizer(tokenizer).token_table(vocab_size)
+    except ValueError as error:
+        log.warning("no structured output with this tokenizer: %s", error)
+        return None
 
 
 def _config(directory: Path, settings: TargetSettings | DraftSettings) -> Any:

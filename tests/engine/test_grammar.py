@@ -7,11 +7,11 @@ import pytest
 from grammars import allowed, compile_grammar, follows, stands_for
 from llguidance import LLParserLimits
 
-from outrider.engine.config import Vocabulary
+from outrider.engine.config import TokenTable
 from outrider.engine.grammar import GrammarCompiler
 
 A, B, AB, EOS, NEWLINE, NOTHING = range(6)
-TOKENS = Vocabulary(token_bytes=(b"a", b"b", b"ab", b"<eos>", b"\n", b""), special_token_ids=(EOS,))
+TOKENS = TokenTable(token_bytes=(b"a", b"b", b"ab", b"<eos>", b"\n", b""), special_token_ids=(EOS,))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_sequences_of_one_grammar_go_their_own_ways(compiler: GrammarCompiler) -
 
 
 def test_tokens_of_the_same_bytes_are_allowed_together() -> None:
-    twins = Vocabulary(token_bytes=(b"a", b"a", b"<eos>"), special_token_ids=(2,))
+    twins = TokenTable(token_bytes=(b"a", b"a", b"<eos>"), special_token_ids=(2,))
     assert allowed(compile_grammar(GrammarCompiler(twins, (2,), 3), 'start: "a"')) == {0, 1}
 
 
@@ -137,14 +137,14 @@ def test_a_grammar_that_outgrew_its_limits_is_compiled_anew(compiler: GrammarCom
     assert allowed(compile_grammar(compiler, text)) == {A, B, AB}
 
 
-def test_the_vocabulary_must_be_the_models(compiler: GrammarCompiler) -> None:
+def test_the_token_table_must_be_the_models(compiler: GrammarCompiler) -> None:
     with pytest.raises(ValueError, match="describes 6 of 7 tokens"):
         GrammarCompiler(TOKENS, (EOS,), 7)
 
 
 def test_texts_are_followed_in_whatever_pieces_they_come() -> None:
-    vocabulary = stands_for("{", '"', "a", '"a', '":', "1", "}", '{"a', "é"[:1], "\n")
-    compiler = GrammarCompiler(vocabulary, (10,), 11)
+    table = stands_for("{", '"', "a", '"a', '":', "1", "}", '{"a', "é"[:1], "\n")
+    compiler = GrammarCompiler(table, (10,), 11)
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     text = "start: %json " + json.dumps(schema)
     for pieces in (
@@ -153,5 +153,5 @@ def test_texts_are_followed_in_whatever_pieces_they_come() -> None:
         ["{", '"a', '":', "1", "}"],
     ):
         grammar = compile_grammar(compiler, text)
-        assert follows(grammar, vocabulary, pieces)
+        assert follows(grammar, table, pieces)
         assert 10 in allowed(grammar)

@@ -29,7 +29,7 @@ def config(
         engine_config(
             target, draft if proposer == "draft_model" else None, proposer=proposer, k=k, **settings
         ),
-        vocabulary=TOKENIZER.vocabulary(VOCAB),
+        token_table=TOKENIZER.token_table(VOCAB),
         eos_token_ids=(EOS,),
     )
 
@@ -151,11 +151,11 @@ def test_ends_where_a_stop_id_may_end_it(tiny_model: Callable[..., Path]) -> Non
     assert newline in reasons
 
 
-def test_an_engine_without_a_vocabulary_takes_no_grammar(tiny_model: Callable[..., Path]) -> None:
-    engine = Engine(replace(config(tiny_model), vocabulary=None))
+def test_an_engine_without_a_token_table_takes_no_grammar(tiny_model: Callable[..., Path]) -> None:
+    engine = Engine(replace(config(tiny_model), token_table=None))
     new = NewRequest(
         request_id="0", prompt_token_ids=PROMPT, params=replace(GREEDY, grammar=OBJECT)
     )
-    with pytest.raises(InvalidRequestError, match="given no vocabulary"):
+    with pytest.raises(InvalidRequestError, match="given no token table"):
         engine.submit([new])
     assert not engine.has_work()

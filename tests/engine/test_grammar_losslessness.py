@@ -80,7 +80,7 @@ def test_the_joint_is_that_of_the_masked_target(
         max_num_batched_tokens=2048,
         num_pages=1024,
     )
-    engine = Engine(replace(config, vocabulary=stands_for(*LETTERS), eos_token_ids=(EOS,)))
+    engine = Engine(replace(config, token_table=stands_for(*LETTERS), eos_token_ids=(EOS,)))
     truth = joint(target, params)
     assert sum(truth.values()) == pytest.approx(1)
     assert 0.02 < max(truth.values()) < 0.6

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.engine.config import Vocabulary
+from outrider.engine.config import TokenTable
 from outrider.engine.grammar import Grammar, GrammarCompiler, compute_masks
 
 
@@ -22,18 +22,18 @@ def allowed(grammar: Grammar, num_drafts: int = 0) -> set[int]:
     return set(np.flatnonzero(bits).tolist())
 
 
-def stands_for(*pieces: str) -> Vocabulary:
-    """A vocabulary of these texts and, last, eos."""
-    return Vocabulary(
+def stands_for(*pieces: str) -> TokenTable:
+    """A token table of these texts and, last, eos."""
+    return TokenTable(
         token_bytes=(*(piece.encode() for piece in pieces), b"<eos>"),
         special_token_ids=(len(pieces),),
     )
 
 
-def follows(grammar: Grammar, vocabulary: Vocabulary, pieces: Sequence[str]) -> bool:
+def follows(grammar: Grammar, tokens: TokenTable, pieces: Sequence[str]) -> bool:
     """Go on by these pieces; whether each was allowed."""
     for piece in pieces:
-        token_id = vocabulary.token_bytes.index(piece.encode())
+        token_id = tokens.token_bytes.index(piece.encode())
         if token_id not in allowed(grammar):
             return False
         grammar.follow([token_id])

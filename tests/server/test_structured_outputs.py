@@ -1,0 +1,337 @@
+"""Output that must follow a schema, a regex, choices or a grammar, as clients ask for it."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from engines import engine_config
+from pydantic import BaseModel
+from tiny_models import save_tiny_model
+
+from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.in_process import InProcessEngine
+from outrider.server.app import create_app
+from outrider.server.middleware import Gate
+from outrider.server.settings import ServerSettings
+from outrider.server.tokenizer import Tokenizer
+
+EOS = 0
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "colour": {"enum": ["red", "green"]}},
+    "required": ["x", "colour"],
+    "additionalProperties": False,
+} | COMPACT
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> tuple[Path, Path]:
+    size = tokenizer.backend.get_vocab_size()
+    target, draft = (
+        save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed, vocab_size=size)
+        for seed in (0, 1)
+    )
+    return target, draft
+
+
+@pytest.fixture
+def serving(pair: tuple[Path, Path], tokenizer: Tokenizer) -> Callable[..., Any]:
+    size = tokenizer.backend.get_vocab_size()
+    table = tokenizer.token_table(size)
+
+    @asynccontextmanager
+    async def start(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+        config = replace(
+            engine_config(*pair, k=3), token_table=table, eos_token_ids=(EOS,), max_model_len=512
+        )
+        engine = InProcessEngine(config)
+        await engine.start()
+        app = create_app(
+            engine,
+            tokenizer,
+            Gate(),
+            model_name="tiny",
+            settings=ServerSettings(**settings),
+            compiler=GrammarCompiler(table, (EOS,), size),
+        )
+        transport = httpx.ASGITransport(app)
+        try:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://test/v1", timeout=60
+            ) as http:
+                yield http
+        finally:
+            await engine.stop()
+
+    return start
+
+
+def answers(
+    serving: Callable[..., Any], bodies: list[dict[str, Any]], **settings: Any
+) -> list[Any]:
+    """All asked at once: completions, or chats where there are messages."""
+
+    async def run() -> list[Any]:
+        async with serving(**settings) as http:
+            posts = [
+                http.post("/chat/completions" if "messages" in body else "/completions", json=body)
+                for body in bodies
+            ]
+            return [reply.json() for reply in await asyncio.gather(*posts)]
+
+    return asyncio.run(run())
+
+
+def test_each_spelling_is_followed(serving: Callable[..., Any]) -> None:
+    base = {"prompt": "The", "max_tokens": 60, "seed": 1}
+    message = [{"role": "user", "content": "Hello"}]
+    named = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+    replies = answers(
+        serving,
+        [
+            base | {"structured_outputs": {"json": POINT}},
+            base | {"structured_outputs": {"json": json.dumps(POINT)}, "n": 2},
+            base | {"structured_outputs": {"regex": r"[a-c]{2,4}/\d\d"}},
+            base | {"structured_outputs": {"regex": r"^(yes|no)$"}, "temperature": 0},
+            base | {"structured_outputs": {"choice": ["naïve café", 'say "no"\n', "🙂"]}},
+            base | {"structured_outputs": {"grammar": 'start: "a" b\nb: /[0-9]{3}/'}},
+            base | {"structured_outputs": {"grammar": 'root ::= "a" b\nb ::= [0-9] [0-9]'}},
+            base | {"response_format": named},
+            {"messages": message, "max_tokens": 60, "seed": 2, "response_format": named},
+            base | {"response_format": {"type": "text"}, "max_tokens": 3},
+        ],
+    )
+    texts = [
+        [
+            choice.get("text", choice.get("message", {}).get("content"))
+            for choice in reply["choices"]
+        ]
+        for reply in replies
+    ]
+    for reply in replies[:-1]:
+        assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
+    for text in [*texts[0], *texts[1], *texts[7], *texts[8]]:
+        assert json.loads(text).keys() == {"x", "colour"}
+    assert len(texts[1]) == 2
+    for (text,), pattern in zip(
+        texts[2:7],
+        [
+            r"[a-c]{2,4}/\d\d",
+            "yes|no",
+            '(naïve café|say "no"\n|🙂)',
+            "a[0-9]{3}",
+            "a[0-9]{2}",
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(pattern, text)
+
+
+def test_json_mode_gives_objects(serving: Callable[..., Any]) -> None:
+    bodies = [
+        {"prompt": "x", "max_tokens": 120, "seed": seed, **asked}
+        for seed in range(3)
+        for asked in (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"json_object": True}},
+        )
+    ]
+    for reply in answers(serving, bodies):
+        (choice,) = reply["choices"]
+        assert choice["text"].startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["text"]), dict)
+
+
+def test_what_is_cut_off_says_so(serving: Callable[..., Any]) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": "[ab]{50}"}}
+    (reply,) = answers(serving, [body])
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+class Animal(BaseModel):
+    kind: Literal["cat", "dog"]
+    legs: Literal[3, 4]
+
+
+class Tree(BaseModel):
+    leaf: bool
+    below: list["Tree"]
+
+
+@pytest.mark.parametrize("model", [Animal, Tree])
+def test_openai_client_parses_its_own_models(
+    serving: Callable[..., Any], model: type[BaseModel]
+) -> None:
+    async def run() -> Any:
+        async with serving() as http:
+            client = openai.AsyncOpenAI(base_url=http.base_url, api_key="x", http_client=http)
+            return await client.chat.completions.parse(
+                model="tiny",
+                messages=[{"role": "user", "content": "Which animal?"}],
+                response_format=model,
+                seed=1,
+                temperature=0.3,
+                max_completion_tokens=200,
+            )
+
+    assert isinstance(asyncio.run(run()).choices[0].message.parsed, model)
+
+
+def test_openai_client_streams_the_same(serving: Callable[..., Any]) -> None:
+    async def run() -> tuple[str, str]:
+        async with serving() as http:
+            client = openai.AsyncOpenAI(base_url=http.base_url, api_key="x", http_client=http)
+            asked: dict[str, Any] = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "Which animal?"}],
+                "response_format": Animal,
+                "seed": 5,
+                "max_completion_tokens": 100,
+            }
+            whole = await client.chat.completions.parse(**asked)
+            async with client.chat.completions.stream(**asked) as stream:
+                streamed = await stream.get_final_completion()
+            assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
+            return whole.choices[0].message.content, streamed.choices[0].message.content
+
+    whole, streamed = asyncio.run(run())
+    assert whole == streamed
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format", "'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format",
+            "Field required",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "circle"}},
+                }
+            },
+            "response_format",
+            "circle",
+        ),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "json"),
+        ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs", "uniqueI"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
+        ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs", "backreferences"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs", "unclosed"),
+        ({"structured_outputs": {"grammar": "start: nobody"}}, "structured_outputs", "nobody"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", "line 1"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "structured_outputs", "exclude each other"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"guided_json": POINT}, "guided_json", "use structured_outputs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused_with_the_reason(
+    serving: Callable[..., Any], asked: dict[str, Any], param: str, message: str
+) -> None:
+    (reply,) = answers(serving, [{"prompt": "x"} | asked])
+    error = reply["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+    assert "llguidance" not in error["message"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BOMBS = {
+    "nesting": {"json": nested(150)},
+    "brackets": {"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000},
+    "gbnf brackets": {"grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000},
+    "enum": {"json": {"enum": [f"value {i}" for i in range(20_000)]}},
+    "choices": {"choice": [f"value {i}" for i in range(20_000)]},
+    "properties": {"json": {"properties": {f"property {i}": {} for i in range(5_000)}}},
+    "alternatives": {
+        "json": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}_{j}": {}}} for j in range(6)]} for i in range(12)
+            ]
+        }
+    },
+    "regex": {"regex": r"(\p{L}{1,200}[\s\S]){1,200}"},
+    "repetition": {"regex": "((((a{0,9999}){0,9999}){0,9999}b){0,9999}c?){0,9999}"},
+    "states": {"regex": "(a|b)*a(a|b){5000}"},
+}
+
+
+def test_bombs_are_defused_while_others_are_served(serving: Callable[..., Any]) -> None:
+    async def run() -> list[tuple[str, int, str]]:
+        async with serving(grammar_timeout_s=2.0) as http:
+
+            async def plain() -> int:
+                num_served = 0
+                while not done.is_set():
+                    reply = await http.post("/completions", json={"prompt": "x", "max_tokens": 2})
+                    assert reply.status_code == 200
+                    num_served += 1
+                return num_served
+
+            async def explode(name: str) -> tuple[str, int, str]:
+                body = {"prompt": "x", "max_tokens": 4, "structured_outputs": BOMBS[name]}
+                reply = await http.post("/completions", json=body)
+                return name, reply.status_code, reply.text[:200]
+
+            done = asyncio.Event()
+            neighbour = asyncio.create_task(plain())
+            results = [await explode(name) for name in BOMBS]
+            done.set()
+            assert await neighbour > 0
+            return results
+
+    results = asyncio.run(run())
+    assert {status for _, status, _ in results} <= {200, 400}, results
+    refused = {name for name, status, _ in results if status == 400}
+    assert {
+        "nesting",
+        "brackets",
+        "gbnf brackets",
+        "enum",
+        "choices",
+        "properties",
+        "alternatives",
+    } <= refused
+
+
+def test_a_grammar_that_takes_too_long_is_refused_in_time(serving: Callable[..., Any]) -> None:
+    slow = {"properties": {f"p{i}": {} for i in range(1_000)}}
+    body = {"prompt": "x", "structured_outputs": {"json": slow}}
+    (reply,) = answers(serving, [body], grammar_timeout_s=0.01)
+    assert "took longer than 0.01 s" in reply["error"]["message"]
+
+
+def test_without_a_compiler_grammars_are_refused(serve: Callable[..., Any]) -> None:
+    async def run() -> Any:
+        transport = httpx.ASGITransport(serve().app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
+            body = {"prompt": "x", "response_format": {"type": "json_object"}}
+            return (await http.post("/completions", json=body)).json()["error"]
+
+    error = asyncio.run(run())
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "response_format")
