@@ -22,14 +22,26 @@ def bound(num_cells: int, n: int) -> float:
     return 0.5 * math.sqrt(2 * num_cells / (math.pi * n)) + math.sqrt(math.log(1 / DELTA) / (2 * n))
 
 
-def chi_squared(p: dict[tuple[int, ...], float], counts: Counter[tuple[int, ...]]) -> float:
-    """Pearson's statistic as a multiple of its limit (Wilson and Hilferty's approximation)."""
+def pearson(p: dict[tuple[int, ...], float], counts: Counter[tuple[int, ...]]) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom, 0 where there are too few samples."""
     n = counts.total()
     cells = [(counts[c], n * p[c]) for c in p if n * p[c] >= 10]
     rare = n - sum(seen for seen, _ in cells), n - sum(expected for _, expected in cells)
     if rare[1] >= 10:
         cells.append(rare)
-    degrees = len(cells) - 1
+    return sum((seen - expected) ** 2 / expected for seen, expected in cells), max(
+        0, len(cells) - 1
+    )
+
+
+def of_limit(statistic: float, degrees: int) -> float:
+    """A statistic as a multiple of its limit (Wilson and Hilferty's approximation)."""
+    if degrees == 0:
+        return 0.0
     spread = 2 / (9 * degrees)
-    limit = degrees * (1 - spread + DELTA_SIGMA * math.sqrt(spread)) ** 3
-    return sum((seen - expected) ** 2 / expected for seen, expected in cells) / limit
+    return statistic / (degrees * (1 - spread + DELTA_SIGMA * math.sqrt(spread)) ** 3)
+
+
+def chi_squared(p: dict[tuple[int, ...], float], counts: Counter[tuple[int, ...]]) -> float:
+    """Pearson's statistic as a multiple of its limit."""
+    return of_limit(*pearson(p, counts))

@@ -1,6 +1,7 @@
 """The processed distribution of a target, written to be read: the truth about an engine."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from outrider.engine.api import SamplingParams
 from outrider.engine.loop import Engine
 
 Sequence = tuple[int, ...]
+DEAD_END = -1  # stands at the end of an output that no token may follow
 PROCESSORS = {"parity": FavourParity}
 
 
@@ -45,14 +47,22 @@ def edited(
 
 
 def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution after temperature, top-k, top-p, min-p. Shape: [V] -> [V] float64."""
-    logits = logits.double() / params.temperature
+    """The distribution after temperature, top-k, top-p, min-p; all zero where all are banned.
+
+    Shape: [V] -> [V] float64.
+    """
+    logits = logits.double()
+    kept = torch.zeros_like(logits)
     order = sorted(range(len(logits)), key=lambda x: (-logits[x].item(), x))
+    if logits[order[0]] == -torch.inf:
+        return kept
+    if params.temperature == 0:
+        kept[order[0]] = 1
+        return kept
     order = order[: params.top_k or None]
-    p = logits[order].softmax(-1)
+    p = (logits[order] / params.temperature).softmax(-1)
     before = p.cumsum(-1) - p
     keep = (before < params.top_p) & (p >= params.min_p * p[0])
-    kept = torch.zeros_like(logits)
     kept[torch.tensor(order)[keep]] = p[keep] / p[keep].sum()
     return kept
 
@@ -70,17 +80,33 @@ def next_logits(path: Path, sequences: list[list[int]]) -> torch.Tensor:
     return logits.cpu()
 
 
-def joint(path: Path, prompt: list[int], params: SamplingParams) -> dict[Sequence, float]:
-    """Probability of every possible output: of max_tokens tokens, or shorter and stopped."""
+def joint(
+    path: Path,
+    prompt: list[int],
+    params: SamplingParams,
+    eos: tuple[int, ...] = (),
+    mask: Callable[[list[int]], list[bool]] | None = None,
+) -> dict[Sequence, float]:
+    """Probability of every possible output: of max_tokens tokens, or shorter and stopped.
+
+    `mask` says of an output which tokens a grammar lets follow.
+    """
+    stops = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, *eos}
+    params = replace(params, stop_token_ids=(*params.stop_token_ids, *eos))  # for min_tokens
     ended: dict[Sequence, float] = {}
     going_on: dict[Sequence, float] = {(): 1.0}
     for _ in range(params.max_tokens):
-        rows = next_logits(path, [[*prompt, *output] for output in going_on])
+        rows = next_logits(path, [[*prompt, *output] for output in going_on]) if going_on else ()
         outputs, going_on = going_on, {}
         for (output, chance), row in zip(outputs.items(), rows, strict=True):
-            p = filtered(edited(row, prompt, list(output), params), params)
+            logits = edited(row, prompt, list(output), params)
+            if mask is not None:
+                logits = logits.masked_fill(~torch.tensor(mask(list(output))), -torch.inf)
+            p = filtered(logits, params)
+            if not p.any():
+                ended[*output, DEAD_END] = chance
             for token in p.nonzero().squeeze(1).tolist():
-                found = ended if token in params.stop_token_ids else going_on
+                found = ended if token in stops else going_on
                 found[*output, token] = chance * float(p[token])
     return ended | going_on
 
