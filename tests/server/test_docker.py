@@ -1,0 +1,131 @@
+"""What docker/ says of the server: its metrics, its folders, its time to drain."""
+
+import asyncio
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from engines import engine_config
+from prometheus_client.parser import text_string_to_metric_families
+from tiny_models import save_tiny_model
+
+from outrider.engine.in_process import InProcessEngine
+from outrider.server.app import create_app
+from outrider.server.middleware import Gate
+from outrider.server.settings import ServerSettings
+from outrider.server.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+DASHBOARD = json.loads((DOCKER / "grafana/dashboards/outrider.json").read_text())
+PROVISIONING = DOCKER / "grafana/provisioning"
+COMPOSE = sorted(DOCKER.glob("compose*.yaml"))
+
+
+def load(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+@pytest.fixture(scope="module")
+def labels_by_series(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer
+) -> dict[str, set[str]]:
+    """Every series of /metrics after one answer of a real engine, with the labels it has."""
+    vocab_size = tokenizer.backend.get_vocab_size()
+    pair = [
+        save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed, vocab_size=vocab_size)
+        for seed in (0, 1)
+    ]
+
+    async def scrape() -> str:
+        engine = InProcessEngine(engine_config(*pair))
+        await engine.start()
+        try:
+            app = create_app(engine, tokenizer, Gate(), model_name="t", settings=ServerSettings())
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                body = {"prompt": "x", "max_tokens": 4}
+                assert (await http.post("/v1/completions", json=body)).status_code == 200
+                return (await http.get("/metrics")).text
+        finally:
+            await engine.stop()
+
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(asyncio.run(scrape())):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.mark.parametrize("query", queries())
+def test_dashboard_asks_for_what_metrics_has(
+    labels_by_series: dict[str, set[str]], query: str
+) -> None:
+    series = re.findall(r"outrider_\w+", query)
+    assert series
+    assert set(series) <= labels_by_series.keys()
+    for labels in re.findall(r"by \(([^)]*)\)", query):
+        for name in series:
+            assert set(labels.split(", ")) <= labels_by_series[name]
+
+
+def test_dashboard_names_the_provisioned_datasource() -> None:
+    (datasource,) = load(PROVISIONING / "datasources/prometheus.yaml")["datasources"]
+    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {datasource["uid"]}
+    host, port = datasource["url"].removeprefix("http://").split(":")
+    assert (host, port) == ("prometheus", "9090")
+    assert host in load(DOCKER / "compose.monitoring.yaml")["services"]
+
+
+def test_dashboard_is_where_grafana_looks() -> None:
+    grafana = load(DOCKER / "compose.monitoring.yaml")["services"]["grafana"]
+    mounts = dict(volume.split(":")[1::-1] for volume in grafana["volumes"])
+    (provider,) = load(PROVISIONING / "dashboards/outrider.yaml")["providers"]
+    assert mounts[provider["options"]["path"]] == "./grafana/dashboards"
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (DOCKER / mounts[str(home.parent)] / home.name).exists()
+    panels = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(panels) == len(set(panels))
+
+
+def test_prometheus_scrapes_the_server() -> None:
+    (job,) = load(DOCKER / "prometheus.yaml")["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    assert target == "outrider:8000"
+    assert "outrider" in load(DOCKER / "compose.yaml")["services"]
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_compose_mounts_what_exists_and_builds_known_targets(path: Path) -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text()
+    content = load(path)
+    for service in content["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert (DOCKER / source).exists() if "/" in source else source in content["volumes"]
+        if "build" in service:
+            assert f" AS {service['build']['target']}\n" in dockerfile
+
+
+def test_compose_gives_the_server_time_to_drain() -> None:
+    service = load(DOCKER / "compose.yaml")["services"]["outrider"]
+    grace_s = float(service["stop_grace_period"].removesuffix("s"))
+    assert grace_s > ServerSettings().shutdown_timeout_s
+
+
+def test_image_holds_every_folder_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {path.split("/")[0] for path in project["tool"]["setuptools"]["package-dir"].values()}
+    copied = re.findall(r"^COPY (\w+) \1$", (DOCKER / "Dockerfile").read_text(), re.M)
+    assert folders == set(copied)
+    kept = (DOCKER / "Dockerfile.dockerignore").read_text().split()
+    assert {f"!{folder}" for folder in folders} <= set(kept)
