@@ -29,7 +29,7 @@ JSONSchema = Annotated[dict[str, Any], BeforeValidator(_parsed)]
 
 
 class StructuredOutputs(APIRequest):
-    """vLLM's spelling: one of these."""
+    """vLLM's spelling: one of these. Digits and words of a regex are ASCII, as in JSON Schema."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +49,7 @@ class StructuredOutputs(APIRequest):
         if self.json_schema is not None:
             return lark_of_schema(self.json_schema)
         if self.regex is not None:
-            return f"start: /{regex_to_lark(self.regex, use_ascii='')}/"
+            return f"start: /{regex_to_lark(self.regex, use_ascii='dw')}/"
         if self.choice is not None:
             return "start: " + " | ".join(map(json.dumps, self.choice))
         if self.grammar is not None:
