@@ -24,10 +24,11 @@ from outrider.server.chat_protocol import (
     TopLogprob,
 )
 from outrider.server.chat_template import ChatTemplateError
-from outrider.server.errors import invalid_value, unsupported
+from outrider.server.errors import invalid_value
 from outrider.server.generation import Delta, Token
 from outrider.server.service import Service
 from outrider.server.tool_calls import Text, call_id
+from outrider.server.tool_choice import NamedTool, callable_tools, calls_grammar
 
 
 async def create_chat_completion(
@@ -35,13 +36,15 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a chat completion request, as a stream or as a whole."""
     service.check_request(body, num_prompts=1)
-    _check(body)
-    prompt = await chat_prompt(service, body, body.tools_shown, body.template_variables)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
+    tools = callable_tools(body.tool_choice, body.tools)
+    prompt = await chat_prompt(service, body, body.tools if tools else [], body.template_variables)
     max_tokens = body.max_completion_tokens or body.max_tokens
     kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
     prompt = prompt._replace(token_ids=kept)
     room_tokens = max(1, service.engine_info.max_model_len - len(kept))
-    answer = _ChatAnswer(service, body, prompt)
+    answer = _ChatAnswer(service, body, prompt, tools)
     samples = service.samples(
         body,
         [prompt.token_ids],
@@ -49,7 +52,7 @@ async def create_chat_completion(
         max_tokens=max_tokens or room_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
+        grammar=await _grammar(service, body, tools),
         shown_special_ids=answer.shown_special_ids,
     )
     return await answer.respond(http, samples)
@@ -103,22 +106,37 @@ async def chat_prompt(
         ) from None
 
 
-def _check(body: ChatCompletionRequest) -> None:
-    if body.top_logprobs and not body.logprobs:
-        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
-    if body.tool_choice not in ("none", "auto"):
-        raise unsupported(
-            "tool_choice",
-            "tool_choice can only be none or auto: the model itself decides whether to call.",
+async def _grammar(
+    service: Service, body: ChatCompletionRequest, tools: list[dict[str, Any]]
+) -> str | None:
+    """What the answer must follow; raises APIError."""
+    asked = await service.grammars.grammar_of(body.response_format, body.structured_outputs)
+    if not body.must_call:
+        return asked
+    if asked is not None:
+        raise invalid_value(
+            "tool_choice", "A call that is required and a format of the answer exclude each other."
         )
+    at_once = body.tool_choice == "required" and body.parallel_tool_calls
+    grammar = calls_grammar(tools, max_calls=None if at_once else 1)
+    await service.grammars.check("tool_choice", grammar)
+    return grammar
 
 
 class _ChatAnswer(Answer):
-    def __init__(self, service: Service, body: ChatCompletionRequest, prompt: ChatPrompt) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        prompt: ChatPrompt,
+        tools: list[dict[str, Any]],
+    ) -> None:
         super().__init__(service, body, [prompt.token_ids], id_prefix="chatcmpl")
         self._body = body
         self._format = service.message_format
-        self._parsers = [self._format.parser(prompt.text, body.tools_shown) for _ in range(body.n)]
+        self._parsers = [
+            self._format.parser(prompt.text, tools, must_call=body.must_call) for _ in range(body.n)
+        ]
         self._num_calls = [0] * body.n
         if body.return_token_ids:
             self._head["prompt_token_ids"] = prompt.token_ids
@@ -148,7 +166,9 @@ class _ChatAnswer(Answer):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if delta.finish_reason == "stop" and self._num_calls[delta.index]:
+        # As OpenAI has it: who names the one tool to call learns nothing from the reason.
+        named = isinstance(self._body.tool_choice, NamedTool)
+        if delta.finish_reason == "stop" and self._num_calls[delta.index] and not named:
             fields["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]

@@ -23,6 +23,7 @@ from outrider.server.protocol import (
     PromptLogprobs,
     SamplingFields,
 )
+from outrider.server.tool_choice import ToolChoice
 
 
 class TextPart(APIRequest):
@@ -166,14 +167,13 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     max_tokens: Int | None = Field(default=None, ge=1)  # the older name of the same
     logprobs: bool = False
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_LOGPROBS)
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
 
     @property
-    def tools_shown(self) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -79,18 +79,21 @@ class MessageFormat:
         """Special tokens that the parser must see; None: all."""
         return None if self._template is not None else _MARKERS + _THINK
 
-    def parser(self, prompt: str, tools: Sequence[dict[str, Any]]) -> "MessageParser | None":
-        """For one answer to this prompt; None where content is all that can be told apart."""
+    def parser(
+        self, prompt: str, tools: Sequence[dict[str, Any]], *, must_call: bool = False
+    ) -> "MessageParser | None":
+        """For one answer to this prompt; None where content is all that can be told apart.
+
+        An answer that must call is a JSON list of calls, whatever the model's own format.
+        """
+        if must_call:
+            template = {"start_anchor_pattern": _START, "fields": _fields_of(_LIST)}
+            return MessageParser(template, "", tools, _LIST.calls)
         if self._template is not None and (tools or self.has_reasoning):
             return MessageParser(self._template, prompt, tools, _calls_of_field)
-        fields: dict[str, Any] = {"content": {"content": "text"}}
+        fields = _fields_of(self._format if tools else None)
         if self.has_reasoning:
             fields["reasoning_content"] = {"open": "<think>", "close": "</think>"}
-        if tools and self._format:
-            fields[_CALLS] = {"open_pattern": self._format.open, "repeats": True}
-            fields[_CALLS] |= {"content": "text", "content_args": {"strip": False}}
-            if self._format.close:
-                fields[_CALLS]["close"] = self._format.close
         if len(fields) == 1:
             return None
         template = {"start_anchor_pattern": _START, "fields": fields}
@@ -177,6 +180,17 @@ def call_id(*, short: bool) -> str:
     return uuid.uuid4().hex[:9] if short else f"call_{uuid.uuid4().hex[:24]}"
 
 
+def _fields_of(form: _Format | None) -> dict[str, Any]:
+    """Of a response template: the text of a call is left as it is, for `form.calls` to read."""
+    fields: dict[str, Any] = {"content": {"content": "text"}}
+    if form is not None:
+        fields[_CALLS] = {"open_pattern": form.open, "repeats": True}
+        fields[_CALLS] |= {"content": "text", "content_args": {"strip": False}}
+        if form.close:
+            fields[_CALLS]["close"] = form.close
+    return fields
+
+
 def _shown(chat_template: str) -> _Format | None:
     formats = _FORMATS.values()
     return next((f for f in formats if all(mark in chat_template for mark in f.shown_by)), None)
@@ -252,6 +266,12 @@ def _llama3_json(text: str, tools: dict[str, Any]) -> list[ToolCall]:
     return calls
 
 
+def _list(text: str, tools: dict[str, Any]) -> list[ToolCall]:
+    """[{"name": …, "arguments": {…}}, …]"""
+    return [_call(given) for given in from_json(text)]
+
+
+_LIST = _Format((), r"\A(?=\s*\[)", None, _list)
 # The first that a chat template shows is taken.
 _FORMATS: dict[str, _Format] = {
     "qwen_xml": _Format(

@@ -304,8 +304,17 @@ def test_call_without_arguments_is_one(serve: Serve) -> None:
             "function.arguments",
         ),
         ({"tools": [{"type": "function"}]}, "tools", '"name"'),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "none or auto"),
-        ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice", "none or auto"),
+        ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice", "'required'"),
+        ({"tools": [TOOL], "tool_choice": {}}, "tool_choice", "Field required"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "news"}},
+            },
+            "tool_choice",
+            "not among the tools",
+        ),
         ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
         (
             {"chat_template_kwargs": {"chat_template": "{{ messages }}"}},

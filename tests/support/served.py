@@ -5,6 +5,7 @@ from typing import Any
 from scripted_client import Play, ScriptedClient
 from starlette.types import ASGIApp
 
+from outrider.engine.grammar import GrammarCompiler
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate
 from outrider.server.settings import ServerSettings
@@ -14,7 +15,14 @@ MODEL = "test-model"
 
 
 class Served:
-    def __init__(self, play: Play, tokenizer: Tokenizer, **settings: Any) -> None:
+    def __init__(
+        self,
+        play: Play,
+        tokenizer: Tokenizer,
+        *,
+        compiler: GrammarCompiler | None = None,
+        **settings: Any,
+    ) -> None:
         self.client = ScriptedClient(play, vocab_size=tokenizer.backend.get_vocab_size())
         self.gate = Gate()
         self.tokenizer = tokenizer
@@ -24,4 +32,5 @@ class Served:
             self.gate,
             model_name=MODEL,
             settings=ServerSettings(**settings),
+            compiler=compiler,
         )

@@ -1,0 +1,148 @@
+"""Answers that must call a tool, or a certain one."""
+
+import json
+from typing import Any
+
+import pytest
+from asgi import Reply, post
+from scripted_client import steps
+from served import Served
+
+from outrider.engine.grammar import GrammarCompiler
+from outrider.server.tokenizer import Tokenizer
+
+EOS = 0
+NUMBER = {"type": "integer"}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    schema["additionalProperties"] = False
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+ADD, NEGATE = tool("add", a=NUMBER, b=NUMBER), tool("negate", a=NUMBER)
+NAMED = {"type": "function", "function": {"name": "add"}}
+CALL_ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+CALL_NEGATE = '{"name": "negate", "arguments": {"a": 1}}'
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    size = tokenizer.backend.get_vocab_size()
+    return GrammarCompiler(tokenizer.token_table(size), (EOS,), size)
+
+
+@pytest.fixture
+def served(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Served:
+    """A model that says what its grammar lets it say of a call of `add`, then one of `negate`."""
+
+    def play(request: Any) -> Any:
+        text = f"[{CALL_ADD}, {CALL_NEGATE}]"
+        if not allows(compiler, tokenizer, request.params.grammar, text):
+            text = f"[{CALL_ADD}]"
+        ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+        return steps(request, ids, sizes=(4, 1, 9), finish="stop")
+
+    return Served(play, tokenizer, compiler=compiler)
+
+
+def allows(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, text: str) -> bool:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert grammar is not None
+    return compiler.start(grammar).result().fitting([*ids, EOS]) == [*ids, EOS]
+
+
+def chat(served: Served, **fields: Any) -> Reply:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [ADD, NEGATE]} | fields
+    return post(served.app, body, path="/v1/chat/completions")
+
+
+def grammar_of(served: Served, **fields: Any) -> str:
+    reply = chat(served, **fields)
+    assert reply.status == 200, reply.body
+    grammar = served.client.submitted[-1][0].params.grammar
+    assert grammar is not None
+    return grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "allowed"),
+    [
+        ({"tool_choice": "required"}, f"[{CALL_ADD}]", True),
+        ({"tool_choice": "required"}, f"[{CALL_NEGATE}, {CALL_ADD}]", True),
+        ({"tool_choice": "required"}, "[]", False),
+        ({"tool_choice": "required"}, "Hello", False),
+        ({"tool_choice": "required"}, f"[{CALL_ADD}".replace("1", '"1"'), False),
+        ({"tool_choice": "required"}, f"[{CALL_ADD.replace('add', 'sub')}]", False),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            f"[{CALL_ADD}, {CALL_ADD}]",
+            False,
+        ),
+        ({"tool_choice": NAMED}, f"[{CALL_ADD}]", True),
+        ({"tool_choice": NAMED}, f"[{CALL_ADD}, {CALL_ADD}]", False),
+        ({"tool_choice": NAMED}, f"[{CALL_NEGATE}]", False),
+    ],
+)
+def test_only_calls_can_be_said(
+    served: Served,
+    tokenizer: Tokenizer,
+    compiler: GrammarCompiler,
+    fields: dict[str, Any],
+    text: str,
+    allowed: bool,
+) -> None:
+    assert allows(compiler, tokenizer, grammar_of(served, **fields), text) == allowed
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("choice", "names", "reason"),
+    [("required", ["add", "negate"], "tool_calls"), (NAMED, ["add"], "stop")],
+)
+def test_answer_is_made_of_calls_alone(
+    served: Served, choice: Any, names: list[str], reason: str, stream: bool
+) -> None:
+    reply = chat(served, tool_choice=choice, stream=stream)
+    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
+    messages = [choice["delta" if stream else "message"] for choice in choices]
+    assert not any(message.get("content") for message in messages)
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    assert [call["function"]["name"] for call in calls] == names
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert choices[-1]["finish_reason"] == reason
+
+
+def test_definitions_of_all_tools_are_found(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    defined = tool("add", a={"$ref": "#/$defs/Number"}, b=NUMBER)
+    defined["function"]["parameters"]["$defs"] = {"Number": {"type": "string"}}
+    grammar = grammar_of(served, tools=[NEGATE, defined], tool_choice="required")
+    text = f"[{CALL_ADD}]"
+    assert not allows(compiler, tokenizer, grammar, text)
+    assert allows(compiler, tokenizer, grammar, text.replace("1", '"1"'))
+    other = tool("negate", a={"$ref": "#/$defs/Number"})
+    other["function"]["parameters"]["$defs"] = {"Number": {"type": "integer"}}
+    reply = chat(served, tools=[defined, other], tool_choice="required")
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+
+
+def test_tool_without_parameters_takes_any_object(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    bare = {"type": "function", "function": {"name": "add"}}
+    grammar = grammar_of(served, tools=[bare], tool_choice="required")
+    assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+
+
+def test_what_cannot_be_required_is_refused(served: Served, tokenizer: Tokenizer) -> None:
+    both = chat(served, tool_choice="required", response_format={"type": "json_object"})
+    assert (both.status, both.error["param"]) == (400, "tool_choice")
+    wrong = tool("add", a={"type": "nothing"})
+    assert chat(served, tools=[wrong], tool_choice="required").error["param"] == "tool_choice"
+    # Where no grammar can be followed, calls can still be made, but not required.
+    plain = Served(lambda request: steps(request, [70]), tokenizer)
+    assert chat(plain).status == 200
+    assert chat(plain, tool_choice="required").error["code"] == "unsupported_parameter"
