@@ -1,11 +1,13 @@
 """The application over a scripted engine."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_client import Play, steps
 from served import Served
+from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
 
 from outrider.engine.api import NewRequest, RequestOutput
@@ -20,6 +22,16 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def byte_fallback() -> Tokenizer:
     return byte_fallback_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> tuple[Path, Path]:
+    size = tokenizer.backend.get_vocab_size()
+    target, draft = (
+        save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed, vocab_size=size)
+        for seed in (0, 1)
+    )
+    return target, draft
 
 
 @pytest.fixture

@@ -2,49 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from engine_clients import pages_used_become
-from engines import engine_config
-from tiny_models import save_tiny_model
+from tiny_server import serving
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.in_process import InProcessEngine
-from outrider.server.app import create_app
-from outrider.server.middleware import Gate
-from outrider.server.settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> tuple[Path, Path]:
-    size = tokenizer.backend.get_vocab_size()
-    target, draft = (
-        save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed, vocab_size=size)
-        for seed in (0, 1)
-    )
-    return target, draft
-
-
-@asynccontextmanager
-async def serving(
-    pair: tuple[Path, Path], tokenizer: Tokenizer, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, InProcessEngine]]:
-    engine = InProcessEngine(engine_config(*pair, **settings))
-    await engine.start()
-    app = create_app(engine, tokenizer, Gate(), model_name="tiny", settings=ServerSettings())
-    transport = httpx.ASGITransport(app)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
-            yield http, engine
-    finally:
-        await engine.stop()
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -1,0 +1,35 @@
+"""The application over a real engine with tiny models, without a socket."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from engines import engine_config
+
+from outrider.engine.in_process import InProcessEngine
+from outrider.server.app import create_app
+from outrider.server.middleware import Gate
+from outrider.server.settings import ServerSettings
+from outrider.server.tokenizer import Tokenizer
+
+
+@asynccontextmanager
+async def serving(
+    pair: tuple[Path, Path],
+    tokenizer: Tokenizer,
+    eos_token_ids: tuple[int, ...] = (),
+    **settings: Any,
+) -> AsyncIterator[tuple[httpx.AsyncClient, InProcessEngine]]:
+    config = engine_config(*pair, **settings)
+    engine = InProcessEngine(replace(config, eos_token_ids=eos_token_ids))
+    await engine.start()
+    app = create_app(engine, tokenizer, Gate(), model_name="tiny", settings=ServerSettings())
+    transport = httpx.ASGITransport(app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
+            yield http, engine
+    finally:
+        await engine.stop()
