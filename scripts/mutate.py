@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BREAKPOINTS = "test_breakpoints.py"
 EDGES = "test_edges.py"
 FILTERS = "test_filters.py"
+EDITS = "test_logit_edits.py"
 
 
 class Mutation(NamedTuple):
@@ -158,6 +159,27 @@ MUTATIONS = [
         "test_invariance.py",
     ),
     Mutation(
+        "penalties ignore the drafts",
+        "penalties.py",
+        "2 * (offset < lag[:, None]).int()",
+        "0 * (offset < lag[:, None]).int()",
+        EDITS,
+    ),
+    Mutation(
+        "min_tokens off by one",
+        "token_bias.py",
+        "rows.position[:, None] < banned_until",
+        "rows.position[:, None] <= banned_until",
+        EDITS,
+    ),
+    Mutation(
+        "bad words begin in the prompt",
+        "bad_words.py",
+        "token_ids[slot, int(bad_words.output_start[slot]) : position]",
+        "token_ids[slot, :position]",
+        EDITS,
+    ),
+    Mutation(
         "kernel: draft and recovery share noise",
         "draw.py",
         "one * PURPOSE",
@@ -219,6 +241,30 @@ MUTATIONS = [
         "cutoff = tl.where(tied > num_ties, last_tie, vocab_size)",
         "cutoff = vocab_size",
         FILTERS,
+        True,
+    ),
+    Mutation(
+        "kernel: penalties ignore the drafts",
+        "penalties.py",
+        "tl.load(num_counted_ptr + slot), tl.load(position_ptr + i)",
+        "tl.load(num_counted_ptr + slot), tl.load(num_counted_ptr + slot)",
+        EDITS,
+        True,
+    ),
+    Mutation(
+        "kernel: min_tokens off by one",
+        "token_bias.py",
+        "position < tl.load(",
+        "position <= tl.load(",
+        EDITS,
+        True,
+    ),
+    Mutation(
+        "kernel: bad words begin in the prompt",
+        "bad_words.py",
+        "begin >= tl.load(output_start_ptr + slot)",
+        "begin >= 0",
+        EDITS,
         True,
     ),
 ]

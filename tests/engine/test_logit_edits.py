@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engines import GREEDY, engine_config, prompts, run, tokens
-from target_distribution import greedy
+from target_distribution import greedy, next_logits
 from tiny_models import VOCAB
 
 from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
@@ -78,6 +78,73 @@ def test_greedy_output_is_the_edited_targets_own(
         counts = engine.stats()
         assert sum(counts.drafted_per_position) > 0 or not counts.drafted_per_position
         assert sum(counts.accepted_per_position) > 0 or config.draft is None
+
+
+def test_a_request_is_edited_alone_as_in_company(
+    target: Path, draft: Path, edits: dict[str, SamplingParams]
+) -> None:
+    each = [replace(params, max_tokens=12) for params in (GREEDY, *edits.values())]
+    each += [replace(params, temperature=1.0, seed=i) for i, params in enumerate(each)]
+    prompt = PROMPTS[0]
+    engine = Engine(engine_config(target, draft, max_num_seqs=1))
+    alone = [tokens(run(engine, [prompt], params)[0]) for params in each]
+    assert alone[0] == greedy(target, prompt, each[0])
+    assert len({tuple(output) for output in alone[: len(edits) + 1]}) >= 6
+    # Slots change hands between requests with edits and without, and prefixes are shared.
+    engine = Engine(engine_config(target, draft, max_num_seqs=5, max_num_batched_tokens=40))
+    for _ in range(2):
+        together = run(engine, [prompt] * len(each), each)
+        assert [tokens(output) for output in together] == alone
+        each.reverse()
+        alone.reverse()
+
+
+def test_preemption_changes_no_edit(
+    target: Path, draft: Path, edits: dict[str, SamplingParams]
+) -> None:
+    truth = [greedy(target, prompt, edits["all"]) for prompt in PROMPTS]
+    config = engine_config(target, draft, num_pages=14, prefix_caching=False)
+    engine = Engine(replace(config, max_model_len=48))
+    assert [tokens(o) for o in run(engine, PROMPTS, edits["all"])] == truth
+    assert engine.stats().preemptions > 0
+
+
+def test_logprobs_are_of_the_logits_as_the_target_gave_them(
+    target: Path, draft: Path, edits: dict[str, SamplingParams]
+) -> None:
+    params = replace(edits["all"], temperature=1.0, logprobs=2)
+    for prompt, outputs in zip(
+        PROMPTS, run(Engine(engine_config(target, draft)), PROMPTS, params), strict=True
+    ):
+        ids = tokens(outputs)
+        given = [entry for output in outputs for entry in output.logprobs or []]
+        for i, (token_id, found) in enumerate(zip(ids, given, strict=True)):
+            (row,) = next_logits(target, [prompt + ids[:i]]).log_softmax(-1)
+            assert found.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+            assert [token for token, _ in found.top] == row.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_edits_that_leave_no_token_end_their_own_request_only(
+    target: Path, draft: Path, k: int
+) -> None:
+    each_other = tuple((a, b) for a in (3, 4) for b in (3, 4))
+    stuck = replace(GREEDY, allowed_token_ids=(3, 4), bad_words=each_other)
+    engine = Engine(engine_config(target, draft, k=k))
+    failed, beside = run(engine, PROMPTS[:2], [stuck, GREEDY])
+    assert tokens(failed) == greedy(target, PROMPTS[0], replace(stuck, max_tokens=1))
+    assert failed[-1].finish_reason == "error"
+    assert "edits left it no token" in (failed[-1].error or "")
+    assert tokens(beside) == greedy(target, PROMPTS[1], GREEDY)
+
+
+def test_min_tokens_holds_eos_back_even_where_it_is_ignored(target: Path, draft: Path) -> None:
+    first = greedy(target, PROMPTS[0], GREEDY)[0]
+    config = replace(engine_config(target, draft), eos_token_ids=(first,))
+    for ignore_eos in (False, True):
+        params = replace(GREEDY, min_tokens=2, ignore_eos=ignore_eos)
+        output = tokens(run(Engine(config), PROMPTS[:1], params)[0])
+        assert first not in output[:2]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,9 @@ def test_bad_words_ban_what_would_complete_them_in_the_output(
     words: list[list[list[int]]] = [[], [[1], [4, 2]], [], []]
     for _, slot, prefix in prefixes(case):
         if slot:
-            words[slot] += [[*prefix[-n:], 3] for n in range(1, len(prefix) + 1)]
+            # Those that begin in the prompt are no words of the output, and ban no 4.
+            begins = [(prefix[-n:], n > len(prefix) - PROMPT) for n in range(1, len(prefix) + 1)]
+            words[slot] += [[*before, 4 if in_prompt else 3] for before, in_prompt in begins]
             words[slot] += [[*prefix[-2:-1], prefix[-1] ^ 1, 0]]
     words[2] *= 12  # more than the lanes of one pass
     flat = [[token for word in of for token in word] for of in words]
@@ -174,7 +176,6 @@ def test_bad_words_ban_what_would_complete_them_in_the_output(
     with on_road(road):
         apply_bad_words(found, case.rows, bad_words, case.token_ids)
     assert_equal(found, truth, case)
-    # The longest words, which begin in the prompt, are no output.
     assert bool((found[[6, 0, 3], 3] == -torch.inf).all())
 
 
