@@ -100,7 +100,7 @@ def engines(tiny_model: Tiny, target: Path) -> dict[str, Engine]:
         return Engine(
             replace(
                 config,
-                vocabulary=stands_for("a", "b", "c"),
+                token_table=stands_for("a", "b", "c"),
                 eos_token_ids=(EOS,),
                 logits_processors=("parity = logits_processors:FavourParity",),
             )

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 from engines import engine_config
 
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.in_process import InProcessEngine
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate
@@ -23,10 +24,22 @@ async def serving(
     eos_token_ids: tuple[int, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, InProcessEngine]]:
-    config = engine_config(*pair, **settings)
-    engine = InProcessEngine(replace(config, eos_token_ids=eos_token_ids))
+    config = replace(engine_config(*pair, **settings), eos_token_ids=eos_token_ids)
+    compiler = None
+    if eos_token_ids:
+        size = tokenizer.backend.get_vocab_size()
+        config = replace(config, token_table=tokenizer.token_table(size))
+        compiler = GrammarCompiler(config.token_table, eos_token_ids, size)
+    engine = InProcessEngine(config)
     await engine.start()
-    app = create_app(engine, tokenizer, Gate(), model_name="tiny", settings=ServerSettings())
+    app = create_app(
+        engine,
+        tokenizer,
+        Gate(),
+        model_name="tiny",
+        settings=ServerSettings(),
+        compiler=compiler,
+    )
     transport = httpx.ASGITransport(app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
