@@ -194,8 +194,11 @@ class Dispatcher(ABC):
         if taken := in_use.intersection(ids):
             raise InvalidRequestError(f"sequences with these ids are running already: {taken}")
         stream = _Stream(self._drop, ids)
-        self._submitted.append(stream)
-        self._send(Submit(requests))
+        try:
+            self._send(Submit(requests))
+        except OverflowError as error:
+            raise InvalidRequestError(f"a number is too large: {error}") from None
+        self._submitted.append(stream)  # only now: what was not sent is not answered
         try:
             await stream.admission
         except asyncio.CancelledError:

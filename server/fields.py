@@ -12,11 +12,13 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 from typing_extensions import TypeAliasType
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_INT = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
@@ -26,12 +28,17 @@ MAX_LOGITS_PROCESSORS = 16
 
 
 def _whole_number(value: object) -> object:
-    """JSON knows one kind of number: 16.0 is as good an integer as 16."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """JSON knows one kind of number, of any size: 16.0 is an integer, and 2**64 none of ours."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and value > MAX_INT:
+        raise PydanticKnownError("less_than_equal", {"le": MAX_INT})
+    if isinstance(value, int) and value < -MAX_INT - 1:
+        raise PydanticKnownError("greater_than_equal", {"ge": -MAX_INT - 1})
+    return value
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
-Int64 = Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 # Lists stop at their first wrong item. Named, because a bare FailFast cannot be part of a union.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
@@ -96,12 +103,15 @@ Prompt = Annotated[
 ]
 
 
-def _tell_of_nulls(schema: dict[str, Any]) -> None:
-    """Null is as good as leaving a field out."""
+def _describe_fields(schema: dict[str, Any]) -> None:
+    """Null is as good as leaving a field out; and limits of optional numbers have names in JSON."""
     for name, field in schema.get("properties", {}).items():
-        if name not in schema.get("required", ()) and {"type": "null"} not in field.get(
-            "anyOf", ()
-        ):
+        variants = field.get("anyOf", [])
+        for variant in variants:
+            for ours, theirs in (("ge", "minimum"), ("le", "maximum")):
+                if ours in variant:
+                    variant[theirs] = variant.pop(ours)
+        if name not in schema.get("required", ()) and {"type": "null"} not in variants:
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
 
 
@@ -109,7 +119,7 @@ class APIRequest(BaseModel):
     """Fields keep their JSON types, null stands for a default, unknown fields are kept aside."""
 
     model_config = ConfigDict(
-        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_tell_of_nulls
+        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_describe_fields
     )
 
     @model_validator(mode="before")

@@ -17,7 +17,6 @@ from outrider.server.fields import (
     APIRequest,
     BadWords,
     Int,
-    Int64,
     LogitBias,
     Prompt,
     StopString,
@@ -90,7 +89,7 @@ class SamplingFields(APIRequest):
     logits_processors: LogitsProcessors = Field(default_factory=list)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    seed: Int64 | None = None
+    seed: Int | None = None
     stop: StopString | StopStrings = Field(default_factory=list)
     stop_token_ids: Annotated[list[Int], FailFast()] = Field(
         default_factory=list, max_length=MAX_STOP_TOKEN_IDS
@@ -103,7 +102,7 @@ class SamplingFields(APIRequest):
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
-    priority: Int64 = 0
+    priority: Int = 0
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     speculation: Speculation = Speculation()

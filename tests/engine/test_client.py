@@ -1,6 +1,8 @@
 """What every client promises, over both transports, with a scripted engine behind them."""
 
 import asyncio
+import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -52,6 +54,14 @@ async def test_start_reports_progress_and_what_came_up(make_client: Any) -> None
     assert ("target", 1, 1) in seen
     assert (client.state, client.status_reason) == ("ready", None)
     await client.stop()
+
+
+async def test_what_cannot_be_sent_leaves_no_trace(client: EngineClient) -> None:
+    huge = dataclasses.replace(request("a").params, max_tokens=2**64)
+    with contextlib.suppress(InvalidRequestError):  # in one process, nothing is encoded
+        stream = await client.generate([dataclasses.replace(request("a"), params=huge)])
+        await stream.aclose()
+    assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
 
 
 async def test_sequences_of_a_submission_are_interleaved_and_end(client: EngineClient) -> None:

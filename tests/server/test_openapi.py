@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_document(
 
     @given(operation.as_strategy(generation_mode=mode))
     @settings(
-        max_examples=30,
+        max_examples=20,
         deadline=None,
         database=None,
         derandomize=True,
