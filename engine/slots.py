@@ -74,6 +74,7 @@ class Slots:
 
     def unseat(self, request: Request) -> None:
         assert request.slot is not None
+        self.edits.unseat(request.slot)
         self._free.append(request.slot)
         request.slot = None
 

@@ -1,5 +1,6 @@
 """Token sequences that the output may not have: the last token is banned where it would end one."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -60,12 +61,15 @@ def apply_bad_words_reference(
 ) -> None:
     for row, slot, position in zip(*(field.tolist() for field in rows), strict=True):
         output = token_ids[slot, int(bad_words.output_start[slot]) : position].tolist()
-        start = 0
-        for end in bad_words.end[slot, : int(bad_words.num_words[slot])].tolist():
-            *before, last = bad_words.token_ids[slot, start:end].tolist()
-            start = end
-            if last < logits.shape[1] and output[max(0, len(output) - len(before)) :] == before:
-                logits[row, last] = -torch.inf
+        ends = [0, *bad_words.end[slot, : int(bad_words.num_words[slot])].tolist()]
+        flat = bad_words.token_ids[slot, : ends[-1]].tolist()
+        words = (flat[start:end] for start, end in pairwise(ends))
+        banned = [
+            last
+            for *before, last in words
+            if last < logits.shape[1] and output[max(0, len(output) - len(before)) :] == before
+        ]
+        logits[row, banned] = -torch.inf
 
 
 @triton.jit

@@ -74,10 +74,12 @@ def apply_bitmask_reference(
     bitmask_row: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    words = bitmask[bitmask_row]
-    bits = (words[:, :, None] >> torch.arange(32, device=words.device)) & 1
-    banned = bits.flatten(1)[:, :vocab_size] == 0
-    logits[row, :vocab_size] = logits[row, :vocab_size].masked_fill(banned, -torch.inf)
+    bits = torch.arange(8, device=bitmask.device)
+    unset = (torch.arange(256, device=bitmask.device)[:, None] >> bits) & 1 == 0
+    octets = bitmask[bitmask_row].view(torch.uint8).int()  # little-endian, as every machine here
+    banned = unset.index_select(0, octets.flatten()).view(len(row), -1)
+    for i, mask in zip(row.tolist(), banned, strict=True):
+        logits[i, :vocab_size].masked_fill_(mask[:vocab_size], -torch.inf)
 
 
 @triton.jit

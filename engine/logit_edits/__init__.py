@@ -45,14 +45,20 @@ class LogitEdits:
         )
         # [edits, num_slots] which of them each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
+        self._slots: set[int] = set()  # whose request asks for any
 
     def seat(self, request: Request) -> None:
         """Take up what a request asks for; its tokens are in its slot already."""
+        assert request.slot is not None
         for i, edit in enumerate(self._chain):
-            asked = edit.is_asked_by(request.params)
-            self._asked_np[i, request.slot] = asked
-            if asked:
+            if edit.is_asked_by(request.params):
+                self._asked_np[i, request.slot] = True
+                self._slots.add(request.slot)
                 edit.seat(request)
+
+    def unseat(self, slot: int) -> None:
+        self._asked_np[:, slot] = False
+        self._slots.discard(slot)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
         """The logits as these rows' requests want them: a float32 copy, or, where none of them
@@ -61,6 +67,8 @@ class LogitEdits:
         A copy, because raw logits are reported as logprobs; in float32, because bfloat16 would
         round a small penalty on a large logit away. Shape: [N, V'] -> [N, V'].
         """
+        if not self._slots:
+            return logits
         asked_np = self._asked_np[:, rows.slots_np]
         if not asked_np.any():
             return logits
