@@ -19,7 +19,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test check format-check lint types mutate format clean
+.PHONY: help serve test clients check format-check lint types mutate format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +32,9 @@ serve: .make/runtime ## start the server (CONFIG=, ARGS=)
 
 test: .make/dev ## run the tests (ARGS= for pytest)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(ARGS)
+
+clients: .make/clients ## fetch other people's clients (3 GB), and run them against the server
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m clients $(ARGS)
 
 check: format-check lint types test ## all that CI checks
 
@@ -78,6 +81,18 @@ clean: ## remove what was installed and built here (converted models stay)
 .make/dev: .make/runtime
 	@echo "Installing the tools for tests and checks"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Each in an environment of its own: no two of them agree on their dependencies.
+.make/clients: .make/dev tests/clients/requirements.txt tests/clients/package.json
+	@while read -r requirement; do \
+		folder=build/clients/$${requirement%%[=[]*}; \
+		echo "Installing $$requirement"; \
+		$(BIN)/python -m venv $$folder && \
+		$$folder/bin/python -m pip install --quiet $(PIP_ARGS) "$$requirement" || exit 1; \
+	done < tests/clients/requirements.txt
+	@mkdir -p build/clients/node && cp tests/clients/package.json build/clients/node/
+	@if command -v npm >/dev/null; then npm install --silent --prefix build/clients/node; fi
 	@touch $@
 
 # mypy does not see the import names that pyproject.toml gives the folders; links do it for it.
