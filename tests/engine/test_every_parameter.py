@@ -185,7 +185,7 @@ def test_each_pair_keeps_the_joint(
 ) -> None:
     sets = [merged(pair, rule) for pair in PAIRS]
     sets = [params for params in sets if can_always_go_on(params, target)]
-    assert_sampled_from(target, sets, sample(engines[proposer], sets, num_samples=600))
+    assert_sampled_from(target, sets, sample(engines[proposer], sets, num_samples=300))
 
 
 @st.composite

@@ -1,14 +1,12 @@
 """The application over the real engine, with tiny random models."""
 
 import asyncio
-import random
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_clients import pages_used_become
 from tiny_server import serving
 from transformers import AutoModelForCausalLM
 
@@ -36,65 +34,32 @@ def test_greedy_text_is_that_of_generate(
     assert asyncio.run(run()) == expected
 
 
-def random_body(rng: random.Random) -> dict[str, Any]:
-    choices: dict[str, Callable[[], object]] = {
-        "n": lambda: rng.randint(1, 3),
-        "max_tokens": lambda: rng.choice([1, 2, 20, 200, 256, 10**9]),
-        "temperature": lambda: rng.choice([0, 1e-300, 1e-6, 0.5, 1, 100]),
-        "top_p": lambda: rng.choice([0, 1e-300, 0.5, 1]),
-        "top_k": lambda: rng.choice([-1, 0, 1, 5, 10**9]),
-        "min_p": lambda: rng.choice([0, 0.3, 1]),
-        "seed": lambda: rng.choice([0, -1, 2**63 - 1, -(2**63)]),
-        "stop": lambda: rng.choice(["e", ["a", " the"], []]),
-        "stop_token_ids": lambda: [rng.randrange(300) for _ in range(5)],
-        "ignore_eos": lambda: True,
-        "presence_penalty": lambda: rng.choice([-2, 0.5, 2]),
-        "frequency_penalty": lambda: rng.choice([-2, 0.5, 2]),
-        "repetition_penalty": lambda: rng.choice([1e-300, 0.5, 1.2, 1e300]),
-        "logit_bias": lambda: {str(rng.randrange(300)): rng.choice([-1e9, 3, 100])},
-        "allowed_token_ids": lambda: [rng.randrange(300) for _ in range(40)],
-        "bad_words": lambda: rng.choice([["the"], ["Hello world", "e", "🙂"]]),
-        "min_tokens": lambda: rng.choice([0, 1, 3, 7]),
-        "logprobs": lambda: rng.choice([0, 1, 20]),
-        "echo": lambda: rng.random() < 0.5,
-        "stream": lambda: rng.random() < 0.5,
-        "speculation": lambda: {"num_speculative_tokens": rng.choice([0, 1, 2, 9, 10**6])},
-        "prompt": lambda: rng.choice(["x", [1, 2, 3], ["a", "b c d"], "long " * 400, [399]]),
-    }
-    chosen = {name: value() for name, value in choices.items() if rng.random() < 0.4}
-    return {"prompt": "The", "max_tokens": 5} | chosen
-
-
-def as_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """A chat with the same parameters."""
-    chat = body | {"messages": [{"role": "user", "content": str(body["prompt"])}]}
-    for name in ("prompt", "echo"):
-        chat.pop(name, None)
-    if "logprobs" in chat:
-        chat |= {"logprobs": True, "top_logprobs": chat["logprobs"]}
-    return chat
-
-
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
-def test_no_mixture_of_parameters_breaks_the_engine(
-    pair: tuple[Path, Path], tokenizer: Tokenizer, proposer: str
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echo_scores_its_prompt_as_the_model_does(
+    pair: tuple[Path, Path], tokenizer: Tokenizer, max_tokens: int
 ) -> None:
-    rng = random.Random(0)
+    prompt = tokenizer.encode("The quick brown fox jumps over 🙂 " * 8, add_special_tokens=True)
+    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
 
-    async def run() -> None:
-        async with serving(pair, tokenizer, proposer=proposer, num_pages=60) as (http, engine):
-            bodies = [random_body(rng) for _ in range(25)]
-            chats = [as_chat(random_body(rng)) for _ in range(10)]
-            replies = await asyncio.gather(
-                *(http.post("/completions", json=body) for body in bodies),
-                *(http.post("/chat/completions", json=body) for body in chats),
-            )
-            bodies += chats
-            for body, reply in zip(bodies, replies, strict=True):
-                assert reply.status_code in (200, 400), (body, reply.text)
-                if reply.status_code == 200:
-                    assert '"error"' not in reply.text, (body, reply.text)
-            assert {reply.status_code for reply in replies} == {200, 400}
-            await asyncio.wait_for(pages_used_become(engine, 0), 5)
+    async def run() -> list[Any]:
+        async with serving(pair, tokenizer, max_num_batched_tokens=32) as (http, _):
+            body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+            await http.post("/completions", json=body)  # fills the prefix cache
+            body |= {"max_tokens": max_tokens, "echo": True, "logprobs": 1}
+            plain = (await http.post("/completions", json=body)).json()["choices"]
+            stream = await http.post("/completions", json=body | {"stream": True})
+            first = json.loads(stream.text.split("\n\n")[0].removeprefix("data: "))
+            return [plain[0]["logprobs"], first["choices"][0]["logprobs"]]
 
-    asyncio.run(run())
+    whole, streamed = asyncio.run(run())
+    assert whole == streamed
+    own, top = whole["token_logprobs"], whole["top_logprobs"]
+    assert own[0] is top[0] is None
+    assert len(own) == len(prompt) + max_tokens
+    scored = zip(prompt[1:], expected, own[1:], top[1:], strict=False)
+    for token_id, row, logprob, alternatives in scored:
+        assert logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        # How evaluation clients tell a greedy token.
+        assert (logprob == max(alternatives.values())) == (int(row.argmax()) == token_id)
