@@ -46,6 +46,8 @@ class LogitEdits:
         # [edits, num_slots] which of them each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
         self._slots: set[int] = set()  # whose request asks for any
+        # [num_slots] whether the request asks for more than bans
+        self._reweighs_np = np.zeros(len(token_ids), dtype=bool)
 
     def seat(self, request: Request) -> None:
         """Take up what a request asks for; its tokens are in its slot already."""
@@ -54,25 +56,29 @@ class LogitEdits:
             if edit.is_asked_by(request.params):
                 self._asked_np[i, request.slot] = True
                 self._slots.add(request.slot)
+                self._reweighs_np[request.slot] |= edit.reweighs(request.params)
                 edit.seat(request)
 
     def unseat(self, slot: int) -> None:
         self._asked_np[:, slot] = False
         self._slots.discard(slot)
+        self._reweighs_np[slot] = False
 
     def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
-        """The logits as these rows' requests want them: a float32 copy, or, where none of them
-        asks for an edit, the logits themselves.
+        """The logits as these rows' requests want them: a copy, or, where none of them asks for an
+        edit, the logits themselves.
 
-        A copy, because raw logits are reported as logprobs; in float32, because bfloat16 would
-        round a small penalty on a large logit away. Shape: [N, V'] -> [N, V'].
+        A copy, because raw logits are reported as logprobs; in float32 unless all edits are bans,
+        because bfloat16 would round a small penalty on a large logit away.
+        Shape: [N, V'] -> [N, V'].
         """
         if not self._slots:
             return logits
         asked_np = self._asked_np[:, rows.slots_np]
         if not asked_np.any():
             return logits
-        logits = logits.to(torch.float32, copy=True)
+        reweighs = bool(self._reweighs_np[rows.slots_np].any())
+        logits = logits.to(torch.float32 if reweighs else logits.dtype, copy=True)
         for edit, of_np in zip(self._chain, asked_np, strict=True):
             if of_np.any():
                 edit.apply(logits, rows.take(of_np))

@@ -17,6 +17,9 @@ class AllowedTokens(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.allowed_token_ids) > 0
 
+    def reweighs(self, params: SamplingParams) -> bool:
+        return False
+
     def seat(self, request: Request) -> None:
         allowed = torch.tensor(request.params.allowed_token_ids, device=self._device)
         self._bitmask[request.slot] = pack_bitmask(allowed, self._vocab_size)

@@ -25,6 +25,9 @@ class BadWords(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.bad_words) > 0
 
+    def reweighs(self, params: SamplingParams) -> bool:
+        return False
+
     def seat(self, request: Request) -> None:
         slot, words = request.slot, request.params.bad_words
         flat = torch.tensor([token_id for word in words for token_id in word], dtype=torch.int32)

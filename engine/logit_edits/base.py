@@ -67,10 +67,16 @@ class LogitEdit(ABC):
     @abstractmethod
     def is_asked_by(self, params: SamplingParams) -> bool: ...
 
+    def reweighs(self, params: SamplingParams) -> bool:
+        """Whether it does more than ban for a request that asks for it."""
+        return True
+
     @abstractmethod
     def seat(self, request: Request) -> None:
         """Fill the slot of a request that asks for this edit, also when it comes back to one."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        """Edit the rows of requests that ask for this edit, in place; logits: [N, V'] float32."""
+        """Edit the rows of requests that ask for this edit, in place; logits: [N, V'],
+        float32 if any of them reweighs.
+        """

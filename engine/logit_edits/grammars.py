@@ -24,6 +24,9 @@ class Grammars(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return params.grammar is not None
 
+    def reweighs(self, params: SamplingParams) -> bool:
+        return False
+
     def seat(self, request: Request) -> None:
         assert request.slot is not None
         self._request_of[request.slot] = request

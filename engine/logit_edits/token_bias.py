@@ -24,6 +24,9 @@ class TokenBias(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.logit_bias) > 0 or params.min_tokens > 0
 
+    def reweighs(self, params: SamplingParams) -> bool:
+        return len(params.logit_bias) > 0
+
     def seat(self, request: Request) -> None:
         bias = request.params.logit_bias
         ends = request.end_token_ids if request.params.min_tokens > 0 else frozenset[int]()

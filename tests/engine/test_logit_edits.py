@@ -4,13 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
 from target_distribution import greedy, next_logits
 from tiny_models import VOCAB
 
 from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
+from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.loop import Engine
+from outrider.engine.request import Request
 from outrider.engine.validation import check_request
 
 Tiny = Callable[..., Path]
@@ -176,3 +180,28 @@ def test_unusable_edits_are_refused_by_name(field: str, change: dict[str, object
     vocab_size = 5000 if len(params.logit_bias) > VOCAB else VOCAB
     with pytest.raises(InvalidRequestError, match=f"^{field}"):
         check_request(new, 256, vocab_size, eos_token_ids=(0,))
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        ({"allowed_token_ids": (1, 2), "min_tokens": 1}, torch.bfloat16),
+        ({"presence_penalty": 0.05}, torch.float32),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_bfloat16_rounds_no_penalty_away(change: dict[str, object], dtype: torch.dtype) -> None:
+    edits = LogitEdits(torch.tensor([[3, 4, 4], [0, 0, 0]], dtype=torch.int32), VOCAB)
+    params = replace(GREEDY, **change)  # type: ignore[arg-type]
+    new = NewRequest(request_id="0", prompt_token_ids=[3], params=params)
+    request = Request(new, page_size=16)
+    request.token_ids += [4, 4]
+    request.slot = 0
+    edits.seat(request)
+    logits = torch.full((1, VOCAB), 40.0, dtype=torch.bfloat16)
+    found = edits.apply(logits, RequestRows.one_each(np.array([0]), np.array([3])))
+    assert found.dtype == dtype
+    assert bool((logits == 40).all())
+    assert (found is logits) == (not change)
+    if "presence_penalty" in change:
+        assert found[0, 3:5].tolist() == pytest.approx([40, 39.95])
