@@ -1,7 +1,7 @@
 """The engine process: brings an engine up, then takes messages and steps until told to leave.
 
-Started by `ProcessEngine` as `python -P -m outrider.engine.process ENDPOINT LOG_LEVEL`, with the
-`EngineConfig` as one line of JSON on a stdin that the parent keeps open for as long as it lives.
+Started by `ProcessEngine` as `python -P -m outrider.engine.process ENDPOINT LOG_LEVEL LOG_FORMAT`,
+with the `EngineConfig` as one line of JSON on a stdin that the parent keeps open while it lives.
 """
 
 import ctypes
@@ -24,6 +24,7 @@ from outrider.engine.api import (
     RequestOutput,
 )
 from outrider.engine.config import EngineConfig
+from outrider.engine.json_log import JSONFormatter
 from outrider.engine.messages import (
     Abort,
     Admitted,
@@ -40,6 +41,8 @@ from outrider.engine.messages import (
 
 if TYPE_CHECKING:
     from outrider.engine.loop import Engine
+
+TEXT_LINE = "%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s"
 
 log = logging.getLogger("outrider.engine.process")
 
@@ -169,11 +172,10 @@ def _read_line(fd: int) -> bytes:
 
 
 def main(make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine) -> int:
-    endpoint, log_level = sys.argv[1:]
-    logging.basicConfig(
-        level=int(log_level),
-        format="%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s",
-    )
+    endpoint, log_level, log_format = sys.argv[1:]
+    handler = logging.StreamHandler()
+    handler.setFormatter(JSONFormatter() if log_format == "json" else logging.Formatter(TEXT_LINE))
+    logging.basicConfig(level=int(log_level), handlers=[handler])
     # Nothing that runs in here may read from the lifeline or hand it on to a child.
     lifeline_fd = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from typing import Literal
 
 import msgspec
 import zmq
@@ -43,9 +44,11 @@ class ProcessEngine(Dispatcher):
         progress: ReportProgress | None = None,
         *,
         step_timeout_s: float | None = None,
+        log_format: Literal["text", "json"] = "text",
     ) -> None:
         super().__init__(progress)
         self._step_timeout_s = step_timeout_s
+        self._log_format = log_format
         self._config = config
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -109,6 +112,7 @@ class ProcessEngine(Dispatcher):
                 *self._command,
                 endpoint,
                 str(log.getEffectiveLevel()),
+                self._log_format,
                 env=_child_environment(),
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
                 start_new_session=True,  # signals to our group are for us, who may want to drain

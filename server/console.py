@@ -1,11 +1,9 @@
 """What a person sees while the server runs: log lines, the start-up summary, the status line."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -13,28 +11,12 @@ from rich.table import Table
 
 from outrider.engine.api import EngineInfo, EngineStats
 from outrider.engine.client import EngineClient
+from outrider.engine.json_log import JSONFormatter
 from outrider.server.settings import Settings
 
 log = logging.getLogger("outrider.server")
 
 PLAIN_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-class JSONFormatter(logging.Formatter):
-    """A JSON object a line; a record's `facts` are fields of it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        time_s = datetime.fromtimestamp(record.created, UTC)
-        line = {
-            "time": time_s.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "facts", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 def configure_logging(level: str, log_format: str, console: Console) -> None:

@@ -74,6 +74,7 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
         engine_config(settings, pair),
         progress,
         step_timeout_s=settings.engine.step_timeout_s or None,
+        log_format=settings.server.log_format,
     )
     tasks: list[asyncio.Task[object]] = [starting := asyncio.create_task(client.start())]
     try:

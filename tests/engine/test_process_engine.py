@@ -1,6 +1,7 @@
 """What the process around the engine promises: it is watched, restarted, and never outlives us."""
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -145,6 +146,19 @@ async def test_a_step_that_does_not_end_ends_the_engine(socket_root: Path) -> No
     assert gone(hung)
     assert await collect(await client.generate([request("c")])) == {"c": [0, 1, 2]}
     await client.stop()
+
+
+async def test_log_lines_of_the_engine_can_be_json(capfd: pytest.CaptureFixture[str]) -> None:
+    client = ScriptedProcessEngine(scripted_config(), log_format="json")
+    await client.start()
+    running = await client.generate([request("a", script="step_bug")])
+    with pytest.raises(EngineUnavailableError, match="a bug in step"):
+        await collect(running)
+    await client.stop()
+    line = json.loads(capfd.readouterr().err.splitlines()[0])
+    assert (line["level"], line["message"]) == ("error", "the engine stops")
+    assert "ArithmeticError: a bug in step" in line["exception"]
+    assert line["process"] != os.getpid()
 
 
 async def test_stop_leaves_nothing(socket_root: Path) -> None:

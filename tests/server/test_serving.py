@@ -2,14 +2,19 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 from scripted_client import steps
 from served import Served
+from socket_server import on_a_socket
 from typer.testing import CliRunner
 
 from outrider.server.cli import app
@@ -45,6 +50,20 @@ def test_missing_model_ends_the_command(
     assignments = [argument for setting in settings for argument in ("--set", setting)]
     assert CliRunner().invoke(app, ["serve", "--port", "0", *assignments]).exit_code == 1
     assert "./nowhere" in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_server_speaks_https_with_a_certificate(serve: Serve, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    trust = ssl.create_default_context(cafile=certificate)
+    with on_a_socket(serve(), tls_certificate=certificate, tls_key=key) as url:
+        reply = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}, verify=trust)
+    assert reply.json()["choices"][0]["text"] == " Hello world"
+    with pytest.raises(ValueError, match="set both, or neither"):
+        ServerSettings(tls_key=key)
 
 
 async def until(condition: Callable[[], bool]) -> None:

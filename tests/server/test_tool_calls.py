@@ -5,10 +5,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import openai
 import pytest
 from asgi import post
 from scripted_client import steps
 from served import Served
+from socket_server import on_a_socket
 
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat, Text, ToolCall
@@ -255,3 +257,24 @@ def test_reasoning_is_a_field_of_its_own_if_the_server_says_so(
 def test_markers_that_are_special_tokens_are_seen(byte_fallback: Tokenizer) -> None:
     assert byte_fallback.special_ids_of(("<eos>", "[TOOL_CALLS]")) == {0}
     assert byte_fallback.special_ids_of(None) == byte_fallback.special_ids
+
+
+def test_openai_client_puts_streamed_calls_together(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = stopping(serve(tool_call_format="hermes"), tokenizer, f"Hm. {CALL_ROME}{CALL_ROME}")
+    with on_a_socket(served) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        request: Any = {
+            "model": "test-model",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [WEATHER],
+        }
+        with client.chat.completions.stream(**request) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            streamed = stream.get_final_completion().choices[0]
+        whole = client.chat.completions.create(**request).choices[0]
+    assert [(call.name, call.parsed_arguments) for call in done] == [("weather", None)] * 2
+    for choice in (streamed, whole):
+        assert choice.finish_reason == "tool_calls"
+        calls = choice.message.tool_calls or []
+        assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Rome"}] * 2
+    assert streamed.message.content == "Hm."

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from served import Served
 
@@ -12,15 +13,15 @@ from outrider.server.settings import ServerSettings
 
 
 @contextmanager
-def on_a_socket(served: Served) -> Iterator[str]:
-    """Serve until the block ends; gives the server's URL."""
+def on_a_socket(served: Served, **settings: Any) -> Iterator[str]:
+    """Serve until the block ends, with these settings of the socket; gives the server's URL."""
     listener = bind("127.0.0.1", 0)
     loop = asyncio.new_event_loop()
     started = threading.Event()
     servers: list[Server] = []
 
     async def run() -> None:
-        server = Server(served.app, served.gate, served.client, ServerSettings())
+        server = Server(served.app, served.gate, served.client, ServerSettings(**settings))
         servers.append(server)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
@@ -32,7 +33,8 @@ def on_a_socket(served: Served) -> Iterator[str]:
     thread.start()
     started.wait(10)
     try:
-        yield "http://{}:{}".format(*listener.getsockname())
+        scheme = "https" if "tls_key" in settings else "http"
+        yield "{}://{}:{}".format(scheme, *listener.getsockname())
     finally:
         servers[0].should_exit = True
         thread.join(10)
