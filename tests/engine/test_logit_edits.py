@@ -103,6 +103,17 @@ def test_a_request_is_edited_alone_as_in_company(
         alone.reverse()
 
 
+def test_match_draws_the_same_edited_tokens_for_any_k(
+    target: Path, draft: Path, edits: dict[str, SamplingParams]
+) -> None:
+    params = replace(edits["all"], temperature=1.0, verification="match", seed=7)
+    plain, drafted = (
+        [tokens(o) for o in run(Engine(engine_config(target, draft, k=k)), PROMPTS, params)]
+        for k in (0, 4)
+    )
+    assert drafted == plain
+
+
 def test_preemption_changes_no_edit(
     target: Path, draft: Path, edits: dict[str, SamplingParams]
 ) -> None:

@@ -176,6 +176,16 @@ def test_stopped_sequence_is_aborted_while_others_run(serve: Serve, tokenizer: T
     assert served.client.aborted == [served.client.submitted[0][0].request_id]
 
 
+@pytest.mark.parametrize("sizes", [(), (99,)])
+def test_stop_string_before_min_tokens_is_text(
+    serve: Serve, tokenizer: Tokenizer, sizes: tuple[int, ...]
+) -> None:
+    served = serve(saying(tokenizer, "one two three two four", sizes=sizes))
+    body = {"prompt": "Hi", "stop": "two", "min_tokens": 4}
+    (choice,) = post(served.app, body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one two three ", "stop")
+
+
 def test_stop_string_can_be_included(serve: Serve, tokenizer: Tokenizer) -> None:
     served = serve(saying(tokenizer, "one two three four"))
     body = {"prompt": "Hi", "stop": ["x", "two"], "include_stop_str_in_output": True}

@@ -329,3 +329,10 @@ def test_leaving_client_frees_its_sequences_at_once(serve: Serve, stream: bool) 
         assert b'outcome="disconnected"' in metrics.reply.body
 
     asyncio.run(run())
+
+
+def test_field_that_the_engine_refuses_is_named(serve: Serve) -> None:
+    served = serve()
+    for text, param in (("bad_words: too many", "bad_words"), ("no such: thing", None)):
+        served.client.refusal = InvalidRequestError(text)
+        assert post(served.app, OK).error["param"] == param
