@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from outrider.engine.api import (
     RequestOutput,
 )
 from outrider.engine.config import EngineConfig
-from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.logit_edits import ProcessorRegistry
 from outrider.engine.paged_model import PagedModel
@@ -27,6 +27,9 @@ from outrider.engine.slots import Slots
 from outrider.engine.target import Target
 from outrider.engine.validation import check_request
 from outrider.engine.verifier import Verifier
+
+if TYPE_CHECKING:
+    from outrider.engine.grammar_compiler import GrammarCompiler
 
 _IDLE_S = 0.005  # to wait for a grammar where nothing else can run
 
@@ -69,11 +72,7 @@ class Engine:
 
         self._processors = processors
         self._eos_token_ids = config.eos_token_ids
-        self._grammars: GrammarCompiler | None = None
-        if config.token_table is not None and config.eos_token_ids:
-            self._grammars = GrammarCompiler(
-                config.token_table, config.eos_token_ids, pair.vocab_size
-            )
+        self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._requests: dict[str, Request] = {}
         self.info = EngineInfo(
             device=config.device,
@@ -158,6 +157,14 @@ class Engine:
         """Account for every page and seat; raises RuntimeError on a leak. Cheap; run when idle."""
         self._kv_cache.check_integrity(self.scheduler.running)
         self._slots.check_integrity(self.scheduler.running)
+
+
+def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":
+    if config.token_table is None or not config.eos_token_ids:
+        return None
+    from outrider.engine.grammar_compiler import GrammarCompiler  # needs llguidance
+
+    return GrammarCompiler(config.token_table, config.eos_token_ids, vocab_size)
 
 
 def dtype_name(model: PagedModel) -> str:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp
 
 from outrider.engine.client import EngineClient
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server import errors
 from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest

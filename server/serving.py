@@ -14,7 +14,7 @@ from rich.console import Console
 from starlette.types import ASGIApp
 
 from outrider.engine.client import EngineClient, EngineUnavailableError
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.engine.process_engine import ProcessEngine
 from outrider.server.app import create_app
 from outrider.server.console import configure_logging, report_status, show_summary

@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server.errors import APIError, cut, invalid_value, unsupported
 from outrider.server.fields import APIRequest
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import GREEDY, engine_config, run, tokens
@@ -134,6 +135,25 @@ def test_a_grammar_that_fails_fails_its_own_sequence(tiny_model: Callable[..., P
     assert bad[-1].finish_reason == "error"
     assert "unknown name" in (bad[-1].error or "")
     assert other[-1].error is None
+
+
+(Q,) = TOKENIZER.encode("Q", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"min_tokens": 5}, {"allowed_token_ids": (EOS,)}, {"bad_words": ((Q,),)}],
+    ids=["min_tokens", "allowed_token_ids", "bad_words"],
+)
+def test_edits_that_leave_a_grammar_no_token_fail_their_own_sequence(
+    tiny_model: Callable[..., Path], edit: dict[str, Any]
+) -> None:
+    engine = Engine(config(tiny_model))
+    good = SamplingParams(max_tokens=40, seed=1, grammar='start: "Q"')
+    bad, other = run(engine, [PROMPT] * 2, [replace(good, **edit), good])
+    assert bad[-1].finish_reason == "error"
+    assert "left it no token" in (bad[-1].error or "")
+    assert tokens(other) == [Q, EOS]
 
 
 def test_ends_where_a_stop_id_may_end_it(tiny_model: Callable[..., Path]) -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import httpx
 import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+from pydantic import BaseModel
 from running_server import RunningServer, events_of, running_server, text_of
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -134,6 +137,46 @@ def test_openai_client_streams_the_same_chat(client: openai.OpenAI) -> None:
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+class City(BaseModel):
+    name: str
+    continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]
+
+
+def test_openai_client_parses_an_answer(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [
+        {"role": "user", "content": "Which city is the capital of France?"}
+    ]
+    asked: dict[str, Any] = {
+        "model": model_of(client),
+        "messages": messages,
+        "response_format": City,
+        "temperature": 0,
+        "max_completion_tokens": 60,
+    }
+    city = client.chat.completions.parse(**asked).choices[0].message.parsed
+    assert city.name == "Paris"
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == city
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": r"[0-9]{1,2}\.[0-9] million"}, r"[0-9]{1,2}\.[0-9] million"),
+        ({"choice": ["large", "small"]}, "large|small"),
+        ({"grammar": 'root ::= "about " [0-9] [0-9]'}, "about [0-9]{2}"),
+    ],
+)
+def test_completion_follows_what_is_asked(
+    server: RunningServer, asked: dict[str, Any], pattern: str
+) -> None:
+    body = {"prompt": "The population of Paris is", "temperature": 1.5, "structured_outputs": asked}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert re.fullmatch(pattern, choice["text"])
 
 
 def test_tokens_travel_both_ways(server: RunningServer) -> None:

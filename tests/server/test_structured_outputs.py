@@ -16,7 +16,7 @@ from engines import engine_config
 from pydantic import BaseModel
 from tiny_models import save_tiny_model
 
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.engine.in_process import InProcessEngine
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate

@@ -8,7 +8,7 @@ from asgi import Reply, post
 from scripted_client import steps
 from served import Served
 
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server.tokenizer import Tokenizer
 
 EOS = 0

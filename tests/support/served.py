@@ -5,7 +5,7 @@ from typing import Any
 from scripted_client import Play, ScriptedClient
 from starlette.types import ASGIApp
 
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate
 from outrider.server.settings import ServerSettings
