@@ -41,7 +41,8 @@ class StructuredOutputs(APIRequest):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if len(self.model_fields_set) != 1:
+        asked = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(field is not None for field in asked) != 1:
             raise ValueError("expected exactly one of json, json_object, regex, choice and grammar")
         return self
 

@@ -101,7 +101,11 @@ def test_each_spelling_is_followed(serving: Callable[..., Any]) -> None:
             base | {"structured_outputs": {"json": POINT}},
             base | {"structured_outputs": {"json": json.dumps(POINT)}, "n": 2},
             base | {"structured_outputs": {"regex": r"[a-c]{2,4}/\d\d"}},
-            base | {"structured_outputs": {"regex": r"^(yes|no)$"}, "temperature": 0},
+            base
+            | {
+                "structured_outputs": {"regex": r"^(yes|no)$", "json": None, "json_object": False},
+                "temperature": 0,
+            },
             base | {"structured_outputs": {"choice": ["naïve café", 'say "no"\n', "🙂"]}},
             base | {"structured_outputs": {"grammar": 'start: "a" b\nb: /[0-9]{3}/'}},
             base | {"structured_outputs": {"grammar": 'root ::= "a" b\nb ::= [0-9] [0-9]'}},
@@ -230,7 +234,14 @@ def test_openai_client_streams_the_same(serving: Callable[..., Any]) -> None:
         ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "json"),
         ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs", "uniqueI"),
+        (
+            {"structured_outputs": {"json": {"$ref": "http://example.org/schema.json"}}},
+            "structured_outputs",
+            "example.org",
+        ),
+        ({"structured_outputs": {"json": {"$ref": "file:///etc/hosts"}}}, "structured_outputs", ""),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
