@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from engines import engine_config
 
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.engine.in_process import InProcessEngine
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate
