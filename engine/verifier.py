@@ -52,6 +52,7 @@ class Verifier:
             anchor,
             self._vocab_size,
             filters=any(s.request.params.is_filtered for s in sampled),
+            samples=any(s.request.params.temperature > 0 for s in sampled),
         )
         self._slots.token_ids[slot[:, None], positions] = drawn.token_ids.clamp_min(0).int()
 

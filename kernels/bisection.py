@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.drafts import Drafts, rows_of
 from outrider.kernels.keys import key_of, relative_of, value_of, weight_of
 from outrider.kernels.philox import log
 from outrider.kernels.sampling import GROUP, Sampling, is_filtered
@@ -186,7 +187,7 @@ def _bisect_kernel(
     total_ptr,
     group_max_ptr,  # [N, num_blocks * groups of a block]
     num_blocks,
-    cu_rows_ptr,  # [B + 1]
+    cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
     num_columns,  # K + 1
     temperature_ptr,  # [B], as the next three
@@ -206,9 +207,10 @@ def _bisect_kernel(
     temperature = tl.load(temperature_ptr + request)
     if not is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
         return
-    if offset > tl.load(num_drafts_ptr + request):
+    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    if offset > k:
         return
-    row = (tl.load(cu_rows_ptr + request) + offset).to(tl.int64)
+    row = (row0 + offset).to(tl.int64)
     at = state_ptr + row * 4
     if tl.load(at + 1) != float("inf"):
         return
@@ -235,9 +237,8 @@ def bisect_rows(
     logits: torch.Tensor,
     stats: BlockStats,
     state: torch.Tensor,
-    cu_rows: torch.Tensor,
-    num_drafts: torch.Tensor,
-    num_columns: int,
+    cu_rows: torch.Tensor | None,
+    drafts: Drafts,
     sampling: Sampling,
     vocab_size: int,
 ) -> None:
@@ -245,7 +246,8 @@ def bisect_rows(
     group_max = stats.group_max
     assert group_max is not None
     lanes = triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]
-    _bisect_kernel[(len(num_drafts) * num_columns,)](
+    batch, k_max = drafts.token_ids.shape
+    _bisect_kernel[(batch * (k_max + 1),)](
         logits,
         logits.stride(0),
         vocab_size,
@@ -254,8 +256,8 @@ def bisect_rows(
         group_max,
         stats.max.shape[1],
         cu_rows,
-        num_drafts,
-        num_columns,
+        drafts.num_drafts,
+        k_max + 1,
         *sampling[:4],
         torch.empty_like(group_max, dtype=torch.int32),
         state,

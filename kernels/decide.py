@@ -1,4 +1,4 @@
-"""K2: the accept tests of every request, and which rows must be read again.
+"""K2: the accept tests of every request, which rows must be read again, and greedy tokens.
 
 `token` (arXiv 2211.17192, 2302.01318) accepts X_i while u_i <= p(X_i) / q(X_i). `block`
 (arXiv 2403.10444) follows P_i = min(1, P_{i-1} p(X_i) / q(X_i)) and accepts up to the last i with
@@ -13,6 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.drafts import (
+    COLUMNS,
+    Drafts,
+    Verified,
+    emit,
+    row_index_reference,
+    rows_of,
+)
+from outrider.kernels.greedy import greedy_tokens
+from outrider.kernels.match import NO_BEST
 from outrider.kernels.philox import (
     Purpose,
     log,
@@ -23,6 +33,7 @@ from outrider.kernels.philox import (
 )
 from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import (
+    BLOCK,
     STATE_LOG_Z,
     Rule,
     Sampling,
@@ -30,16 +41,7 @@ from outrider.kernels.sampling import (
     log_prob,
     log_prob_reference,
 )
-from outrider.kernels.scan import BlockStats, merge_argmax, merge_totals
-
-
-class Drafts(NamedTuple):
-    """What was proposed; without logits, or where a state's log_z is NaN, q is one-hot."""
-
-    token_ids: torch.Tensor  # [B, K] int64, ignored from num_drafts on
-    num_drafts: torch.Tensor  # [B] int32, 0..K
-    logits: torch.Tensor | None  # [B, K, V'] raw, as the draft's head gave them
-    state: torch.Tensor | None  # [B, K, 4] float32, from draft_sample
+from outrider.kernels.scan import BlockStats, merge_totals
 
 
 class Plan(NamedTuple):
@@ -48,10 +50,12 @@ class Plan(NamedTuple):
     log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
 
 
-def row_index_reference(cu_rows: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-    """Row of each (request, offset), clamped into the request. Shape: [B, K + 1] int64."""
-    offset = torch.arange(drafts.token_ids.shape[1] + 1, device=cu_rows.device)
-    return cu_rows[:-1, None].long() + torch.minimum(offset, drafts.num_drafts[:, None].long())
+class Worklist(NamedTuple):
+    """Rows for K3 in any order: row << 32 | filtered << 31 | draft << 30 | match << 29 | column."""
+
+    num_items: torch.Tensor  # [1] int32; 0 before K2
+    items: torch.Tensor  # [B * (K + 1)] int64
+    best: torch.Tensor  # [B, K + 1] int64, of `match` rows: packed, the lowest after K2
 
 
 def accept_words_reference(
@@ -142,35 +146,32 @@ def decide_reference(
     # The last row: a residual, or a filtered row whose blocks' sums K1 could not know.
     read_last = ~greedy & ((accepted < k) | sampling.is_filtered(vocab_size))
     rows_to_read = later | (read_last.long() << accepted)
-    rows_to_read = torch.where(match, (1 << (k + 1)) - 1, rows_to_read)
+    rows_to_read = torch.where(match, 0, rows_to_read)
     return Plan(accepted.int(), rows_to_read, log_scale)
 
 
 _ROWS = 8  # rows that a program takes at a time
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride", "state_stride"])
+@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
 def _decide_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     vocab_size,
-    max_ptr,  # [N, num_blocks], as the next two
-    argmax_ptr,
+    max_ptr,  # [N, num_blocks], as the next
     total_ptr,
     num_blocks,
     state_ptr,  # [N, 4], of filtered rows read, of the others written
-    row_argmax_ptr,  # [N]
-    cu_rows_ptr,  # [B + 1]
+    cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
     num_columns,  # K + 1
     draft_ids_ptr,  # [B, K]
     draft_stride,
-    draft_logits_ptr,  # [B, K, V']
+    draft_logits_ptr,  # [B, K, V'] or None
     draft_logits_stride_b,
     draft_logits_stride_k,
     draft_width,
-    draft_state_ptr,  # [B, K, 4]
-    state_stride,
+    draft_state_ptr,  # [B, K, 4] or None
     temperature_ptr,  # [B], as the next six
     top_k_ptr,
     top_p_ptr,
@@ -182,19 +183,37 @@ def _decide_kernel(
     accepted_ptr,  # [B]
     rows_to_read_ptr,  # [B]
     log_scale_ptr,  # [B, K + 1]
+    num_items_ptr,  # [1]
+    items_ptr,  # [B * (K + 1)]
+    best_ptr,  # [B, K + 1]
+    token_ids_ptr,  # [B, K + 1], this and the next two written for greedy requests
+    num_tokens_ptr,  # [B]
+    is_bad_ptr,  # [B]
     NB: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
-    k = tl.load(num_drafts_ptr + request)
-    row0 = tl.load(cu_rows_ptr + request)
+    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    draft_ids_ptr += request * draft_stride
     temperature = tl.load(temperature_ptr + request)
-    greedy = temperature <= 0.0
-    inv_t = 1.0 / tl.where(greedy, 1.0, temperature)
+    if temperature <= 0:
+        accepted, last, is_bad = greedy_tokens(
+            row0, k, logits_ptr, logits_stride, vocab_size, max_ptr, num_blocks, draft_ids_ptr,
+            NB, ROWS, BLOCK,
+        )  # fmt: skip
+        emit(
+            request, accepted, last, is_bad, num_columns, draft_ids_ptr, token_ids_ptr,
+            num_tokens_ptr, is_bad_ptr, COLUMNS,
+        )  # fmt: skip
+        tl.store(rows_to_read_ptr + request, tl.zeros((), tl.int64))
+        return
+    inv_t = 1.0 / temperature
     filtered = is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
     rule = tl.load(rule_ptr + request)
-    is_block = (rule == 1) & (temperature > 0.0)
-    is_match = (rule == 2) & (temperature > 0.0)
+    is_block = rule == 1
+    is_match = rule == 2
     seed = tl.load(seed_ptr + request)
     anchor = tl.load(anchor_ptr + request)
     lane = tl.arange(0, ROWS)
@@ -209,14 +228,14 @@ def _decide_kernel(
         j = start + lane
         row = row0 + j
         valid = j <= k
-        if greedy:
-            row_max, argmax, bad = merge_argmax(row, valid, max_ptr, argmax_ptr, num_blocks, NB)
-            log_z = tl.zeros((ROWS,), tl.float32)
-        else:
-            row_max, z, bad = merge_totals(row, valid, max_ptr, total_ptr, num_blocks, inv_t, NB)
-            argmax = tl.zeros((ROWS,), tl.int32)
-            log_z = log(z)
-        log_z = tl.where(bad, float("nan"), log_z)
+        drafted = j < k
+        token = tl.load(draft_ids_ptr + j, mask=drafted, other=-1)
+        exists = drafted & (token >= 0) & (token < vocab_size)
+        raw = tl.load(
+            logits_ptr + row.to(tl.int64) * logits_stride + token, mask=exists, other=0.0
+        ).to(tl.float32)
+        row_max, z, bad = merge_totals(row, valid, max_ptr, total_ptr, num_blocks, inv_t, NB)
+        log_z = tl.where(bad, float("nan"), log(z))
         at = state_ptr + row * 4
         is_set = j <= tl.where(filtered, k, -1)
         row_max = tl.load(at, mask=is_set, other=row_max)
@@ -227,58 +246,47 @@ def _decide_kernel(
         tl.store(at + 1, log_z, mask=valid)
         tl.store(at + 2, threshold, mask=valid)
         tl.store(at + 3, cutoff, mask=valid)
-        tl.store(row_argmax_ptr + row, argmax, mask=valid)
 
-        drafted = j < k
-        token = tl.load(draft_ids_ptr + request * draft_stride + j, mask=drafted, other=-1)
-        exists = drafted & (token >= 0) & (token < vocab_size)
         scale = tl.zeros((ROWS,), tl.float32)
-        if greedy:
-            failed = tl.where(drafted & (argmax == token), k, j)
+        log_p = log_prob(raw, token, row_max, log_z, threshold, cutoff, inv_t)
+        log_q = tl.zeros((ROWS,), tl.float32)
+        if draft_logits_ptr is not None:
+            at_q = draft_state_ptr + (request * (num_columns - 1) + j) * 4
+            q_max = tl.load(at_q, mask=drafted, other=0.0)
+            q_log_z = tl.load(at_q + 1, mask=drafted, other=float("nan"))
+            q_threshold = tl.load(at_q + 2, mask=drafted, other=0.0)
+            q_cutoff = tl.load(at_q + 3, mask=drafted, other=0.0)
+            q_exists = exists & (token < draft_width)
+            at_q = request.to(tl.int64) * draft_logits_stride_b + token
+            at_q += j.to(tl.int64) * draft_logits_stride_k
+            raw_q = tl.load(draft_logits_ptr + at_q, mask=q_exists, other=0.0).to(tl.float32)
+            log_q = log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, inv_t)
+            log_q = tl.where(q_exists, log_q, -float("inf"))
+            log_q = tl.where(q_log_z != q_log_z, 0.0, log_q)
+        possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
+        ratio = tl.where(possible, log_p - log_q, -float("inf"))
+        if words_ptr is None:
+            zero = tl.zeros((ROWS,), tl.int32)
+            word, _, _, _ = philox(seed, zero + anchor.to(tl.int32), j, zero + 1, zero)
         else:
-            raw = tl.load(
-                logits_ptr + row.to(tl.int64) * logits_stride + token, mask=exists, other=0.0
-            ).to(tl.float32)
-            log_p = log_prob(raw, token, row_max, log_z, threshold, cutoff, inv_t)
-            log_q = tl.zeros((ROWS,), tl.float32)
-            if draft_logits_ptr is not None:
-                at_q = draft_state_ptr + (request * state_stride + j) * 4
-                q_max = tl.load(at_q, mask=drafted, other=0.0)
-                q_log_z = tl.load(at_q + 1, mask=drafted, other=float("nan"))
-                q_threshold = tl.load(at_q + 2, mask=drafted, other=0.0)
-                q_cutoff = tl.load(at_q + 3, mask=drafted, other=0.0)
-                q_exists = exists & (token < draft_width)
-                at_q = request.to(tl.int64) * draft_logits_stride_b + token
-                at_q += j.to(tl.int64) * draft_logits_stride_k
-                raw_q = tl.load(draft_logits_ptr + at_q, mask=q_exists, other=0.0).to(tl.float32)
-                log_q = log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, inv_t)
-                log_q = tl.where(q_exists, log_q, -float("inf"))
-                log_q = tl.where(q_log_z != q_log_z, 0.0, log_q)
-            possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
-            ratio = tl.where(possible, log_p - log_q, -float("inf"))
-            if words_ptr is None:
-                zero = tl.zeros((ROWS,), tl.int32)
-                word, _, _, _ = philox(seed, zero + anchor.to(tl.int32), j, zero + 1, zero)
-            else:
-                at_word = words_ptr + (request * (num_columns + 1) + j) * 4
-                word = tl.load(at_word, mask=drafted, other=0).to(tl.uint32)
-            log_u = log(uniform(word))
-            failed = tl.where(drafted & (log_u <= ratio), k, j)
-            if is_block:
-                for c in tl.static_range(ROWS):
-                    i = start + c + 1
-                    here = lane == c
-                    log_scale = tl.minimum(log_scale + tl.sum(tl.where(here, ratio, 0.0), 0), 0.0)
-                    scale = tl.where(here, log_scale, scale)
-                    passed = tl.sum(tl.where(here, log_u, 0.0), 0) <= log_scale
-                    whole = whole | (passed & (i == k))
-                    bit = tl.full((), 1, tl.int64) << i
-                    certain = (log_scale == 0.0) & (i <= k)
-                    later = tl.where(certain, bit, tl.where(passed & (i < k), later | bit, later))
-                    first = tl.where(certain, i, first)
+            at_word = words_ptr + (request * (num_columns + 1) + j) * 4
+            word = tl.load(at_word, mask=drafted, other=0).to(tl.uint32)
+        log_u = log(uniform(word))
+        failed = tl.where(drafted & (log_u <= ratio), k, j)
+        if is_block:
+            for c in tl.static_range(ROWS):
+                i = start + c + 1
+                here = lane == c
+                log_scale = tl.minimum(log_scale + tl.sum(tl.where(here, ratio, 0.0), 0), 0.0)
+                scale = tl.where(here, log_scale, scale)
+                passed = tl.sum(tl.where(here, log_u, 0.0), 0) <= log_scale
+                whole = whole | (passed & (i == k))
+                bit = tl.full((), 1, tl.int64) << i
+                certain = (log_scale == 0.0) & (i <= k)
+                later = tl.where(certain, bit, tl.where(passed & (i < k), later | bit, later))
+                first = tl.where(certain, i, first)
         accepted = tl.minimum(accepted, tl.min(failed, 0))
-        at = log_scale_ptr + request * num_columns + j + 1
-        tl.store(at, scale, mask=drafted)
+        tl.store(log_scale_ptr + request * num_columns + j + 1, scale, mask=drafted)
     if is_block:
         accepted = tl.where(whole, k, first)
         below_k = (tl.full((), 1, tl.int64) << k) - 1
@@ -286,27 +294,38 @@ def _decide_kernel(
     else:
         later = tl.zeros((), tl.int64)
     accepted = tl.where(is_match, 0, accepted)
-    read_last = (temperature > 0.0) & ((accepted < k) | filtered)
-    rows_to_read = later | (read_last.to(tl.int64) << accepted)
-    every_row = (tl.full((), 2, tl.int64) << k) - 1
+    rows_to_read = later | (((accepted < k) | filtered).to(tl.int64) << accepted)
+    rows_to_read = tl.where(is_match, 0, rows_to_read)
     tl.store(accepted_ptr + request, accepted)
-    tl.store(rows_to_read_ptr + request, tl.where(is_match, every_row, rows_to_read))
+    tl.store(rows_to_read_ptr + request, rows_to_read)
+    j = tl.arange(0, COLUMNS)
+    is_read = tl.where(is_match, (j <= k).to(tl.int64), (rows_to_read >> j) & 1).to(tl.int32)
+    has_draft = j < k
+    item = (row0 + j).to(tl.int64) << 32
+    item |= (filtered.to(tl.int64) << 31) | (has_draft.to(tl.int64) << 30)
+    item |= is_match.to(tl.int64) << 29
+    item |= (request * num_columns + j).to(tl.int64)
+    slot = tl.atomic_add(num_items_ptr, tl.sum(is_read, 0), sem="relaxed")
+    tl.store(items_ptr + slot + tl.cumsum(is_read, 0) - 1, item, mask=is_read > 0)
+    best = tl.zeros((COLUMNS,), tl.int64) + NO_BEST
+    tl.store(best_ptr + request * num_columns + j, best, mask=is_match & (j <= k))
 
 
 def decide(
     logits: torch.Tensor,
     stats: BlockStats,
-    rows: RowStates,
-    cu_rows: torch.Tensor,
+    state: torch.Tensor,
+    cu_rows: torch.Tensor | None,
     drafts: Drafts,
     sampling: Sampling,
     anchor: torch.Tensor,
     vocab_size: int,
+    worklist: Worklist,
     words: torch.Tensor | None,
-) -> Plan:
-    """Plan of every request.
+) -> tuple[Plan, Verified]:
+    """Plan of every request, the worklist, and room for outcomes, with those of greedy requests.
 
-    `rows` holds the states of filtered rows already; those of the others are written here.
+    `state` [N, 4] holds the states of filtered rows already; those of the others are written here.
     """
     batch, k_max = drafts.token_ids.shape
     blocks = stats.max.shape[1]
@@ -316,35 +335,32 @@ def decide(
         new(batch, dtype=torch.int64),
         new((batch, k_max + 1), dtype=torch.float32),
     )
-    q, q_state = drafts.logits, drafts.state
-    has_q = q is not None and q_state is not None and k_max > 0
+    verified = Verified(
+        new((batch, k_max + 1), dtype=torch.int64),
+        new(batch, dtype=torch.int32),
+        new(batch, dtype=torch.bool),
+    )
     _decide_kernel[(batch,)](
         logits,
         logits.stride(0),
         vocab_size,
         stats.max,
-        stats.argmax,
         stats.total,
         blocks,
-        rows.state,
-        rows.argmax,
+        state,
         cu_rows,
         drafts.num_drafts,
-        k_max + 1,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        q if has_q else None,
-        q.stride(0) if q is not None else 0,
-        q.stride(1) if q is not None else 0,
-        q.shape[2] if q is not None else 0,
-        q_state if has_q else None,
-        k_max,
+        *drafts.launch_arguments(),
         *sampling,
         anchor,
         words,
         *plan,
+        *worklist,
+        *verified,
         NB=triton.next_power_of_2(blocks),
         ROWS=_ROWS,
+        COLUMNS=COLUMNS,
+        BLOCK=BLOCK,
         num_warps=4,
     )
-    return plan
+    return plan, verified

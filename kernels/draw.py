@@ -1,16 +1,23 @@
-"""K4: settle how many drafts stand, draw the last token, emit.
+"""K4: settle how many drafts of a sampled request stand, draw the last token, emit.
 
 The last token is drawn in two stages by inverse CDF, first a block and then a token inside it,
-each with 40 random bits over int64 weights; one block is read.
+each with 40 random bits over int64 weights; one block is read. `match` draws as match.py says.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.decide import Drafts, Plan, row_index_reference
+from outrider.kernels.decide import Plan, Worklist
+from outrider.kernels.drafts import (
+    COLUMNS,
+    Drafts,
+    Verified,
+    emit,
+    row_index_reference,
+    rows_of,
+)
+from outrider.kernels.match import match_reference, unpack_best
 from outrider.kernels.philox import (
     FIXED_ONE,
     Purpose,
@@ -21,11 +28,7 @@ from outrider.kernels.philox import (
     pick,
     pick_reference,
 )
-from outrider.kernels.residual import (
-    unpack_best_reference,
-    weights,
-    weights_reference,
-)
+from outrider.kernels.residual import load_block, probs, residual_weights, weights_reference
 from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import (
     BLOCK,
@@ -38,13 +41,7 @@ from outrider.kernels.sampling import (
     log_prob_reference,
 )
 from outrider.kernels.scan import BlockStats, blocks_reference
-from outrider.kernels.settle import accept_blocks, accept_blocks_reference, match_drafts
-
-
-class Verified(NamedTuple):
-    token_ids: torch.Tensor  # [B, K + 1] int64, padded with -1
-    num_tokens: torch.Tensor  # [B] int32, 1..k_i + 1
-    is_bad: torch.Tensor  # [B] bool: a row that was needed held NaN, inf or no finite logit
+from outrider.kernels.settle import accept_blocks, accept_blocks_reference
 
 
 def draw_reference(
@@ -72,11 +69,17 @@ def draw_reference(
     match = (sampling.rule == Rule.MATCH) & ~greedy
     accepted = accept_blocks_reference(plan, mass, drafts, sampling, anchor, words)
     last = torch.zeros_like(k)
-    if bool(match.any()):
-        best = unpack_best_reference(mass.amax(-1))  # [B, K + 1]
-        same = (best[:, :-1] == drafts.token_ids) & (offset[:-1] < k[:, None])
-        accepted = torch.where(match, same.long().cumprod(-1).sum(-1), accepted)
-        last = best.gather(1, accepted[:, None]).squeeze(1)
+    pairs = match.nonzero().squeeze(-1)
+    if len(pairs):
+        at = row_index[pairs].flatten()  # those past a request's last row are not looked at
+        own = sampling.take(pairs.repeat_interleave(k_max + 1))
+        tokens = match_reference(
+            logits[at], rows.state[at], own.inverse_temperature(), own.seed,
+            (position[pairs, None] + offset).flatten(), vocab_size,
+        ).view(-1, k_max + 1)  # fmt: skip
+        same = (tokens[:, :-1] == drafts.token_ids[pairs]) & (offset[:-1] < k[pairs, None])
+        accepted[pairs] = same.long().cumprod(-1).sum(-1)
+        last[pairs] = tokens.gather(1, accepted[pairs, None]).squeeze(1)
     row = row_index.gather(1, accepted[:, None]).squeeze(1)
     last = torch.where(greedy, rows.argmax[row].long(), last)
     sampled = (~greedy & ~match).nonzero().squeeze(-1)
@@ -93,6 +96,16 @@ def draw_reference(
         token_ids[:, :-1] = torch.where(offset[:-1] < accepted[:, None], drafts.token_ids, -1)
     token_ids[requests, accepted] = last
     return Verified(token_ids, (accepted + 1).int(), is_bad)
+
+
+def _block_mass_reference(
+    stats: BlockStats, rows: RowStates, row: torch.Tensor, inv_t: torch.Tensor
+) -> torch.Tensor:
+    """Block masses of unfiltered rows, from their stats. Shape: [R] -> [R, num_blocks] int64."""
+    state = rows.state[row]
+    relative = (stats.max[row] - state[:, STATE_MAX, None]) * inv_t[:, None]
+    block_p = stats.total[row] * torch.exp(relative - state[:, STATE_LOG_Z, None])
+    return (block_p * FIXED_ONE).long()
 
 
 def _draw_last_reference(
@@ -126,10 +139,9 @@ def _draw_last_reference(
         ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
         p = log_prob_reference(x, ids, state, inv_t).exp()
         own_mass = torch.where(lost[:, None], (p * FIXED_ONE).long().sum(-1), own_mass)
-    relative = (stats.max[row] - state[:, STATE_MAX, None]) * inv_t[:, None]
-    block_p = stats.total[row] * torch.exp(relative - state[:, STATE_LOG_Z, None])
     from_stats = plain & ~own.is_filtered(vocab_size)
-    own_mass = torch.where(from_stats[:, None], (block_p * FIXED_ONE).long(), own_mass)
+    plain_mass = _block_mass_reference(stats, rows, row, inv_t)
+    own_mass = torch.where(from_stats[:, None], plain_mass, own_mass)
     if words is None:
         start, zero = anchor[b], torch.zeros_like(b)
         offset = position[b] - start + accepted
@@ -171,44 +183,14 @@ def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def draw_last(
+def _draw_last(
     request, accepted, k, row, num_columns, num_blocks, logits_ptr, logits_stride, width,
-    vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr, draft_stride, draft_logits_ptr,
+    vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr, draft_logits_ptr,
     draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr, log_scale_ptr,
     mass_ptr, filtered, seed, anchor, offset, inv_t, words_ptr,
     PURPOSE: tl.constexpr, HAS_Q: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Token after `accepted` drafts: a block by its mass, then a token inside it."""
-    lane = tl.arange(0, NB)
-    in_row = lane < num_blocks
-    plain = accepted == k
-    row = row.to(tl.int64)
-    state = state_ptr + row * 4
-    block_max = tl.load(max_ptr + row * num_blocks + lane, mask=in_row, other=-float("inf"))
-    block_total = tl.load(total_ptr + row * num_blocks + lane, mask=in_row, other=0.0)
-    from_stats = plain & (filtered == 0)
-    row_ptr = logits_ptr + row * logits_stride
-    row_max, log_z = tl.load(state), tl.load(state + 1)
-    threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
-    scale = exp(tl.load(log_scale_ptr + request * num_columns + accepted))
-    own_mass = mass_ptr + (request * num_columns + accepted) * num_blocks
-    use_residual = plain == 0
-    if from_stats:
-        p = block_total * exp((block_max - row_max) * inv_t - log_z)
-        mass = fixed(tl.where(in_row, p, 0.0))
-    else:
-        mass = tl.load(own_mass + lane, mask=in_row, other=0)
-        if use_residual & (tl.sum(mass, 0) == 0):
-            # Rounding can reject where p = q and nothing is left to recover: fall back to p.
-            use_residual = plain
-            for block in range(0, num_blocks):
-                weight, _ = weights(
-                    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, row_ptr,
-                    0, state, -1, False, scale, inv_t, False, BLOCK,
-                )  # fmt: skip
-                tl.store(own_mass + block, fixed(tl.sum(weight, 0)))
-            tl.debug_barrier()
-            mass = tl.load(own_mass + lane, mask=in_row, other=0)
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
         w0, w1, w2, w3 = philox(
@@ -220,28 +202,58 @@ def draw_last(
         w1 = tl.load(at_word + 1).to(tl.uint32)
         w2 = tl.load(at_word + 2).to(tl.uint32)
         w3 = tl.load(at_word + 3).to(tl.uint32)
+    row = row.to(tl.int64)
+    column = request * num_columns + accepted
+    state = state_ptr + row * 4
+    row_ptr = logits_ptr + row * logits_stride
+    row_max, log_z = tl.load(state), tl.load(state + 1)
+    threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
+    scale = exp(tl.load(log_scale_ptr + column))
+    from_stats = (accepted == k) & (filtered == 0)
+    use_residual = accepted < k
+    lane = tl.arange(0, NB)
+    in_row = lane < num_blocks
+    own_mass = mass_ptr + column.to(tl.int64) * num_blocks
+    if from_stats:
+        at = row * num_blocks + lane
+        block_max = tl.load(max_ptr + at, mask=in_row, other=-float("inf"))
+        total = tl.load(total_ptr + at, mask=in_row, other=0.0)
+        mass = fixed(tl.where(in_row, total * exp((block_max - row_max) * inv_t - log_z), 0.0))
+    else:
+        mass = tl.load(own_mass + lane, mask=in_row, other=0)
+    if use_residual & (tl.sum(mass, 0) == 0):
+        # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+        use_residual = accepted > k
+        for block in range(0, num_blocks):
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            x = load_block(row_ptr, block, width, vocab_size, BLOCK)
+            p = probs(x, ids, row_max, log_z, threshold, cutoff, inv_t)
+            tl.store(own_mass + block, fixed(tl.sum(p, 0)))
+        tl.debug_barrier()
+        mass = tl.load(own_mass + lane, mask=in_row, other=0)
     below = tl.cumsum(mass, 0) <= pick(w0, w1, tl.sum(mass, 0))
     block = tl.minimum(tl.sum(below.to(tl.int32), 0), num_blocks - 1)
 
-    draft_id = tl.load(
-        draft_ids_ptr + request * draft_stride + accepted, mask=accepted < k, other=-1
-    )
-    draft_row = draft_logits_ptr
-    draft_state = draft_state_ptr
-    if HAS_Q:
-        slot = tl.minimum(accepted, num_columns - 2)
-        draft_row += request.to(tl.int64) * draft_logits_stride_b
-        draft_row += slot.to(tl.int64) * draft_logits_stride_k
-        draft_state += (request * (num_columns - 1) + slot) * 4
-    weight, x = weights(
-        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, draft_row,
-        draft_width, draft_state, draft_id, use_residual, scale, inv_t, HAS_Q, BLOCK,
-    )  # fmt: skip
-    # Plain rows are normalised by their block, so that few bits are lost in a light one.
-    own_max = tl.load(max_ptr + row * num_blocks + block)
-    own_total = tl.load(total_ptr + row * num_blocks + block)
-    of_block = exp((x - own_max) * inv_t) / own_total
-    weight = fixed(tl.where(from_stats, of_block, weight))
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = load_block(row_ptr, block, width, vocab_size, BLOCK)
+    if from_stats:
+        # Normalised by its block, so that few bits are lost in a light one.
+        own_max = tl.load(max_ptr + row * num_blocks + block)
+        own_total = tl.load(total_ptr + row * num_blocks + block)
+        weight = exp((x - own_max) * inv_t) / own_total
+    else:
+        weight = probs(x, ids, row_max, log_z, threshold, cutoff, inv_t)
+        if use_residual:
+            y = 0.0
+            at = draft_state_ptr
+            if HAS_Q:
+                draft_row = draft_logits_ptr + request.to(tl.int64) * draft_logits_stride_b
+                draft_row += accepted.to(tl.int64) * draft_logits_stride_k
+                y = tl.load(draft_row + ids, mask=ids < draft_width, other=-float("inf"))
+                at += (request * (num_columns - 1) + accepted) * 4
+            draft_id = tl.load(draft_ids_ptr + accepted)
+            weight = residual_weights(weight, y, ids, at, draft_id, scale, inv_t, HAS_Q)
+    weight = fixed(weight)
     # The same inverse CDF again, through the sums of groups: a short scan twice, not a long one.
     part: tl.constexpr = BLOCK // 32
     by_group = tl.reshape(weight, (part, 32))
@@ -266,8 +278,7 @@ def _draw_kernel(
     total_ptr,
     num_blocks,
     state_ptr,  # [N, 4]
-    row_argmax_ptr,  # [N]
-    cu_rows_ptr,  # [B + 1]
+    cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
     num_columns,  # K + 1
     draft_ids_ptr,  # [B, K]
@@ -290,91 +301,80 @@ def _draw_kernel(
     rows_to_read_ptr,  # [B]
     log_scale_ptr,  # [B, K + 1]
     mass_ptr,  # [B, K + 1, num_blocks]
+    best_ptr,  # [B, K + 1]
     token_ids_ptr,  # [B, K + 1]
     num_tokens_ptr,  # [B]
     is_bad_ptr,  # [B]
     PURPOSE: tl.constexpr,
-    HAS_Q: tl.constexpr,
     NB: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    HAS_Q: tl.constexpr = draft_logits_ptr is not None
     request = tl.program_id(0)
-    rows_to_read = tl.load(rows_to_read_ptr + request)
-    k = tl.load(num_drafts_ptr + request)
-    row0 = tl.load(cu_rows_ptr + request)
     temperature = tl.load(temperature_ptr + request)
-    greedy = temperature <= 0.0
-    inv_t = 1.0 / tl.where(greedy, 1.0, temperature)
+    accepted = tl.load(accepted_ptr + request)
+    rows_to_read = tl.load(rows_to_read_ptr + request)
     rule = tl.load(rule_ptr + request)
-    is_match = (rule == 2) & (temperature > 0.0)
-    is_block = (rule == 1) & (temperature > 0.0)
     seed = tl.load(seed_ptr + request)
     anchor = tl.load(anchor_ptr + request)
     position = tl.load(position_ptr + request)
-
-    accepted = tl.load(accepted_ptr + request)
+    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    if temperature <= 0:
+        return
+    inv_t = 1.0 / temperature
+    filtered = is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+    draft_ids_ptr += request * draft_stride
     last = tl.zeros((), tl.int64)
-    if is_match:
-        accepted, last = match_drafts(
-            request, k, num_columns, num_blocks, draft_ids_ptr, draft_stride, mass_ptr, NB
-        )
-    elif greedy:
-        last = tl.load(row_argmax_ptr + row0 + accepted).to(tl.int64)
+    if rule == 2:
+        column = tl.arange(0, COLUMNS)
+        own = tl.load(best_ptr + request * num_columns + column, mask=column <= k, other=0)
+        own = tl.minimum(unpack_best(own), vocab_size - 1)
+        token = tl.load(draft_ids_ptr + column, mask=column < k, other=-1)
+        accepted = tl.min(tl.where((column < k) & (own == token), k, column), 0)
+        last = tl.sum(tl.where(column == accepted, own, 0), 0)
     else:
-        if is_block:
+        if rule == 1:
             accepted = accept_blocks(
                 accepted, rows_to_read, request, k, num_columns, num_blocks, log_scale_ptr,
                 mass_ptr, seed, anchor, words_ptr, NB,
             )  # fmt: skip
-        filtered = is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
-        last = draw_last(
+        last = _draw_last(
             request, accepted, k, row0 + accepted, num_columns, num_blocks, logits_ptr,
             logits_stride, width, vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr,
-            draft_stride, draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k,
-            draft_width, draft_state_ptr, log_scale_ptr, mass_ptr, filtered, seed,
-            anchor, position - anchor, inv_t, words_ptr, PURPOSE, HAS_Q, NB, BLOCK,
+            draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k, draft_width,
+            draft_state_ptr, log_scale_ptr, mass_ptr, filtered, seed, anchor, position - anchor,
+            inv_t, words_ptr, PURPOSE, HAS_Q, NB, BLOCK,
         )  # fmt: skip
     column = tl.arange(0, COLUMNS)
     log_z = tl.load(state_ptr + (row0 + column) * 4 + 1, mask=column <= accepted, other=0.0)
     is_bad = tl.sum((log_z != log_z).to(tl.int32), 0) > 0
-    last = tl.where(is_bad, 0, last)
-    token = tl.load(
-        draft_ids_ptr + request * draft_stride + column, mask=column < accepted, other=-1
-    )
-    token = tl.where(column == accepted, last, token)
-    tl.store(token_ids_ptr + request * num_columns + column, token, mask=column < num_columns)
-    tl.store(num_tokens_ptr + request, accepted + 1)
-    tl.store(is_bad_ptr + request, is_bad)
+    emit(
+        request, accepted, last, is_bad, num_columns, draft_ids_ptr, token_ids_ptr,
+        num_tokens_ptr, is_bad_ptr, COLUMNS,
+    )  # fmt: skip
 
 
 def draw(
     logits: torch.Tensor,
     stats: BlockStats,
-    rows: RowStates,
-    cu_rows: torch.Tensor,
+    state: torch.Tensor,
+    cu_rows: torch.Tensor | None,
     drafts: Drafts,
     plan: Plan,
     mass: torch.Tensor,
+    worklist: Worklist,
     sampling: Sampling,
     anchor: torch.Tensor,
     position: torch.Tensor,
     purpose: Purpose,
     vocab_size: int,
     words: torch.Tensor | None,
-) -> Verified:
-    """Tokens of every request; `position` [B] is that of a request's row 0."""
-    batch, k_max = drafts.token_ids.shape
+    verified: Verified,
+) -> None:
+    """Write the tokens of sampled requests; `position` [B] is that of a request's row 0."""
     blocks = stats.max.shape[1]
-    new = logits.new_empty
-    verified = Verified(
-        new((batch, k_max + 1), dtype=torch.int64),
-        new(batch, dtype=torch.int32),
-        new(batch, dtype=torch.bool),
-    )
-    q, q_state = drafts.logits, drafts.state
-    has_q = q is not None and q_state is not None and k_max > 0
-    _draw_kernel[(batch,)](
+    _draw_kernel[(len(plan.num_accepted),)](
         logits,
         logits.stride(0),
         logits.shape[1],
@@ -382,30 +382,21 @@ def draw(
         stats.max,
         stats.total,
         blocks,
-        rows.state,
-        rows.argmax,
+        state,
         cu_rows,
         drafts.num_drafts,
-        k_max + 1,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        q if has_q else None,
-        q.stride(0) if q is not None else 0,
-        q.stride(1) if q is not None else 0,
-        q.shape[2] if q is not None else 0,
-        q_state if has_q else None,
+        *drafts.launch_arguments(),
         *sampling,
         anchor,
         position,
         words,
         *plan,
         mass,
+        worklist.best,
         *verified,
         PURPOSE=int(purpose),
-        HAS_Q=has_q,
         NB=triton.next_power_of_2(blocks),
         BLOCK=BLOCK,
-        COLUMNS=64,
+        COLUMNS=COLUMNS,
         num_warps=4,
     )
-    return verified

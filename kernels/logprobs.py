@@ -136,9 +136,7 @@ def _logprobs(
 ) -> Logprobs:
     num_rows = len(logits)
     new = logits.new_empty
-    no_drafts = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
-    cu_rows = torch.arange(num_rows + 1, dtype=torch.int32, device=logits.device)
-    stats = scan(logits, cu_rows, no_drafts, 1, None, vocab_size)
+    stats = scan(logits, None, None, vocab_size)
     blocks = stats.max.shape[1]
     logprobs = Logprobs(
         new(num_rows, dtype=torch.float32),

@@ -1,8 +1,9 @@
 """Philox4x32-10 (Salmon et al., SC 2011), counter-based: a draw is a function of key and counter.
 
-A draw's key is its request's seed. Its counter is (base, offset, purpose, token // 4), where
+A draw's key is its request's seed. Its counter is (base, offset, purpose, index), where
 (base, offset) is (anchor, position - anchor) for the rules `token` and `block`, anchor being the
-position of the step's first draft, and (position, 0) for `match`. Anchors strictly increase, so
+position of the step's first draft, and (position, 0) for `match`; index is token // 4 or
+a group of tokens under `match`, else 0. Anchors strictly increase, so
 no counter comes twice within a request; keyed by position alone, `block` is not lossless over
 several steps. Batch row, slot, padding and k never enter a counter.
 """
@@ -30,6 +31,7 @@ class Purpose(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     FINAL = 2
+    GROUP = 3  # of `match`: the least variate of a group of tokens
 
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,15 +58,15 @@ def uniform_reference(word: torch.Tensor) -> torch.Tensor:
     return ((word >> 9).float() + 0.5) * 2.0**-23
 
 
-def log_exponential_reference(word: torch.Tensor) -> torch.Tensor:
-    """log of a unit exponential variate; minus this is a Gumbel variate.
+def exponential_reference(word: torch.Tensor) -> torch.Tensor:
+    """A unit exponential variate; minus its log is a Gumbel variate.
 
-    All 32 bits count: the smallest of V variates decides, and 23 bits would tie them at large V.
+    All 32 bits count: the least of many variates decides, and 23 bits would tie them.
     """
     v = ((word.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
     # -log1p(-v) by its series where 1 - v would round v away.
     series = v * (1.0 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
-    return torch.where(v < 0.1, series, -torch.log(1.0 - v)).log()
+    return torch.where(v < 0.1, series, -torch.log(1.0 - v))
 
 
 def pick_reference(w_high: torch.Tensor, w_low: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -133,10 +135,10 @@ def uniform(word):
 
 
 @triton.jit
-def log_exponential(word):
+def exponential(word):
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = v * (1.0 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
-    return log(tl.where(v < 0.1, series, -log(1.0 - v)))
+    return tl.where(v < 0.1, series, -log(1.0 - v))
 
 
 @triton.jit

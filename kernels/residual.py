@@ -1,7 +1,7 @@
 """K3: the rows that the decision left open, block by block.
 
 Of a row with a draft the mass of max(P p - q, 0), of a request's last row that of p, as int64
-multiples of 2**-40; of a `match` request, the best token under the noise of the row's position.
+multiples of 2**-40; of the rows of `match` requests their own tokens (match.py).
 """
 
 import torch
@@ -9,31 +9,22 @@ import triton
 import triton.language as tl
 
 from outrider.kernels._dispatch import num_programs
-from outrider.kernels.decide import Drafts, Plan, row_index_reference
-from outrider.kernels.philox import (
-    FIXED_ONE,
-    Purpose,
-    exp,
-    fixed,
-    log_exponential,
-    log_exponential_reference,
-    philox,
-    philox_reference,
-)
+from outrider.kernels.decide import Plan, Worklist
+from outrider.kernels.drafts import Drafts, row_index_reference
+from outrider.kernels.match import match_block
+from outrider.kernels.philox import FIXED_ONE, exp, fixed
 from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import (
     BLOCK,
+    GROUP,
     STATE_LOG_Z,
-    Rule,
     Sampling,
-    log_prob,
     log_prob_reference,
     num_blocks,
 )
 from outrider.kernels.scan import BlockStats, blocks_reference
 
-_PROGRAMS_PER_SM = 32
-NO_ID = 0x7FFFFFFF
+_PROGRAMS_PER_SM = 16
 
 
 def weights_reference(
@@ -64,44 +55,6 @@ def weights_reference(
     return (torch.where(has_draft, residual, p) * FIXED_ONE).long()
 
 
-def pack_best_reference(score: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 whose order is (score ascending, token id descending); NaN counts as -inf."""
-    bits = torch.where(score.isnan(), -torch.inf, score).view(torch.int32).long()
-    ordered = torch.where(bits >= 0, bits, bits ^ NO_ID)
-    return (ordered << 32) | (NO_ID - token_ids)
-
-
-def unpack_best_reference(packed: torch.Tensor) -> torch.Tensor:
-    return NO_ID - (packed & 0xFFFFFFFF)
-
-
-def best_reference(
-    target: torch.Tensor,
-    state: torch.Tensor,
-    position: torch.Tensor,
-    sampling: Sampling,
-    vocab_size: int,
-) -> torch.Tensor:
-    """Best token of each block under Gumbel noise, packed. Shape: [R, nb, BLOCK] -> [R, nb]."""
-    ids = torch.arange(target[0].numel(), device=target.device)
-    log_p = log_prob_reference(
-        target, ids.view(target.shape[1:]), state, sampling.inverse_temperature()
-    )
-    group = ids[: -(-vocab_size // 4)]
-    words = philox_reference(
-        sampling.seed[:, None],
-        position[:, None],
-        torch.zeros_like(group),
-        torch.full_like(group, Purpose.FINAL),
-        group,
-    )
-    noise = log_exponential_reference(torch.stack(words, -1).flatten(1))
-    score = torch.full_like(target, -torch.inf).flatten(1)
-    size = min(noise.shape[1], score.shape[1])
-    score[:, :size] = log_p.flatten(1)[:, :size] - noise[:, :size]
-    return pack_best_reference(score, ids).view(target.shape).amax(-1)
-
-
 def residual_reference(
     logits: torch.Tensor,
     rows: RowStates,
@@ -109,15 +62,13 @@ def residual_reference(
     drafts: Drafts,
     plan: Plan,
     sampling: Sampling,
-    position: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Block masses of the rows that the plan names, of `match` rows packed bests; 0 elsewhere.
+    """Block masses of the rows that the plan names; 0 elsewhere.
 
-    `position` [B] is that of a request's row 0. Shape: [B, K + 1, num_blocks] int64.
+    Shape: [B, K + 1, num_blocks] int64.
     """
     batch, width = plan.log_scale.shape
-    k = drafts.num_drafts
     shape = (batch, width, num_blocks(vocab_size))
     mass = torch.zeros(shape, dtype=torch.int64, device=logits.device)
     offset = torch.arange(width, device=logits.device)
@@ -125,105 +76,63 @@ def residual_reference(
     if not len(b):
         return mass
     row = row_index_reference(cu_rows, drafts)[b, j]
-    of_match = (sampling.rule == Rule.MATCH)[b]
-    pick = of_match.nonzero().squeeze(-1)
-    if len(pick):
-        bp, jp, rp = b[pick], j[pick], row[pick]
-        x = blocks_reference(logits[rp], vocab_size)
-        own = sampling.take(bp)
-        best = best_reference(x, rows.state[rp], position[bp] + jp, own, vocab_size)
-        mass[bp, jp] = best
-    rest = (~of_match).nonzero().squeeze(-1)
-    if len(rest):
-        bp, jp, rp = b[rest], j[rest], row[rest]
-        x = blocks_reference(logits[rp], vocab_size)
-        ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
-        draft = draft_state = None
-        slot = jp.clamp_max(max(width - 2, 0))
-        if drafts.logits is not None and drafts.state is not None and width > 1:
-            narrow = drafts.logits[bp, slot, :vocab_size].float()
-            pad = x[0].numel() - narrow.shape[1]
-            draft = torch.nn.functional.pad(narrow, (0, pad), value=-torch.inf).view(x.shape)
-            draft_state = drafts.state[bp, slot]
-        ids_of_drafts = drafts.token_ids[bp, slot] if width > 1 else torch.full_like(bp, -1)
-        inv_t = sampling.inverse_temperature()[bp]
-        weight = weights_reference(
-            x, ids, rows.state[rp], draft, draft_state, ids_of_drafts, jp < k[bp],
-            plan.log_scale[bp, jp], inv_t,
-        )  # fmt: skip
-        mass[bp, jp] = weight.sum(-1)
+    x = blocks_reference(logits[row], vocab_size)
+    ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
+    draft = draft_state = None
+    slot = j.clamp_max(max(width - 2, 0))
+    if drafts.logits is not None and drafts.state is not None and width > 1:
+        narrow = drafts.logits[b, slot, :vocab_size].float()
+        pad = x[0].numel() - narrow.shape[1]
+        draft = torch.nn.functional.pad(narrow, (0, pad), value=-torch.inf).view(x.shape)
+        draft_state = drafts.state[b, slot]
+    draft_id = drafts.token_ids[b, slot] if width > 1 else torch.full_like(b, -1)
+    weight = weights_reference(
+        x, ids, rows.state[row], draft, draft_state, draft_id, j < drafts.num_drafts[b],
+        plan.log_scale[b, j], sampling.inverse_temperature()[b],
+    )  # fmt: skip
+    mass[b, j] = weight.sum(-1)
     return mass
 
 
 @triton.jit
-def probs(
-    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, inv_t,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Processed probabilities of one block of a row, and its raw logits."""
+def load_block(row_ptr, block, width, vocab_size, BLOCK: tl.constexpr):
+    """Logits of one block of a row, -inf where the row or the vocabulary ends."""
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + ids, mask=ids < width, other=0.0).to(tl.float32)
+    x = tl.load(row_ptr + ids, mask=ids < width, other=-float("inf")).to(tl.float32)
     if block * BLOCK + BLOCK > vocab_size:
         x = tl.where(ids < vocab_size, x, -float("inf"))
+    return x
+
+
+@triton.jit
+def probs(x, ids, row_max, log_z, threshold, cutoff, inv_t):
+    """Processed probabilities of raw logits."""
     p = exp((x - row_max) * inv_t - log_z)
     if threshold > -float("inf"):
         p = tl.where((x > threshold) | ((x == threshold) & (ids <= cutoff.to(tl.int32))), p, 0.0)
-    return p, x
+    return p
 
 
 @triton.jit
-def weights(
-    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, draft_row_ptr,
-    draft_width, draft_state_ptr, draft_id, has_draft, scale, inv_t, HAS_Q: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """max(P p - q, 0) of one block, or p of a row without a draft; and the raw logits."""
-    weight, x = probs(
-        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, inv_t, BLOCK
-    )
-    if has_draft:
-        is_one_hot = True
-        if HAS_Q:
-            q_log_z = tl.load(draft_state_ptr + 1)
-            if q_log_z == q_log_z:
-                is_one_hot = False
-                q, _ = probs(
-                    block, draft_row_ptr, draft_width, tl.minimum(draft_width, vocab_size),
-                    tl.load(draft_state_ptr), q_log_z, tl.load(draft_state_ptr + 2),
-                    tl.load(draft_state_ptr + 3), inv_t, BLOCK,
-                )  # fmt: skip
-                weight = tl.maximum(weight * scale - q, 0.0)
-        if is_one_hot:
-            ids = block * BLOCK + tl.arange(0, BLOCK)
-            weight = tl.where(ids == draft_id, 0.0, weight * scale)  # P p(X) - 1 <= 0
-    return weight, x
+def residual_weights(p, y, ids, draft_state_ptr, draft_id, scale, inv_t, HAS_Q: tl.constexpr):
+    """max(P p - q, 0), the draft's logits being y."""
+    weight = p * scale
+    is_one_hot = True
+    if HAS_Q:
+        q_log_z = tl.load(draft_state_ptr + 1)
+        is_one_hot = q_log_z != q_log_z
+        if not is_one_hot:
+            q = probs(
+                y.to(tl.float32), ids, tl.load(draft_state_ptr), q_log_z,
+                tl.load(draft_state_ptr + 2), tl.load(draft_state_ptr + 3), inv_t,
+            )  # fmt: skip
+            weight = tl.maximum(weight - q, 0.0)
+    if is_one_hot:
+        weight = tl.where(ids == draft_id, 0.0, weight)  # P p(X) - 1 <= 0
+    return weight
 
 
-@triton.jit
-def best_of_block(
-    block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff, seed, position, inv_t,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Best token of a block under the Gumbel noise of its position, packed for a maximum."""
-    best = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
-    zero = tl.zeros((64,), tl.int32)
-    for start in range(block * BLOCK, block * BLOCK + BLOCK, 256):
-        group = start // 4 + tl.arange(0, 64)
-        words = philox(seed, zero + position.to(tl.int32), zero, zero + 2, group)
-        for part in tl.static_range(4):
-            ids = group * 4 + part
-            x = tl.load(row_ptr + ids, mask=ids < width, other=0.0)
-            x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
-            log_p = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t)
-            score = log_p - log_exponential(words[part])
-            score = tl.where(score == score, score, -float("inf"))
-            bits = score.to(tl.int32, bitcast=True)
-            ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
-            best = tl.maximum(best, tl.max((ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64), 0))
-    return best
-
-
-@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "capacity"])
 def _residual_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
@@ -232,8 +141,6 @@ def _residual_kernel(
     num_blocks,
     max_ptr,  # [N, num_blocks]
     state_ptr,  # [N, 4]
-    cu_rows_ptr,  # [B + 1]
-    num_drafts_ptr,  # [B]
     num_columns,  # K + 1
     draft_ids_ptr,  # [B, K]
     draft_stride,
@@ -242,115 +149,116 @@ def _residual_kernel(
     draft_logits_stride_k,
     draft_width,
     draft_state_ptr,  # [B, K, 4] or None
-    temperature_ptr,  # [B], as the next three
+    temperature_ptr,  # [B], as the next two
     seed_ptr,
-    rule_ptr,
     position_ptr,
-    rows_to_read_ptr,  # [B]
+    group_max_ptr,  # [N, num_blocks * groups of a block]
     log_scale_ptr,  # [B, K + 1]
+    num_items_ptr,  # [1]
+    items_ptr,  # [B * (K + 1)]
+    best_ptr,  # [B, K + 1]
+    capacity,
     mass_ptr,  # [B, K + 1, num_blocks]
-    HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    # Programs of one warp, as in the scan: no barriers, and many loads in flight.
-    strip = tl.program_id(0)
-    num_strips = tl.num_programs(0)
-    request = tl.program_id(1)
-    rows_to_read = tl.load(rows_to_read_ptr + request)
-    if rows_to_read == 0:
-        return
-    k = tl.load(num_drafts_ptr + request)
-    row0 = tl.load(cu_rows_ptr + request)
-    inv_t = 1.0 / tl.load(temperature_ptr + request)
-    is_match = tl.load(rule_ptr + request) == 2
-    seed = tl.load(seed_ptr + request)
-    position = tl.load(position_ptr + request)
-    for j in range(0, k + 1):
-        if ((rows_to_read >> j) & 1) != 0:
-            row = (row0 + j).to(tl.int64)
-            row_ptr = logits_ptr + row * logits_stride
-            state = state_ptr + row * 4
-            row_max, log_z = tl.load(state), tl.load(state + 1)
-            threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
-            scale = exp(tl.load(log_scale_ptr + request * num_columns + j))
-            draft_id = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
-            draft_row = draft_logits_ptr
-            draft_state = draft_state_ptr
-            if HAS_Q:
-                draft_row += request.to(tl.int64) * draft_logits_stride_b
-                draft_row += tl.cast(j, tl.int64) * draft_logits_stride_k
-                draft_state += (request * (num_columns - 1) + j) * 4
-            for block in range(strip, num_blocks, num_strips):
-                at = (request * num_columns + j) * num_blocks + block
-                is_empty = False
-                if threshold > -float("inf"):
-                    is_empty = tl.load(max_ptr + row * num_blocks + block) < threshold
-                if is_match:
-                    best = best_of_block(
-                        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
-                        seed, position + j, inv_t, BLOCK,
-                    )  # fmt: skip
-                    tl.store(mass_ptr + at, best)
-                elif is_empty:
-                    tl.store(mass_ptr + at, tl.zeros((), tl.int64))
-                else:
-                    weight, _ = weights(
-                        block, row_ptr, width, vocab_size, row_max, log_z, threshold, cutoff,
-                        draft_row, draft_width, draft_state, draft_id, j < k, scale, inv_t,
-                        HAS_Q, BLOCK,
-                    )  # fmt: skip
-                    tl.store(mass_ptr + at, fixed(tl.sum(weight, 0)))
+    # Programs of one warp walk over the blocks of the rows in the list.
+    HAS_Q: tl.constexpr = draft_logits_ptr is not None
+    task = tl.program_id(0)
+    item = tl.load(items_ptr + task // num_blocks, mask=task // num_blocks < capacity, other=0)
+    num_tasks = tl.load(num_items_ptr) * num_blocks
+    lane = tl.arange(0, BLOCK)
+    while task < num_tasks:
+        block = task % num_blocks
+        row = item >> 32
+        column = (item & 0x1FFFFFFF).to(tl.int32)
+        is_match = ((item >> 29) & 1) != 0
+        has_draft = ((item >> 30) & 1) != 0
+        filtered = ((item >> 31) & 1) != 0
+        request = column // num_columns
+        j = column % num_columns
+        task += tl.num_programs(0)
+        at_item = task // num_blocks
+        item = tl.load(items_ptr + at_item, mask=at_item < capacity, other=0)
+
+        state = state_ptr + row * 4
+        row_max, log_z = tl.load(state), tl.load(state + 1)
+        threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
+        inv_t = 1.0 / tl.load(temperature_ptr + request)
+        row_ptr = logits_ptr + row * logits_stride
+        is_empty = False
+        if filtered:
+            is_empty = tl.load(max_ptr + row * num_blocks + block) < threshold
+        if is_match:
+            groups: tl.constexpr = BLOCK // GROUP
+            match_block(
+                best_ptr + column, block, row_ptr, vocab_size,
+                group_max_ptr + row * num_blocks * groups, row_max, log_z, threshold, cutoff,
+                inv_t, tl.load(seed_ptr + request), tl.load(position_ptr + request) + j, groups,
+                GROUP,
+            )  # fmt: skip
+        else:
+            mass = tl.zeros((), tl.int64)
+            if not is_empty:
+                ids = block * BLOCK + lane
+                y = 0.0
+                if HAS_Q:
+                    draft_row = draft_logits_ptr + request.to(tl.int64) * draft_logits_stride_b
+                    draft_row += j.to(tl.int64) * draft_logits_stride_k
+                    of_draft = ids < tl.where(has_draft, draft_width, 0)
+                    y = tl.load(draft_row + ids, mask=of_draft, other=-float("inf"))
+                x = load_block(row_ptr, block, width, vocab_size, BLOCK)
+                weight = probs(x, ids, row_max, log_z, threshold, cutoff, inv_t)
+                if has_draft:
+                    at = draft_state_ptr
+                    if HAS_Q:
+                        at += (request * (num_columns - 1) + j) * 4
+                    draft_id = tl.load(draft_ids_ptr + request * draft_stride + j)
+                    scale = exp(tl.load(log_scale_ptr + column))
+                    weight = residual_weights(weight, y, ids, at, draft_id, scale, inv_t, HAS_Q)
+                mass = fixed(tl.sum(weight, 0))
+            tl.store(mass_ptr + column.to(tl.int64) * num_blocks + block, mass)
 
 
 def residual(
     logits: torch.Tensor,
     stats: BlockStats,
-    rows: RowStates,
-    cu_rows: torch.Tensor,
+    state: torch.Tensor,
     drafts: Drafts,
     plan: Plan,
+    worklist: Worklist,
     sampling: Sampling,
     position: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Block masses of the rows that the plan names, of `match` rows packed bests; else undefined.
+    """Block masses of the rows in the worklist, undefined elsewhere; bests of `match` rows.
 
     `position` [B] is that of a request's row 0. Shape: [B, K + 1, num_blocks] int64.
     """
-    batch, k_max = drafts.token_ids.shape
+    batch, columns = plan.log_scale.shape
     blocks = stats.max.shape[1]
-    mass = logits.new_empty((batch, k_max + 1, blocks), dtype=torch.int64)
-    q, q_state = drafts.logits, drafts.state
-    has_q = q is not None and q_state is not None and k_max > 0
-    # A request's blocks are spread over enough programs to fill the device, and no more.
-    strips = min(blocks, triton.cdiv(num_programs(logits.device, _PROGRAMS_PER_SM), batch))
-    _residual_kernel[(strips, batch)](
+    mass = logits.new_empty((batch, columns, blocks), dtype=torch.int64)
+    capacity = batch * columns
+    programs = min(capacity * blocks, num_programs(logits.device, _PROGRAMS_PER_SM))
+    _residual_kernel[(programs,)](
         logits,
         logits.stride(0),
         logits.shape[1],
         vocab_size,
         blocks,
         stats.max,
-        rows.state,
-        cu_rows,
-        drafts.num_drafts,
-        k_max + 1,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        q if has_q else None,
-        q.stride(0) if q is not None else 0,
-        q.stride(1) if q is not None else 0,
-        q.shape[2] if q is not None else 0,
-        q_state if has_q else None,
+        state,
+        *drafts.launch_arguments(),
         sampling.temperature,
         sampling.seed,
-        sampling.rule,
         position,
-        plan.rows_to_read,
+        stats.group_max,
         plan.log_scale,
+        *worklist,
+        capacity,
         mass,
-        HAS_Q=has_q,
         BLOCK=BLOCK,
+        GROUP=GROUP,
         num_warps=1,
         maxnreg=128,
     )

@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.bisection import bisect_rows
-from outrider.kernels.candidates import CANDIDATE_SCRATCH, threshold_from_candidates
+from outrider.kernels.candidates import (
+    CANDIDATE_SCRATCH,
+    MIN_LANES,
+    threshold_from_candidates,
+)
+from outrider.kernels.drafts import Drafts, rows_of
 from outrider.kernels.keys import value_of
 from outrider.kernels.philox import FIXED_ONE, log
 from outrider.kernels.sampling import GROUP, STATE_WIDTH, Sampling, is_filtered
@@ -25,16 +30,17 @@ _FIRST_CANDIDATES = 1024  # a nucleus is rarely wider; wider ones are sorted in 
 
 
 class RowStates(NamedTuple):
+    """Of the references; the kernels keep the first alone."""
+
     state: torch.Tensor  # [N, 4] float32 (max, log_z, threshold, cutoff); log_z NaN: a bad row
-    argmax: torch.Tensor  # [N] int32 token id
+    argmax: torch.Tensor  # [N] int64 token id
 
 
 def row_state_reference(
     logits: torch.Tensor, stats: BlockStats, sampling: Sampling, vocab_size: int
 ) -> RowStates:
     """States of rows under their own parameters. Shape: logits [N, V], sampling [N]."""
-    row_max, block = stats.max.max(-1)
-    argmax = stats.argmax.gather(1, block[:, None]).squeeze(1)
+    row_max, argmax = logits[:, :vocab_size].float().max(-1)
     inv_t = sampling.inverse_temperature()
     relative = torch.exp((stats.max - row_max[:, None]) * inv_t[:, None])
     z = (stats.total.double() * relative).sum(-1)
@@ -52,7 +58,7 @@ def row_state_reference(
         state[filtered] = _filter_reference(
             x, state[filtered], z[filtered], sampling.take(filtered)
         )
-    return RowStates(state, torch.where(bad, 0, argmax).int())
+    return RowStates(state, torch.where(bad, 0, argmax))
 
 
 def _filter_reference(
@@ -106,14 +112,14 @@ def _row_state_kernel(
     total_ptr,
     group_max_ptr,  # [N, num_blocks * groups of a block]
     num_blocks,
-    cu_rows_ptr,  # [B + 1]
+    cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
     num_columns,  # K + 1
     temperature_ptr,  # [B], as the next three
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    scratch_ptr,  # [N, scratch_stride] int32
+    scratch_ptr,  # [N, scratch_stride] int64
     scratch_stride,
     state_ptr,  # [N, 4]
     NB: tl.constexpr,
@@ -126,9 +132,10 @@ def _row_state_kernel(
     temperature = tl.load(temperature_ptr + request)
     if not is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
         return
-    if offset > tl.load(num_drafts_ptr + request):
+    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    if offset > k:
         return
-    row = (tl.load(cu_rows_ptr + request) + offset).to(tl.int64)
+    row = (row0 + offset).to(tl.int64)
     inv_t = 1.0 / temperature
     top_k = tl.load(top_k_ptr + request)
     top_p = tl.load(top_p_ptr + request)
@@ -136,6 +143,11 @@ def _row_state_kernel(
     by_k = (top_k > 0) & (top_k < vocab_size)
     by_p = top_p < 1.0
 
+    row_groups = num_blocks * BLOCK_GROUPS
+    lane = tl.arange(0, LANES)
+    group_max = tl.load(
+        group_max_ptr + row * row_groups + lane, mask=lane < row_groups, other=-float("inf")
+    )
     one = tl.arange(0, 1)
     row_max, z, bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, inv_t, NB)
     row_max, z = tl.sum(row_max, 0), tl.sum(z, 0)
@@ -147,13 +159,11 @@ def _row_state_kernel(
         tl.store(at + 3, vocab_size.to(tl.float32))
         return
 
-    row_groups = num_blocks * BLOCK_GROUPS
     row_ptr = logits_ptr + row * logits_stride
-    group_max_ptr += row * row_groups
     scratch_ptr += row * scratch_stride
     found, threshold, cutoff, kept = threshold_from_candidates(
-        row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p,
-        group_max_ptr, scratch_ptr, row_groups, LANES, GROUP,
+        row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max,
+        scratch_ptr, row_groups, LANES, GROUP,
     )  # fmt: skip
     if not found:
         tl.store(at + 1, float("inf"))  # for bisection
@@ -167,25 +177,23 @@ def _row_state_kernel(
 def row_state(
     logits: torch.Tensor,
     stats: BlockStats,
-    cu_rows: torch.Tensor,
-    num_drafts: torch.Tensor,
-    num_columns: int,
+    cu_rows: torch.Tensor | None,
+    drafts: Drafts,
     sampling: Sampling,
     vocab_size: int,
     filters: bool,
-) -> RowStates:
+) -> torch.Tensor:
     """Room for every row's state, with those of filtered rows; `decide` writes the others.
 
-    Shape: logits [N, V], cu_rows [B + 1], sampling [B]. `filters` false promises no filtered row.
+    `filters` false promises no filtered row. Shape: [N, 4] float32.
     """
     new = logits.new_empty
-    rows = RowStates(
-        new((len(logits), STATE_WIDTH), dtype=torch.float32),
-        new(len(logits), dtype=torch.int32),
-    )
+    state = new((len(logits), STATE_WIDTH), dtype=torch.float32)
     group_max = stats.group_max
     if filters and group_max is not None:
-        _row_state_kernel[(len(num_drafts) * num_columns,)](
+        batch, k_max = drafts.token_ids.shape
+        columns = k_max + 1
+        _row_state_kernel[(batch * columns,)](
             logits,
             logits.stride(0),
             vocab_size,
@@ -194,23 +202,21 @@ def row_state(
             group_max,
             stats.max.shape[1],
             cu_rows,
-            num_drafts,
-            num_columns,
+            drafts.num_drafts,
+            columns,
             sampling.temperature,
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
-            new((len(logits), CANDIDATE_SCRATCH), dtype=torch.int32),
+            new((len(logits), CANDIDATE_SCRATCH), dtype=torch.int64),
             CANDIDATE_SCRATCH,
-            rows.state,
+            state,
             NB=triton.next_power_of_2(stats.max.shape[1]),
             BLOCK_GROUPS=group_max.shape[2],
-            LANES=max(64, triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]),
+            LANES=max(MIN_LANES, triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]),
             GROUP=GROUP,
-            num_warps=8,
-            maxnreg=80,  # 3 programs a multiprocessor
+            num_warps=4,
+            maxnreg=128,  # 4 programs a multiprocessor
         )
-        bisect_rows(
-            logits, stats, rows.state, cu_rows, num_drafts, num_columns, sampling, vocab_size
-        )
-    return rows
+        bisect_rows(logits, stats, state, cu_rows, drafts, sampling, vocab_size)
+    return state

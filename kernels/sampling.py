@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024  # tokens of one block of a row; part of what a draw means, so never tuned by batch
-GROUP = 64  # tokens of one group, whose maxima narrow the search for a threshold
+GROUP = 64  # tokens of one group: their maxima narrow searches; part of what a `match` draw means
 MAX_DRAFTS = 32
 
 # Columns of a row state: what turns a raw logit into a log-probability (see log_prob_reference).

@@ -1,10 +1,11 @@
-"""K4, its first half: how many drafts stand, once K3 has read what was left open."""
+"""K4, for `block`: how many drafts stand, once K3 has read what was left open."""
 
 import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.decide import Drafts, Plan, accept_words_reference
+from outrider.kernels.decide import Plan, accept_words_reference
+from outrider.kernels.drafts import Drafts
 from outrider.kernels.philox import FIXED_ONE, exp, philox, uniform, uniform_reference
 from outrider.kernels.sampling import Rule, Sampling
 
@@ -55,25 +56,3 @@ def accept_blocks(
             passed = (uniform(word) <= h) | (h != h)
             accepted = tl.where(passed, i, accepted)
     return accepted
-
-
-@triton.jit
-def match_drafts(
-    request, k, num_columns, num_blocks, draft_ids_ptr, draft_stride, mass_ptr,
-    NB: tl.constexpr,
-):  # fmt: skip
-    """Drafts that equal the target's own tokens, and its own token after them."""
-    lane = tl.arange(0, NB)
-    accepted = 0
-    last = tl.zeros((), tl.int64)
-    standing = True
-    for j in range(0, k + 1):
-        at = mass_ptr + (request * num_columns + j) * num_blocks + lane
-        lowest = -0x7FFFFFFFFFFFFFFF
-        best = tl.max(tl.load(at, mask=lane < num_blocks, other=lowest), 0)
-        token = 0x7FFFFFFF - (best & 0xFFFFFFFF)
-        drafted = tl.load(draft_ids_ptr + request * draft_stride + j, mask=j < k, other=-1)
-        accepted = tl.where(standing, j, accepted)
-        last = tl.where(standing, token, last)
-        standing = standing & (drafted == token)
-    return accepted, last

@@ -1,7 +1,8 @@
 """Speculative verification and sampling: the one road that every emitted token takes.
 
-scan (K1) -> row state (K1b) -> decide (K2) -> residual (K3) -> draw (K4). A request without
-drafts is plain sampling, and so is the draft model's own sampling (K0): the same road with k = 0.
+scan (K1) -> row state (K1b) -> decide (K2) -> residual (K3) -> draw (K4). A greedy request is done
+after K2. A request without drafts is plain sampling, and so is the draft model's own sampling (K0):
+the same road with k = 0.
 """
 
 from typing import NamedTuple
@@ -9,11 +10,12 @@ from typing import NamedTuple
 import torch
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.decide import Drafts, decide, decide_reference
-from outrider.kernels.draw import Verified, draw, draw_reference
+from outrider.kernels.decide import Worklist, decide, decide_reference
+from outrider.kernels.drafts import Drafts, Verified
+from outrider.kernels.draw import draw, draw_reference
 from outrider.kernels.philox import Purpose
 from outrider.kernels.residual import residual, residual_reference
-from outrider.kernels.row_state import RowStates, row_state, row_state_reference
+from outrider.kernels.row_state import row_state, row_state_reference
 from outrider.kernels.sampling import MAX_DRAFTS, Sampling
 from outrider.kernels.scan import scan, scan_reference
 
@@ -30,6 +32,7 @@ def draft_sample(
     anchor: torch.Tensor,
     vocab_size: int,
     filters: bool = True,
+    samples: bool = True,
     words: torch.Tensor | None = None,
 ) -> DraftSample:
     """Draw one draft a row from the processed distribution of the draft's logits.
@@ -50,22 +53,17 @@ def draft_sample(
     vocab_size
         Ids from here on are never drawn; V' may be smaller.
     filters
-        False promises that no request filters (top-k, top-p, min-p), and saves a launch.
+        False promises that no request filters (top-k, top-p, min-p), and saves launches.
+    samples
+        False promises that every request is greedy, and saves launches.
     words
         Random words to use instead of Philox's, for proofs. Shape: [N, 2, 4] int64.
     """
     vocab_size = min(vocab_size, logits.shape[1])
-    num_rows = len(logits)
-    drafts = Drafts(
-        torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device),
-        torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
-        None,
-        None,
-    )
-    cu_rows = torch.arange(num_rows + 1, dtype=torch.int32, device=logits.device)
-    verified, rows = _sample(
+    drafts = Drafts(sampling.seed.new_empty(len(logits), 0), sampling.rule.new_empty(0), None, None)
+    verified, state = _sample(
         logits,
-        cu_rows,
+        None,
         drafts,
         sampling,
         anchor,
@@ -73,9 +71,10 @@ def draft_sample(
         Purpose.DRAFT,
         vocab_size,
         filters,
+        samples,
         words,
     )
-    return DraftSample(verified.token_ids[:, 0], rows.state)
+    return DraftSample(verified.token_ids[:, 0], state)
 
 
 def verify(
@@ -89,6 +88,7 @@ def verify(
     positions: torch.Tensor,
     vocab_size: int,
     filters: bool = True,
+    samples: bool = True,
     words: torch.Tensor | None = None,
 ) -> Verified:
     """Keep of each request's drafts what its rule accepts, and draw the token after them.
@@ -118,7 +118,9 @@ def verify(
     vocab_size
         Ids from here on are never emitted. At most V.
     filters
-        False promises that no request filters (top-k, top-p, min-p), and saves a launch.
+        False promises that no request filters (top-k, top-p, min-p), and saves launches.
+    samples
+        False promises that every request is greedy, and saves launches.
     words
         Random words to use instead of Philox's, for proofs: row i < K is draft i's accept word,
         row K + 1 the last draw's. Shape: [B, K + 2, 4] int64. `match` ignores them.
@@ -140,13 +142,14 @@ def verify(
         Purpose.FINAL,
         vocab_size,
         filters,
+        samples,
         words,
     )[0]
 
 
 def _sample(
     logits: torch.Tensor,
-    cu_rows: torch.Tensor,
+    cu_rows: torch.Tensor | None,
     drafts: Drafts,
     sampling: Sampling,
     anchor: torch.Tensor,
@@ -154,33 +157,62 @@ def _sample(
     purpose: Purpose,
     vocab_size: int,
     filters: bool,
+    samples: bool,
     words: torch.Tensor | None,
-) -> tuple[Verified, RowStates]:
-    if uses_triton(logits):
-        _check_layout(logits, drafts, sampling, cu_rows, anchor, position)
-        columns = drafts.token_ids.shape[1] + 1
-        stats = scan(logits, cu_rows, drafts.num_drafts, columns, sampling, vocab_size)
-        rows = row_state(
-            logits, stats, cu_rows, drafts.num_drafts, columns, sampling, vocab_size, filters
+) -> tuple[Verified, torch.Tensor]:
+    """Outcome and states of the rows; without cu_rows a row a request, and no drafts."""
+    if not uses_triton(logits):
+        return _sample_reference(
+            logits, cu_rows, drafts, sampling, anchor, position, purpose, vocab_size, words
         )
-        plan = decide(logits, stats, rows, cu_rows, drafts, sampling, anchor, vocab_size, words)
-        mass = residual(logits, stats, rows, cu_rows, drafts, plan, sampling, position, vocab_size)
-        verified = draw(
-            logits, stats, rows, cu_rows, drafts, plan, mass, sampling, anchor, position,
-            purpose, vocab_size, words,
+    _check_layout(logits, drafts, sampling, anchor, position)
+    batch, k_max = drafts.token_ids.shape
+    worklist = Worklist(
+        logits.new_empty(1, dtype=torch.int32),
+        logits.new_empty(batch * (k_max + 1), dtype=torch.int64),
+        logits.new_empty((batch, k_max + 1), dtype=torch.int64),
+    )
+    stats = scan(logits, cu_rows, sampling, vocab_size, worklist.num_items)
+    state = row_state(logits, stats, cu_rows, drafts, sampling, vocab_size, filters)
+    plan, verified = decide(
+        logits, stats, state, cu_rows, drafts, sampling, anchor, vocab_size, worklist, words
+    )
+    if samples:
+        mass = residual(
+            logits, stats, state, drafts, plan, worklist, sampling, position, vocab_size
+        )
+        draw(
+            logits, stats, state, cu_rows, drafts, plan, mass, worklist, sampling, anchor, position,
+            purpose, vocab_size, words, verified,
         )  # fmt: skip
-        return verified, rows
+    return verified, state
+
+
+def _sample_reference(
+    logits: torch.Tensor,
+    cu_rows: torch.Tensor | None,
+    drafts: Drafts,
+    sampling: Sampling,
+    anchor: torch.Tensor,
+    position: torch.Tensor,
+    purpose: Purpose,
+    vocab_size: int,
+    words: torch.Tensor | None,
+) -> tuple[Verified, torch.Tensor]:
+    if cu_rows is None:
+        cu_rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+        drafts = drafts._replace(num_drafts=torch.zeros_like(sampling.rule))
     used = logits[: int(cu_rows[-1])]
     of_row = sampling.take(torch.repeat_interleave(drafts.num_drafts.long() + 1))
     stats = scan_reference(used, of_row, vocab_size)
     rows = row_state_reference(used, stats, of_row, vocab_size)
     plan = decide_reference(used, rows, cu_rows, drafts, sampling, anchor, vocab_size, words)
-    mass = residual_reference(used, rows, cu_rows, drafts, plan, sampling, position, vocab_size)
+    mass = residual_reference(used, rows, cu_rows, drafts, plan, sampling, vocab_size)
     verified = draw_reference(
         used, stats, rows, cu_rows, drafts, plan, mass, sampling, anchor, position, purpose,
         vocab_size, words,
     )  # fmt: skip
-    return verified, rows
+    return verified, rows.state
 
 
 def _check_layout(

@@ -101,6 +101,7 @@ class Top1Proposer(Proposer):
         kept_logits = logits.new_empty(num_reqs, max_drafts, logits.shape[-1])
         state = torch.empty(num_reqs, max_drafts, STATE_WIDTH, device=device)
         filters = any(s.request.params.is_filtered for s in sampled)
+        samples = any(s.request.params.temperature > 0 for s in sampled)
         for j in range(max_drafts):
             rows = torch.from_numpy(rows_np).to(device)
             slot = torch.from_numpy(slots_np[rows_np]).to(device)
@@ -112,6 +113,7 @@ class Top1Proposer(Proposer):
                 anchor,
                 self._vocab_size,
                 filters=filters,
+                samples=samples,
             )
             self._slots.token_ids[slot, anchor + j] = drawn.token_ids.int()
             kept_logits[rows, j] = logits

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from verification import DEVICE, cu_rows_of, make_sampling, on_road
+from verification import DEVICE, cu_rows_of, equal, make_sampling, on_road, random_batch
 
 from outrider.kernels.sampling import Rule, Sampling
 from outrider.kernels.verify import draft_sample, verify
@@ -93,3 +93,17 @@ def test_match_gives_the_same_tokens_whatever_k(temperature: float, road: str) -
 def test_rules_of_a_batch_do_not_mix(road: str) -> None:
     requests = [make_request(20, 2, rule=rule) for rule in Rule]
     assert run(requests, road) == [run([request], road)[0] for request in requests]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_promises_to_the_kernels_change_no_token(temperature: float, road: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    sampling = make_sampling(2, temperature=temperature)
+    batch = random_batch(generator, 2, [2, 0], 200, torch.float32, sampling)
+    with on_road(road):
+        promised = verify(
+            batch.target_logits, batch.cu_rows, batch.draft_ids, batch.num_drafts,
+            batch.draft_logits, batch.state, sampling, batch.positions, batch.vocab_size,
+            filters=False, samples=temperature > 0,
+        )  # fmt: skip
+    assert equal(promised, batch.verify(road))

@@ -2,29 +2,19 @@
 
 import pytest
 import torch
-from verification import DEVICE, HAS_KERNELS, Batch, equal, make_sampling, random_batch
+from verification import (
+    DEVICE,
+    HAS_KERNELS,
+    Batch,
+    equal,
+    make_sampling,
+    mixed_sampling,
+    random_batch,
+)
 
-from outrider.kernels.sampling import Rule, Sampling
+from outrider.kernels.sampling import Rule
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
-
-
-def mixed_sampling(batch: int, seed: int) -> Sampling:
-    """Greedy and sampled requests of every rule, filtered and not, side by side."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def choose(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        index = torch.randint(len(values), (batch,), generator=generator)
-        return torch.tensor(values)[index].to(dtype).to(DEVICE)
-
-    return Sampling(
-        choose([0.0, 0.7, 1.0, 1.5], torch.float32),
-        choose([0, 0, 3, 40], torch.int32),
-        choose([1.0, 1.0, 0.9, 0.5], torch.float32),
-        choose([0.0, 0.0, 0.05], torch.float32),
-        make_sampling(batch, seed=seed).seed,
-        choose([Rule.TOKEN, Rule.BLOCK, Rule.MATCH], torch.int32),
-    )
 
 
 def check(batch: Batch) -> None:

@@ -56,6 +56,24 @@ def make_sampling(
     )
 
 
+def mixed_sampling(batch: int, seed: int) -> Sampling:
+    """Greedy and sampled requests of every rule, filtered and not, side by side."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        index = torch.randint(len(values), (batch,), generator=generator)
+        return torch.tensor(values)[index].to(dtype).to(DEVICE)
+
+    return Sampling(
+        choose([0.0, 0.7, 1.0, 1.5], torch.float32),
+        choose([0, 0, 3, 40], torch.int32),
+        choose([1.0, 1.0, 0.9, 0.5], torch.float32),
+        choose([0.0, 0.0, 0.05], torch.float32),
+        make_sampling(batch, seed=seed).seed,
+        choose([Rule.TOKEN, Rule.BLOCK, Rule.MATCH], torch.int32),
+    )
+
+
 def cu_rows_of(num_drafts: torch.Tensor) -> torch.Tensor:
     """Offsets of requests of num_drafts + 1 rows each."""
     cu_rows = torch.zeros(len(num_drafts) + 1, dtype=torch.int32, device=num_drafts.device)

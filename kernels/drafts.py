@@ -1,0 +1,63 @@
+"""What verification is given, and what it gives: drafts in, tokens out."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+COLUMNS = 64  # lanes that hold a request's tokens: a power of two beyond MAX_DRAFTS
+
+
+class Drafts(NamedTuple):
+    """What was proposed; without logits, or where a state's log_z is NaN, q is one-hot."""
+
+    token_ids: torch.Tensor  # [B, K] int64, ignored from num_drafts on
+    num_drafts: torch.Tensor  # [B] int32, 0..K; empty where a row is a request
+    logits: torch.Tensor | None  # [B, K, V'] raw, as the draft's head gave them
+    state: torch.Tensor | None  # [B, K, 4] float32, from draft_sample
+
+    def launch_arguments(self) -> tuple[torch.Tensor | int | None, ...]:
+        """K + 1, and what the kernels take from draft_ids_ptr to draft_state_ptr."""
+        k_max = self.token_ids.shape[1]
+        ids = k_max + 1, self.token_ids, self.token_ids.stride(0)
+        q = self.logits
+        if q is None or self.state is None or k_max == 0:
+            return *ids, None, 0, 0, 0, None
+        return *ids, q, q.stride(0), q.stride(1), q.shape[2], self.state
+
+
+class Verified(NamedTuple):
+    token_ids: torch.Tensor  # [B, K + 1] int64, padded with -1
+    num_tokens: torch.Tensor  # [B] int32, 1..k_i + 1
+    is_bad: torch.Tensor  # [B] bool: a row that was needed held NaN, inf or no finite logit
+
+
+def row_index_reference(cu_rows: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+    """Row of each (request, offset), clamped into the request. Shape: [B, K + 1] int64."""
+    offset = torch.arange(drafts.token_ids.shape[1] + 1, device=cu_rows.device)
+    return cu_rows[:-1, None].long() + torch.minimum(offset, drafts.num_drafts[:, None].long())
+
+
+@triton.jit
+def rows_of(request, cu_rows_ptr, num_drafts_ptr):
+    """Drafts and first row of a request."""
+    if cu_rows_ptr is None:
+        k, row0 = tl.zeros((), tl.int32), request
+    else:
+        k, row0 = tl.load(num_drafts_ptr + request), tl.load(cu_rows_ptr + request)
+    return k, row0
+
+
+@triton.jit
+def emit(
+    request, accepted, last, is_bad, num_columns, draft_ids_ptr, token_ids_ptr, num_tokens_ptr,
+    is_bad_ptr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write a request's outcome: the drafts that stand, then the last token."""
+    column = tl.arange(0, COLUMNS)
+    token = tl.load(draft_ids_ptr + column, mask=column < accepted, other=-1)
+    token = tl.where(column == accepted, tl.where(is_bad, 0, last), token)
+    tl.store(token_ids_ptr + request * num_columns + column, token, mask=column < num_columns)
+    tl.store(num_tokens_ptr + request, accepted + 1)
+    tl.store(is_bad_ptr + request, is_bad)

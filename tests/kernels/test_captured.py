@@ -1,0 +1,124 @@
+"""On a GPU: verification in a CUDA graph whose batch changes, and kernels that compile once."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+from verification import DEVICE, Batch, equal, mixed_sampling, random_batch
+
+from outrider.kernels.sampling import Sampling
+from outrider.kernels.verify import Verified, draft_sample, verify
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU"),
+]
+
+VOCAB, K, NUM_REQS = 3000, 5, 12
+# Drafts of each request, the last of them padding: other counts at every replay.
+RAGGED = [[5, 0, 3, 1] * 3, [0] * 12, [2, 5, 5, 4, 0, 1] * 2, [5] * 11 + [0]]
+
+
+def make_batch(seed: int, num_drafts: list[int]) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return random_batch(
+        generator, len(num_drafts), num_drafts, VOCAB, torch.bfloat16,
+        mixed_sampling(len(num_drafts), seed), noise=0.1,
+    )  # fmt: skip
+
+
+class Captured:
+    """One graph of a verification and of a draft, over buffers of the largest batch."""
+
+    def __init__(self) -> None:
+        rows = NUM_REQS * (K + 1)
+        zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=DEVICE)  # noqa: E731
+        self.target = zeros(rows, VOCAB, dtype=torch.bfloat16)
+        self.cu_rows = zeros(NUM_REQS + 1, dtype=torch.int32)
+        self.draft_ids = zeros(NUM_REQS, K, dtype=torch.int64)
+        self.num_drafts = zeros(NUM_REQS, dtype=torch.int32)
+        self.draft_logits = zeros(NUM_REQS, K, VOCAB, dtype=torch.bfloat16)
+        self.state = zeros(NUM_REQS, K, 4, dtype=torch.float32)
+        self.positions = zeros(NUM_REQS, dtype=torch.int64)
+        self.sampling = Sampling(*(torch.zeros_like(x) for x in mixed_sampling(NUM_REQS, 0)))
+        self.run()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.verified, self.drafted = self.run()
+
+    def run(self) -> tuple[Verified, torch.Tensor]:
+        verified = verify(
+            self.target, self.cu_rows, self.draft_ids, self.num_drafts, self.draft_logits,
+            self.state, self.sampling, self.positions, VOCAB,
+        )  # fmt: skip
+        drafted = draft_sample(
+            self.draft_logits[:, 0], self.sampling, self.positions, self.positions, VOCAB
+        )
+        return verified, drafted.token_ids
+
+    def replay(self, batch: Batch) -> tuple[Verified, torch.Tensor]:
+        k_max = batch.draft_ids.shape[1]
+        self.target[: len(batch.target_logits)] = batch.target_logits
+        self.cu_rows[:] = batch.cu_rows
+        self.num_drafts[:] = batch.num_drafts
+        self.draft_ids[:, :k_max] = batch.draft_ids
+        self.draft_logits[:, :k_max] = batch.draft_logits
+        self.state[:, :k_max] = batch.state
+        self.positions[:] = batch.positions
+        for mine, theirs in zip(self.sampling, batch.sampling, strict=True):
+            mine.copy_(theirs)
+        self.graph.replay()
+        return self.verified, self.drafted
+
+
+def test_graph_follows_a_batch_that_changes() -> None:
+    captured = Captured()
+    for seed, num_drafts in enumerate(RAGGED):
+        batch = make_batch(seed, num_drafts)
+        verified, drafted = captured.replay(batch)
+        eager = batch.verify("kernel")
+        k_max = batch.draft_ids.shape[1]
+        assert torch.equal(verified.token_ids[:, : k_max + 1], eager.token_ids)
+        assert (verified.token_ids[:, k_max + 1 :] == -1).all()
+        assert torch.equal(verified.num_tokens, eager.num_tokens)
+        assert torch.equal(verified.is_bad, eager.is_bad)
+        if k_max:
+            drafting = batch.num_drafts > 0
+            assert torch.equal(drafted[drafting], batch.draft_ids[drafting, 0])
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the kernels that were compiled, or read from the cache on disk, since it began."""
+    names: list[str] = []
+    runtime = triton.knobs.runtime
+    saved, runtime.jit_cache_hook = (
+        runtime.jit_cache_hook,
+        lambda *args, fn, **kwargs: names.append(str(fn.name)),
+    )
+    yield names
+    runtime.jit_cache_hook = saved
+
+
+def test_nothing_compiles_again_for_another_batch(compiled: list[str]) -> None:
+    """Whatever the number of requests, drafts, rows or padded columns."""
+
+    def run(num_drafts: list[int], extra_rows: int, extra_columns: int) -> None:
+        batch = make_batch(1, num_drafts)
+        batch.target_logits = torch.nn.functional.pad(
+            batch.target_logits, (0, 72 + extra_columns, 0, extra_rows)
+        )
+        batch.draft_logits = torch.nn.functional.pad(batch.draft_logits, (0, 72))
+        assert equal(batch.verify("kernel"), batch.verify("reference"))
+        draft_sample(
+            batch.draft_logits[:, 0], batch.sampling, batch.positions, batch.positions, VOCAB
+        )
+
+    run([2, 1, 0], 0, 0)
+    assert compiled
+    compiled.clear()
+    for num_drafts in ([1], [8, 3], [4] * 33, [0, 7] * 8):
+        run(num_drafts, len(num_drafts), 16 * len(num_drafts))
+    assert not compiled
