@@ -2,15 +2,19 @@
 
     python benchmarks/kernels.py [--batch 1,8,64,256] [--k 1,4,8] [--vocab 32000,151936]
 
-Every case is first compared with the torch references, then timed: median of CUDA-graph replays,
-the inputs rotated past the L2 cache, beside the time that the target's logits alone take to move
-at this GPU's measured copy bandwidth (the floor) and beside a straightforward torch version.
+A table of microseconds: medians of CUDA-graph replays, the inputs rotated past the L2 cache, beside
+the floor, which is the time that the target's logits alone take to move at this GPU's measured copy
+bandwidth. "torch" columns are straightforward versions (softmax, sort, multinomial) of what stands
+before them; "K0" is the draft sampler over B rows. Where a batch has at most 320 rows its tokens
+are first compared with the torch references'; the requests that differ are counted at the end.
 """
 
 import argparse
+import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +36,7 @@ class Mode(NamedTuple):
     rule: Rule = Rule.TOKEN
     one_hot: bool = False
     flat: bool = False  # logits without a peak: the worst case of top-p
+    torch: bool = False  # also time the straightforward version
 
     @property
     def filters(self) -> bool:
@@ -39,14 +44,17 @@ class Mode(NamedTuple):
 
 
 MODES = [
-    Mode("greedy", temperature=0.0),
-    Mode("temperature"),
-    Mode("top-k 50, top-p 0.95", top_k=50, top_p=0.95),
+    Mode("greedy", temperature=0.0, torch=True),
+    Mode("sampled", torch=True),
+    Mode("k50 p.95", top_k=50, top_p=0.95, torch=True),
+    Mode("block", rule=Rule.BLOCK),
+    Mode("match", rule=Rule.MATCH),
+]
+MORE_MODES = [
     Mode("top-p 0.9", top_p=0.9),
     Mode("top-p 0.9, flat logits", top_p=0.9, flat=True),
-    Mode("block", rule=Rule.BLOCK),
     Mode("block, top-k 50, top-p 0.95", top_k=50, top_p=0.95, rule=Rule.BLOCK),
-    Mode("match", rule=Rule.MATCH),
+    Mode("match, top-k 50, top-p 0.95", top_k=50, top_p=0.95, rule=Rule.MATCH),
     Mode("one-hot drafts", one_hot=True),
 ]
 
@@ -76,21 +84,27 @@ def make_sampling(batch: int, mode: Mode, seed: int) -> Sampling:
     )
 
 
-def make_inputs(
-    batch: int, k: int, vocab: int, mode: Mode, dtype: torch.dtype, seed: int
-) -> Inputs:
-    """Logits shaped like a language model's (Zipf with exponent 1.5), drafts a noisy copy's own."""
+def make_logits(
+    batch: int, k: int, vocab: int, flat: bool, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits shaped like a language model's (Zipf with exponent 1.5), and a noisy copy of them.
+
+    Shape: [B * (k + 1), V], [B, k, V] bfloat16.
+    """
     torch.manual_seed(seed)
     rows = batch * (k + 1)
-    if mode.flat:
-        target = torch.randn(rows, vocab, device=DEVICE)
-    else:
-        target = torch.empty(rows, vocab, device=DEVICE)
+    target = torch.randn(rows, vocab, device=DEVICE)
+    if not flat:
         zipf = -1.5 * torch.arange(1, vocab + 1, device=DEVICE).float().log()
-        for row in range(rows):
-            target[row] = zipf[torch.randperm(vocab, device=DEVICE)]
+        for part in target.split(512):
+            part.copy_(zipf[part.argsort(-1)])
     draft = target.view(batch, k + 1, vocab)[:, :k]
-    draft = (draft + 0.5 * torch.randn_like(draft)).to(dtype)
+    return target.bfloat16(), (draft + 0.5 * torch.randn_like(draft)).bfloat16()
+
+
+def make_inputs(target: torch.Tensor, draft: torch.Tensor, mode: Mode, seed: int) -> Inputs:
+    """A step over these logits, its drafts drawn from the draft's."""
+    batch, k, vocab = draft.shape
     sampling = make_sampling(batch, mode, seed)
     positions = torch.full((batch,), 100 + seed, device=DEVICE)
     ids = torch.empty(batch, k, dtype=torch.int64, device=DEVICE)
@@ -99,7 +113,7 @@ def make_inputs(
         drawn = kernels.draft_sample(draft[:, j], sampling, positions + j, positions, vocab)
         ids[:, j], state[:, j] = drawn.token_ids, drawn.state
     return Inputs(
-        target.to(dtype),
+        target,
         torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * (k + 1),
         ids,
         torch.full((batch,), k, dtype=torch.int32, device=DEVICE),
@@ -110,10 +124,25 @@ def make_inputs(
     )
 
 
+def make_sets(batch: int, k: int, vocab: int, flat: bool) -> list[tuple[torch.Tensor, ...]]:
+    """Logits of as many steps as do not fit the L2 cache together."""
+    set_bytes = batch * (2 * k + 1) * vocab * 2
+    count = int(max(2, min(64, 3 * L2_BYTES // set_bytes + 1)))
+    return [make_logits(batch, k, vocab, flat, seed) for seed in range(count)]
+
+
+def run_draft(x: Inputs, mode: Mode) -> kernels.DraftSample:
+    rows = x.target[: len(x.positions)]
+    return kernels.draft_sample(
+        rows, x.sampling, x.positions, x.positions, x.target.shape[1], filters=mode.filters,
+        samples=mode.temperature > 0,
+    )  # fmt: skip
+
+
 def run_verify(x: Inputs, mode: Mode) -> kernels.Verified:
     return kernels.verify(
         x.target, x.cu_rows, x.draft_ids, x.num_drafts, x.draft, x.state, x.sampling, x.positions,
-        x.target.shape[1], filters=mode.filters,
+        x.target.shape[1], filters=mode.filters, samples=mode.temperature > 0,
     )  # fmt: skip
 
 
@@ -159,9 +188,9 @@ def run_torch(x: Inputs, mode: Mode) -> torch.Tensor:
     return tokens.gather(1, accepted[:, None])
 
 
-def time_us(calls: list[Callable[[], object]], replays: int = 30) -> float:
+def time_us(calls: Sequence[Callable[[], object]], replays: int = 30) -> float:
     """Median time of one call over graph replays, each of which makes every call once."""
-    calls = calls * -(-8 // len(calls))
+    calls = [*calls] * -(-8 // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -198,14 +227,50 @@ def measure_bandwidth() -> float:
     return 5 * 8 * source.numel() / (start.elapsed_time(end) * 1e-3)
 
 
-def make_sets(batch: int, k: int, vocab: int, mode: Mode) -> list[Inputs]:
-    set_bytes = batch * (2 * k + 1) * vocab * 2
-    count = int(max(2, min(64, 3 * L2_BYTES // set_bytes + 1)))
-    return [make_inputs(batch, k, vocab, mode, torch.bfloat16, seed) for seed in range(count)]
+def time_torch_us(call: Callable[[], object]) -> float:
+    """Median of three calls, launched eagerly: they are long."""
+    call()
+    times = []
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
 
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+class Case(NamedTuple):
+    figures: dict[str, float]  # microseconds
+    num_differing: int
+    num_compared: int
+
+
+def run_case(batch: int, k: int, vocab: int, modes: list[Mode], with_torch: bool) -> Case:
+    figures: dict[str, float] = {}
+    num_differing = num_compared = 0
+    sets = make_sets(batch, k, vocab, modes[0].flat)
+    for mode in modes:
+        inputs = [make_inputs(*logits, mode, seed) for seed, logits in enumerate(sets)]
+        if batch * (k + 1) <= 320:
+            ours, reference = run_verify(inputs[0], mode), run_reference(inputs[0], mode)
+            num_differing += int((ours.token_ids != reference.token_ids).any(1).sum())
+            num_compared += batch
+        figures[mode.name] = time_us([partial(run_verify, x, mode) for x in inputs])
+        if mode.torch and with_torch:
+            figures[f"{mode.name}, torch"] = time_torch_us(partial(run_torch, inputs[0], mode))
+        if mode.torch:
+            figures[f"{mode.name}, K0"] = time_us([partial(run_draft, x, mode) for x in inputs])
+        if mode.temperature == 0:
+            ids = torch.zeros(batch * (k + 1), dtype=torch.int64, device=DEVICE)
+            calls = [partial(gather_logprobs, x.target, ids, 5, vocab) for x in inputs]
+            figures["logprobs"] = time_us(calls)
+    return Case(figures, num_differing, num_compared)
 
 
 def main() -> None:
@@ -213,62 +278,35 @@ def main() -> None:
     parser.add_argument("--batch", type=numbers, default=[1, 8, 64, 256])
     parser.add_argument("--k", type=numbers, default=[1, 4, 8])
     parser.add_argument("--vocab", type=numbers, default=[32000, 151936])
-    parser.add_argument("--modes", default="", help="only modes whose name contains this")
-    parser.add_argument("--no-torch", action="store_true", help="skip the torch version")
+    parser.add_argument("--more", action="store_true", help="also rarer modes, one a line")
+    parser.add_argument("--no-torch", action="store_true", help="skip the torch versions")
     parser.add_argument("--json", type=Path, help="write every figure here")
     args = parser.parse_args()
     bandwidth = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    print(
-        f"{'mode':<28}{'B':>5}{'k':>3}{'V':>8}{'differ':>8}{'us':>9}{'floor':>8}{'x':>6}{'torch':>9}"
-    )
-    figures = []
-    for vocab in args.vocab:
-        for batch in args.batch:
-            for k in args.k:
-                floor = batch * (k + 1) * vocab * 2 / bandwidth * 1e6
-                for mode in (mode for mode in MODES if args.modes in mode.name):
-                    sets = make_sets(batch, k, vocab, mode)
-                    ours, reference = run_verify(sets[0], mode), run_reference(sets[0], mode)
-                    differ = (ours.token_ids != reference.token_ids).any(1).float().mean().item()
-                    us = time_us([lambda x=x, mode=mode: run_verify(x, mode) for x in sets])
-                    plain = 0.0
-                    if not args.no_torch and mode.rule == Rule.TOKEN:
-                        few = sets[:2]
-                        plain = time_us([lambda x=x, mode=mode: run_torch(x, mode) for x in few], 3)
-                    figures.append([mode.name, batch, k, vocab, differ, us, floor, plain])
-                    print(
-                        f"{mode.name:<28}{batch:>5}{k:>3}{vocab:>8}{differ:>8.3f}{us:>9.1f}"
-                        f"{floor:>8.1f}{us / floor:>6.2f}{plain:>9.1f}",
-                        flush=True,
-                    )
-                figures += time_others(batch, k, vocab, bandwidth)
+    figures, num_differing, num_compared = [], 0, 0
+    for vocab, batch, k in itertools.product(args.vocab, args.batch, args.k):
+        floor = batch * (k + 1) * vocab * 2 / bandwidth * 1e6
+        case = run_case(batch, k, vocab, MODES, not args.no_torch)
+        num_differing += case.num_differing
+        num_compared += case.num_compared
+        if not figures:
+            print("     V   B  k   floor", *(f"{name:>15}" for name in case.figures))
+        print(
+            f"{vocab:>6}{batch:>4}{k:>3}{floor:>8.1f}",
+            *(f"{us:>15.1f}" for us in case.figures.values()),
+            flush=True,
+        )
+        figures.append({"vocab": vocab, "batch": batch, "k": k, "floor": floor, **case.figures})
+        for mode in MORE_MODES if args.more else []:
+            case = run_case(batch, k, vocab, [mode], False)
+            num_differing += case.num_differing
+            num_compared += case.num_compared
+            print(f"{'':>21} {mode.name}: {case.figures[mode.name]:.1f}", flush=True)
+            figures[-1] |= case.figures
+    print(f"{num_differing} of {num_compared} requests differ from the reference")
     if args.json:
         args.json.write_text(json.dumps(figures))
-
-
-def time_others(batch: int, k: int, vocab: int, bandwidth: float) -> list[list[object]]:
-    """The draft sampler over B rows, and logprobs with five alternatives over every row."""
-    figures: list[list[object]] = []
-    for mode in MODES[:4]:
-        sets = make_sets(batch, k, vocab, mode)
-        calls: list[Callable[[], object]] = [
-            lambda x=x, mode=mode: kernels.draft_sample(
-                x.target[: len(x.positions)], x.sampling, x.positions, x.positions, vocab,
-                filters=mode.filters,
-            )
-            for x in sets
-        ]  # fmt: skip
-        us, floor = time_us(calls), batch * vocab * 2 / bandwidth * 1e6
-        figures.append([f"draft {mode.name}", batch, k, vocab, 0.0, us, floor, 0.0])
-        print(f"draft {mode.name:<22}{batch:>5}{k:>3}{vocab:>8}{'':>8}{us:>9.1f}{floor:>8.1f}")
-    sets = make_sets(batch, k, vocab, MODES[0])
-    ids = torch.zeros(len(sets[0].target), dtype=torch.int64, device=DEVICE)
-    calls = [lambda x=x: gather_logprobs(x.target, ids, 5, vocab) for x in sets]
-    us, floor = time_us(calls), batch * (k + 1) * vocab * 2 / bandwidth * 1e6
-    figures.append(["logprobs, 5 best", batch, k, vocab, 0.0, us, floor, 0.0])
-    print(f"{'logprobs, 5 best':<28}{batch:>5}{k:>3}{vocab:>8}{'':>8}{us:>9.1f}{floor:>8.1f}")
-    return figures
 
 
 if __name__ == "__main__":
