@@ -113,7 +113,7 @@ class ProcessEngine(Dispatcher):
                 endpoint,
                 str(log.getEffectiveLevel()),
                 self._log_format,
-                env=_child_environment(),
+                env=child_environment(),
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
                 start_new_session=True,  # signals to our group are for us, who may want to drain
             )
@@ -170,7 +170,7 @@ class ProcessEngine(Dispatcher):
             log.exception("could not act on a message of the engine (%d bytes)", len(data))
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Ours, and CPU threads that wait briefly before they sleep, unless the user says otherwise.
 
     OpenMP's threads spin at barriers for milliseconds. On a machine with neighbours the spinning

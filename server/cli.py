@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 import typer
 
 from outrider.server.cli_config import ConfigOption, SetOption, config_command, settings_or_exit
+from outrider.server.cli_distill import distill_command
+from outrider.server.cli_evaluate import evaluate_command
 from outrider.server.cli_models import models_app
 
 app = typer.Typer(
@@ -14,6 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("config")(config_command)
+app.command("distill")(distill_command)
+app.command("evaluate")(evaluate_command)
 app.add_typer(models_app, name="models")
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]

@@ -1,0 +1,70 @@
+"""The model card: what the draft is, what it was made of, how often it agrees."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from outrider.engine.distill.recipe import Plan, Recipe
+from outrider.engine.distill.train import HeldOut
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding, draft]
+---
+
+# A draft for {target}
+
+A small Llama ({size}: layers x width) with the tokenizer of {target}, for speculative decoding: it
+proposes, the target verifies. Made by `outrider distill`; it is not meant to be used alone. The
+target's licence and notices, where it came with any, lie beside this file and hold for the draft.
+
+| on held-out text of the target | |
+|---|---|
+| the draft's first choice is the target's | {greedy:.3f} |
+| a draft drawn at temperature 1 is accepted | {sampled:.3f} |
+
+Measured over {num_tokens} tokens, each given the target's own text before it.
+
+## Data
+
+{data} Half of the target's answers are greedy, the others drawn at temperatures from 0.6 to 1.
+No other text was used.
+
+## Training
+
+Embedding (tied to the head) from the target's, along its strongest axes; layers from random.
+Loss: {divergence} to the target's distribution at every token; Muon for matrices, AdamW for the
+rest; one linear rise and half a cosine, {num_steps} steps over {num_shards} shards of text. The
+recipe, whole:
+
+```json
+{recipe}
+```
+"""
+
+
+def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> None:
+    target = Path(recipe.target).name
+    data = (
+        f"User turns from `{recipe.prompts}`, answered by the target."
+        if recipe.prompts
+        else "Conversations that the target wrote by itself: the user's turn, from nothing or from "
+        "a few words, and the answer."
+    )
+    settings = asdict(recipe) | {"target": target, "out": Path(recipe.out).name}
+    (folder / "README.md").write_text(
+        _CARD.format(
+            target=target,
+            size=recipe.size,
+            greedy=held_out.greedy_agreement,
+            sampled=held_out.sampled_acceptance,
+            num_tokens=held_out.num_tokens,
+            data=data,
+            num_steps=plan.num_steps,
+            num_shards=plan.num_shards,
+            divergence=recipe.divergence.replace("_", " "),
+            recipe=json.dumps(settings, indent=2),
+        )
+    )

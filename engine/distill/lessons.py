@@ -1,0 +1,68 @@
+"""What the target says of its own text: at every position, its likeliest next tokens.
+
+The target reads each conversation once, alone, so that training may go over the text as often as
+it likes at the draft's small price.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+NUM_TOP = 64  # tokens kept of each distribution
+
+
+@dataclass(slots=True)
+class Lessons:
+    """Conversations, one behind the other, on the device that trains; T tokens in all."""
+
+    token_ids: Tensor  # [T] int32
+    top_ids: Tensor  # [T, K] int32, likeliest first
+    top_log_probs: Tensor  # [T, K] bfloat16
+    starts_np: np.ndarray  # [conversations] int64
+    lengths_np: np.ndarray  # [conversations] int64
+
+
+@torch.inference_mode()
+def read(
+    target: PreTrainedModel,
+    conversations: list[Tensor],
+    batch_tokens: int,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Lessons:
+    """The target's distributions over the conversations, in batches of about `batch_tokens`."""
+    device = target.device
+    lengths_np = np.array([len(c) for c in conversations], dtype=np.int64)
+    starts_np = np.cumsum(lengths_np) - lengths_np
+    num_tokens = int(lengths_np.sum())
+    num_top = min(NUM_TOP, target.config.get_text_config().vocab_size)
+    lessons = Lessons(
+        torch.cat(conversations).to(device, torch.int32),
+        torch.empty(num_tokens, num_top, dtype=torch.int32, device=device),
+        torch.empty(num_tokens, num_top, dtype=torch.bfloat16, device=device),
+        starts_np,
+        lengths_np,
+    )
+    # Of like length together, padded behind their ends, where a causal model does not look.
+    by_length = np.argsort(-lengths_np, kind="stable")
+    done = 0
+    while done < len(by_length):
+        # Longest first: the first of a batch is its width, and memory runs out at once or never.
+        width = int(lengths_np[by_length[done]])
+        batch = by_length[done : done + max(1, batch_tokens // width)]
+        offsets = torch.arange(width, device=device)
+        lengths = torch.from_numpy(lengths_np[batch]).to(device)
+        positions = torch.from_numpy(starts_np[batch]).to(device)[:, None] + offsets
+        is_token = offsets < lengths[:, None]
+        ids = lessons.token_ids[positions.clamp_max(num_tokens - 1)].long()
+        logits = target(ids, use_cache=False).logits
+        top, top_ids = logits.topk(num_top, dim=-1)
+        log_probs = top.float() - logits.float().logsumexp(-1, keepdim=True)
+        lessons.top_ids[positions[is_token]] = top_ids[is_token].int()
+        lessons.top_log_probs[positions[is_token]] = log_probs[is_token].bfloat16()
+        done += len(batch)
+        report(done, len(by_length))
+    return lessons

@@ -1,0 +1,139 @@
+"""What conversations begin with: token ids around and inside the user's turn."""
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from outrider.engine.distill.recipe import DistillError
+
+_MARK = "\u241e"  # a sign that no template contains
+_MAX_PROMPTS = 200_000
+
+# How user turns may begin; the target goes on from there. The empty one is what it says unasked.
+OPENINGS = (
+    *[""] * 24,
+    "What is", "How do I", "How does", "Why do", "Explain", "Can you explain", "Tell me about",
+    "What are the main differences between", "Give me some advice on", "List five", "Describe",
+    "Write a short story about", "Write a poem", "Write an email to", "Help me plan",
+    "I have been feeling", "Who was", "Translate", "Which", "Compare",
+    "Solve the following problem:", "Calculate", "If I have", "A train", "What would happen if",
+    "Write a Python function that", "Write a Python function to", "Write a program that",
+    "Write a function in JavaScript that", "Here is my Python code:\n\n```python\n",
+    "How do I use Python to", "Explain what this code does:\n\n```python\n",
+    "Write a SQL query that", "Write a class in Python",
+    "Fix the bug in this code:\n\n```python\n", "Implement", "Write a bash script", "def ",
+    "Summarize the following text:\n\n", "Summarise this article in two sentences:\n\n",
+    "Summarize the key points of the following passage:\n\n",
+    "Write a one-sentence summary of:\n\n", "Here is a paragraph. Give me a summary.\n\n",
+    "Provide a concise summary of the text below.\n\n",
+    "Rewrite the following to make it more concise:\n\n",
+    "Extract the main ideas from this text:\n\n", "What is the main argument of this text?\n\n",
+    "Return a JSON object with the keys", "Give me a JSON array of", "Convert this to JSON:\n\n",
+    "Extract the names and dates from this text as JSON:\n\n", "Write a JSON schema for",
+    "Output a JSON object that describes", "Generate sample JSON data for", "Answer in JSON:",
+    "Create a JSON document for a", 'Fill in this JSON: {"',
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Token ids of a conversation around the user's turn, and what ends a turn."""
+
+    before: list[int]
+    after: list[int] | None  # None: no chat template; the target goes on in the text itself
+    eos_token_ids: tuple[int, ...]
+
+
+def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            target, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise DistillError(f"cannot load the tokenizer of {target}: {error}") from error
+    return tokenizer
+
+
+def frame(tokenizer: Any, target: str) -> Frame:
+    """The model's own chat template around one user turn."""
+    eos_token_ids = _eos_token_ids(tokenizer, target)
+    if tokenizer.chat_template is None:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else eos_token_ids[0]
+        return Frame([start], None, eos_token_ids)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+    )
+    before, found, after = text.partition(_MARK)
+    if not found:
+        raise DistillError(f"the chat template of {target} does not show the user's words")
+    return Frame(encode(tokenizer, before), encode(tokenizer, after), eos_token_ids)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def _eos_token_ids(tokenizer: Any, target: str) -> tuple[int, ...]:
+    stated: Any = None
+    if (Path(target) / "generation_config.json").exists():
+        stated = GenerationConfig.from_pretrained(target).eos_token_id
+    found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
+    ids = tuple(sorted({int(token_id) for token_id in found if token_id is not None}))
+    if not ids:
+        raise DistillError(
+            f"neither the tokenizer nor the generation config of {target} has an eos"
+        )
+    return ids
+
+
+def user_turns(source: str) -> list[str]:
+    """Whole user turns of a text file (one a line), a .jsonl file, or a hub data set.
+
+    JSON lines and data sets have a field `prompt`, or `messages` as chats have them.
+    """
+    path = Path(source)
+    if path.suffix == ".jsonl" and path.is_file():
+        records = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+        turns = list(_turns(records, source))
+    elif path.is_file():
+        turns = [line for line in path.read_text().splitlines() if line.strip()]
+    else:
+        turns = list(_turns(_dataset(source), source))
+    if not turns:
+        raise DistillError(f"prompts: {source} has none")
+    return turns
+
+
+def _dataset(source: str) -> Iterator[dict[str, Any]]:
+    if importlib.util.find_spec("datasets") is None:
+        raise DistillError(
+            f"prompts: no file {source!r} is here; if it is a data set of the hub, "
+            "`pip install datasets` first"
+        )
+    from datasets import load_dataset  # type: ignore[import-not-found,unused-ignore]
+
+    try:
+        records = load_dataset(source, split="train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise DistillError(f"prompts: no file or data set {source!r}: {error}") from error
+    yield from itertools.islice(records, _MAX_PROMPTS)
+
+
+def _turns(records: Iterator[dict[str, Any]], source: str) -> Iterator[str]:
+    for record in records:
+        if isinstance(prompt := record.get("prompt"), str):
+            yield prompt
+        elif isinstance(messages := record.get("messages"), list):
+            yield next(m["content"] for m in messages if m.get("role") == "user")
+        else:
+            raise DistillError(
+                f"prompts: a record of {source} has neither `prompt` nor `messages`, but "
+                f"{', '.join(sorted(record))}"
+            )

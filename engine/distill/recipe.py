@@ -1,0 +1,116 @@
+"""What a distillation is told, all of it: the same recipe makes the same draft."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
+
+_SIZE = re.compile(r"(\d+)x(\d+)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_TOKENS = {"K": 10**3, "M": 10**6, "B": 10**9}
+
+
+class DistillError(RuntimeError):
+    """The distillation cannot go on; says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Shape of a draft: a Llama of few narrow layers, its head tied to its embedding."""
+
+    num_layers: int
+    hidden_size: int
+    head_dim: int = 64
+
+    @staticmethod
+    def parse(text: str) -> "Size":
+        """`LAYERSxWIDTH`, as in `2x256`."""
+        match = _SIZE.fullmatch(text)
+        if match is None or int(match[1]) < 1 or int(match[2]) % 64 or int(match[2]) == 0:
+            raise DistillError(
+                f"size is {text!r}; it is LAYERSxWIDTH, the width a multiple of 64, as in 2x256"
+            )
+        return Size(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.num_layers}x{self.hidden_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much to spend: seconds in all, or tokens of training. One of them is set."""
+
+    seconds: float | None = None
+    tokens: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> "Budget":
+        """`90s`, `10m`, `2h`, or tokens: `500K`, `50M`, `1B`."""
+        number, unit = text[:-1], text[-1:]
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = 0.0
+        if amount > 0 and unit in _SECONDS:
+            return Budget(seconds=amount * _SECONDS[unit])
+        if amount > 0 and unit in _TOKENS:
+            return Budget(tokens=int(amount * _TOKENS[unit]))
+        raise DistillError(
+            f"budget is {text!r}; it is a time (90s, 10m, 2h) or training tokens (500K, 50M, 1B)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a budget came to, fixed once, so that an interrupted run goes on as it began."""
+
+    num_shards: int
+    num_steps: int | None = None  # None: not known yet, how long a step takes was not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One distillation. Lengths are in tokens; what is counted in tokens is counted on the target's
+    own vocabulary."""
+
+    target: str  # a local model directory
+    out: str
+    size: str = "3x256"
+    budget: str = "10m"
+    prompts: str | None = None  # a file or data set of user turns; None: the target writes them
+    divergence: Divergence = "forward_kl"
+    seed: int = 0
+    device: str = "cpu"  # cpu | cuda: every visible GPU | cuda:N
+    # Writing: half of the answers are greedy, the others drawn at temperatures from 0.6 to 1.
+    conversations_per_shard: int = 16
+    max_prompt_tokens: int = 192
+    max_answer_tokens: int = 512
+    writers_per_device: int = 1  # processes that share a GPU: the engine's bookkeeping takes turns
+    passes: int = 4  # over the text
+    # Training.
+    row_tokens: int = 1024
+    batch_tokens: int = 8192
+    micro_batch_rows: int = 1
+    learning_rate: float = 8e-3
+
+    @staticmethod
+    def of(device: str, **told: Any) -> "Recipe":
+        """A recipe with the batch sizes that suit a device."""
+        if device.startswith("cuda"):
+            told = {
+                "conversations_per_shard": 512,
+                "writers_per_device": 4,
+                "micro_batch_rows": 16,
+                "batch_tokens": 65536,
+            } | told
+        return Recipe(device=device, **told)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> "Recipe":
+        return Recipe(**json.loads(path.read_text()))

@@ -1,0 +1,150 @@
+"""Training on every device: a replica each, on its own share of the text, gradients summed."""
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.engine.api import ReportProgress
+from outrider.engine.distill.draft import new_draft
+from outrider.engine.distill.lessons import read
+from outrider.engine.distill.recipe import Plan, Recipe, Size
+from outrider.engine.distill.rows import Rows
+from outrider.engine.distill.text import load_shards, shard_path
+from outrider.engine.distill.train import HeldOut, Trainer, time_step, train
+from outrider.engine.distill.writers import devices_of
+from outrider.engine.model_loader import resolve_dtype
+
+_REPORT_STEPS = 10
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations
+_TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
+_MAX_SHARD_SIZE = "15MB"
+
+
+def train_draft(
+    recipe: Recipe,
+    work: Path,
+    plan: Plan,
+    until_s: float | None,
+    settle: Callable[[Plan], None],
+    report: ReportProgress,
+) -> tuple[HeldOut, Plan]:
+    """Train on the text in `work` on every device, and save the draft to `work / "draft"`.
+
+    Where the plan has no number of steps yet, as many are taken as fit until `until_s`
+    (`time.time`), though no more than `recipe.passes` over the text; `settle` is told. Returns how
+    the draft does on held-out text, and the plan.
+    """
+    devices = devices_of(recipe.device)
+    if len(devices) == 1:
+        return _train_replica(recipe, work, plan, until_s, settle, report, devices, 0)
+    (work / "meeting").unlink(missing_ok=True)
+    with ProcessPoolExecutor(len(devices) - 1, multiprocessing.get_context("spawn")) as pool:
+        others = [
+            pool.submit(_train_replica, recipe, work, plan, until_s, None, None, devices, rank)
+            for rank in range(1, len(devices))
+        ]
+        trained = _train_replica(recipe, work, plan, until_s, settle, report, devices, 0)
+        for other in others:
+            other.result()
+    return trained
+
+
+def _train_replica(
+    recipe: Recipe,
+    work: Path,
+    plan: Plan,
+    until_s: float | None,
+    settle: Callable[[Plan], None] | None,
+    report: ReportProgress | None,
+    devices: list[str],
+    rank: int,
+) -> tuple[HeldOut, Plan]:
+    device, world = torch.device(devices[rank]), len(devices)
+    report = report or (lambda stage, done, total: None)
+    if world > 1:
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl", init_method=f"file://{work / 'meeting'}", rank=rank, world_size=world
+        )
+    conversations = load_shards([shard_path(work, i) for i in range(plan.num_shards)])
+    num_held_out = min(_MOST_HELD_OUT, max(1, int(len(conversations) * _HELD_OUT_SHARE)))
+    mine = conversations[num_held_out + rank :: world]
+
+    report("the target reads", 0, len(mine))
+    target = _load_target(recipe.target, device)
+    batch_tokens = recipe.micro_batch_rows * recipe.row_tokens
+    held_out_lessons = read(target, conversations[:num_held_out], batch_tokens)
+    lessons = read(target, mine, batch_tokens, lambda n, m: report("the target reads", n, m))
+
+    def new_trainer() -> Trainer:
+        draft = new_draft(target, Size.parse(recipe.size), recipe.seed, device)
+        if world > 1:
+            for parameter in draft.parameters():
+                dist.broadcast(parameter.data, src=0)
+        return Trainer(recipe, draft, target.dtype)
+
+    rows = Rows(lessons, recipe.row_tokens, recipe.seed)
+    rows_per_step = max(1, recipe.batch_tokens // recipe.row_tokens // world)
+    num_steps = plan.num_steps
+    if num_steps is None:
+        assert until_s is not None
+        step_s = time_step(new_trainer(), lessons, rows, rows_per_step)
+        fitting = int((until_s - time.time()) * _TRAINING_SHARE / step_s)
+        most = recipe.passes * rows.num_tokens // (rows_per_step * recipe.row_tokens)
+        num_steps = _agreed(max(1, min(fitting, most)), device)
+        plan = replace(plan, num_steps=num_steps)
+        if settle:
+            settle(plan)
+    trainer = new_trainer()
+    checkpoint = work / "checkpoint.pt"
+    if checkpoint.exists():
+        trainer.restore(checkpoint)
+
+    def progress(step: int) -> None:
+        if step % _REPORT_STEPS == 0 or step == num_steps:
+            report("the draft trains", step, num_steps)
+
+    train(
+        trainer,
+        lessons,
+        rows,
+        rows_per_step,
+        num_steps,
+        checkpoint if rank == 0 else None,
+        progress,
+    )
+    held_out = trainer.evaluate(held_out_lessons)
+    if rank == 0:
+        trainer.draft.bfloat16().save_pretrained(work / "draft", max_shard_size=_MAX_SHARD_SIZE)
+    if world > 1:
+        dist.destroy_process_group()
+    return held_out, plan
+
+
+def _agreed(number: int, device: torch.device) -> int:
+    """The first replica's number, everywhere."""
+    if not dist.is_initialized():
+        return number
+    shared: Tensor = torch.tensor(number, device=device)
+    dist.broadcast(shared, src=0)
+    return int(shared)
+
+
+def _load_target(path: str, device: torch.device) -> PreTrainedModel:
+    hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=resolve_dtype("auto", hf_config, device),
+        device_map={"": device},
+        local_files_only=True,
+    )
+    model.eval().requires_grad_(False)
+    return model

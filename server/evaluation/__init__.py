@@ -1,0 +1,1 @@
+"""What a pair is worth on this machine: acceptance, and speed against plain decoding."""

@@ -1,0 +1,133 @@
+"""Run held-out prompts one at a time, with every number of drafts in turn, and count.
+
+One engine serves all of it: a request may name its own k, so that plain decoding and every k meet
+the same prompt within seconds of each other, on the same machine in the same mood.
+"""
+
+import itertools
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from outrider.engine.api import EngineStats, NewRequest, SamplingParams
+from outrider.engine.loop import Engine
+
+PLAIN = 0
+OWN_CHOICE = None  # k as the engine chooses it, step by step
+
+
+@dataclass(slots=True)
+class Tally:
+    """What requests of one category, temperature and k came to."""
+
+    num_tokens: int = 0
+    num_steps: int = 0  # of the target
+    seconds: float = 0.0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def add(self, other: "Tally") -> None:
+        self.num_tokens += other.num_tokens
+        self.num_steps += other.num_steps
+        self.seconds += other.seconds
+        for mine, theirs in (
+            (self.drafted_per_position, other.drafted_per_position),
+            (self.accepted_per_position, other.accepted_per_position),
+        ):
+            mine[:] = [a + b for a, b in itertools.zip_longest(mine, theirs, fillvalue=0)]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_tokens / self.num_steps
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts of all drafts; None where nothing was drafted."""
+        drafted = sum(self.drafted_per_position)
+        return sum(self.accepted_per_position) / drafted if drafted else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Of the drafts at each position, the share accepted, those before it included."""
+        pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs if drafted]
+
+
+# (category, temperature, k) -> what it came to
+Tallies = dict[tuple[str, float, int | None], Tally]
+
+
+def held_out_prompts() -> dict[str, list[str]]:
+    """Prompts by category."""
+    text = resources.files("outrider.server.evaluation").joinpath("prompts.toml").read_text()
+    return tomllib.loads(text)
+
+
+def measure(
+    engine: Engine,
+    prompts: dict[str, list[list[int]]],
+    temperatures: list[float],
+    ks: list[int | None],
+    max_tokens: int,
+    report: Callable[[int, int], None],
+) -> Tallies:
+    """Every prompt at every temperature with every k, one at a time.
+
+    `prompts` are token ids by category. The first request of each k is repeated: it is warm-up.
+    """
+    tallies: Tallies = {}
+    runs = [
+        (category, temperature, seed, ids)
+        for temperature in temperatures
+        for category, of_category in prompts.items()
+        for seed, ids in enumerate(of_category)
+    ]
+    for k in ks:
+        run(engine, runs[0][3], _params(k, temperatures[0], 0, max_tokens))
+    for done, (category, temperature, seed, ids) in enumerate(runs):
+        report(done, len(runs))
+        # Another one goes first each time: whatever favours a place in the row favours all alike.
+        for k in ks[done % len(ks) :] + ks[: done % len(ks)]:
+            tally = run(engine, ids, _params(k, temperature, seed, max_tokens))
+            tallies.setdefault((category, temperature, k), Tally()).add(tally)
+    report(len(runs), len(runs))
+    return tallies
+
+
+def _params(k: int | None, temperature: float, seed: int, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, num_speculative_tokens=k
+    )
+
+
+def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Tally:
+    """One request, alone in the engine, from submission to its last token."""
+    before = engine.stats()
+    engine.submit([NewRequest(request_id="evaluation", prompt_token_ids=prompt, params=params)])
+    num_tokens = 0
+    start_s = time.perf_counter()
+    while engine.has_work():
+        for output in engine.step():
+            num_tokens += len(output.token_ids)
+    seconds = time.perf_counter() - start_s
+    after = engine.stats()
+    return Tally(
+        num_tokens,
+        after.steps - before.steps,
+        seconds,
+        _gained(before, after, "drafted_per_position"),
+        _gained(before, after, "accepted_per_position"),
+    )
+
+
+def _gained(before: EngineStats, after: EngineStats, name: str) -> list[int]:
+    then: Any = getattr(before, name)
+    now: Any = getattr(after, name)
+    return [b - a for a, b in zip(then, now, strict=True)]

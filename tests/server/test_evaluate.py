@@ -1,0 +1,103 @@
+"""`outrider evaluate` on a tiny pair: what it measures, and what it says."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from engines import engine_config
+from rich.console import Console
+from tiny_pairs import save_tiny_model_with_tokenizer
+from typer.testing import CliRunner
+
+from outrider.engine.loop import Engine
+from outrider.server.cli import app
+from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tally, held_out_prompts, measure
+from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    return save_tiny_model_with_tokenizer(folder / "target", max_position_embeddings=2048)
+
+
+def tally(num_tokens: int, num_steps: int, seconds: float) -> Tally:
+    drafted, accepted = [10, 10], [8, 4]
+    return Tally(num_tokens, num_steps, seconds, list(drafted), list(accepted))
+
+
+def test_a_target_that_drafts_for_itself_is_always_right(target: Path) -> None:
+    engine = Engine(engine_config(target, target, k=3, prefix_caching=False))
+    prompts = {"one": [[1, 2, 3]], "two": [[4, 5], [6]]}
+    tallies = measure(engine, prompts, [0.0], [PLAIN, 3], 12, lambda done, total: None)
+    assert tallies["two", 0.0, PLAIN].acceptance is None
+    assert tallies["two", 0.0, PLAIN].tokens_per_step == 1
+    assert tallies["two", 0.0, PLAIN].num_tokens == tallies["two", 0.0, 3].num_tokens == 24
+    assert tallies["two", 0.0, 3].acceptance_by_position == [1, 1, 1]
+    assert tallies["two", 0.0, 3].num_steps == 6
+
+
+def test_speed_is_read_against_plain_decoding_of_the_same_prompts() -> None:
+    tallies = {
+        ("a", 0.0, PLAIN): tally(100, 100, 10.0),
+        ("a", 0.0, 1): tally(100, 60, 5.0),
+        ("a", 0.0, 2): tally(100, 50, 8.0),
+        ("b", 0.0, PLAIN): tally(100, 100, 10.0),
+        ("b", 0.0, 1): tally(100, 60, 15.0),
+        ("b", 0.0, 2): tally(100, 50, 20.0),
+    }
+    results = {(r["category"], r["k"]): r for r in as_json(tallies, {"device": "cpu"})["results"]}
+    assert results["a", 1]["speed_up"] == 2.0
+    assert results["b", 1]["speed_up"] == round(10 / 15, 3)
+    assert results[ALL, 1]["speed_up"] == 1.0
+    assert results[ALL, 2]["tokens_per_step"] == 2.0
+    assert results["a", 2]["acceptance"] == 0.6
+    assert results["a", 2]["acceptance_by_position"] == [0.8, 0.4]
+    assert best_k(tallies, "a", 0.0) == 1
+    assert best_k(tallies, "b", 0.0) == PLAIN
+    assert tallies["a", 0.0, 1].num_tokens == 100  # the sums are new ones
+
+
+def test_tables_show_every_category_and_k() -> None:
+    tallies = {("a", 0.8, k): tally(100, 50, 5.0) for k in (PLAIN, 1, 2, OWN_CHOICE)}
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_tables(tallies, "pair", console)
+    text = console.export_text()
+    assert "temperature 0.8" in text
+    assert "own k" in text
+    assert "k = 2" in text
+    assert "0.400" in text
+
+
+def test_prompts_of_every_category_are_shipped() -> None:
+    prompts = held_out_prompts()
+    assert set(prompts) == {"chat", "code", "summarising", "json"}
+    assert all(len(texts) >= 5 for texts in prompts.values())
+    assert by_category({}) == {}
+
+
+def test_the_command_measures_a_pair_and_writes_json(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    pair = ["--set", f"target.model={target}", "--set", f"draft.model={target}"]
+    pair += ["--set", "cache.num_pages=64", "--set", "target.device=cpu"]
+    options = ["--max-tokens", "4", "--prompts-per-category", "1", "--temperature", "0"]
+    result = CliRunner().invoke(app, ["evaluate", *pair, *options, "-k", "2", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(file.read_text())
+    assert {r["k"] for r in written["results"]} == {0, 2, None}
+    assert {r["category"] for r in written["results"]} >= {"chat", "json", ALL}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "speculation.proposer=none"], "nothing to evaluate"),
+        (["-k", "30"], "more than speculation.num_speculative_tokens"),
+        (["--json", "/nowhere/out.json"], "no directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_first(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["evaluate", *arguments])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
