@@ -42,7 +42,7 @@ def build(config: dict[str, Any], dtype: str) -> Engine:
         path=str(obtain(BUILTINS["smollm2-135m-instruct"], ignore_progress)), dtype=dtype
     )
     draft = ModelConfig(
-        path=str(obtain(BUILTINS["smollm2-135m-instruct-slice"], ignore_progress)), dtype=dtype
+        path=str(obtain(BUILTINS["smollm2-135m-instruct-draft"], ignore_progress)), dtype=dtype
     )
     return Engine(
         EngineConfig(
@@ -115,8 +115,8 @@ def main() -> None:
     speculating = {
         f"{name}, k = {k}": build({"proposer": proposer, "num_speculative_tokens": k}, args.dtype)
         for name, proposer, k in (
-            ("layer slice", "draft_model", 1),
-            ("layer slice", "draft_model", 4),
+            ("draft", "draft_model", 2),
+            ("draft", "draft_model", 4),
             ("n-gram", "ngram", 4),
         )
     }

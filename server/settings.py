@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
-DEFAULT_DRAFT = "smollm2-135m-instruct-slice"
+DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
 
 ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -145,8 +145,8 @@ class DraftSettings(_ModelSettings):
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="As target.model, with the same tokenizer. Unset: the slice of the default "
-        "target; any other target needs a draft of its own.",
+        description="As target.model, with the same tokenizer. Unset: the default target's "
+        "own; any other target needs a draft of its own.",
     )
     dtype: Dtype | None = Field(default=None, description="Unset: target.dtype.")
     device: Device | None = Field(

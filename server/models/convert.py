@@ -1,9 +1,8 @@
-"""Conversions into directories that transformers loads: from GGUF, and by taking first layers."""
+"""From a GGUF file to a directory that transformers loads."""
 
 import contextlib
 import io
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 from outrider.engine.api import ReportProgress
 from outrider.server.models.store import ModelError
 
-WEIGHTS = "model.safetensors"
-_SIDE_FILES = (
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -96,34 +93,3 @@ def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
     content = json.loads(path.read_text())
     content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_tokens]
     path.write_text(json.dumps(content, ensure_ascii=False))
-
-
-def layer_slice(source: Path, folder: Path, num_layers: int) -> None:
-    """Fill `folder` with the first `num_layers` layers of `source` and what is not in layers.
-
-    A draft at no cost: it shares embeddings, final norm and head with the target it is cut from.
-    """
-    import safetensors.torch
-    from safetensors import safe_open
-
-    config = json.loads((source / "config.json").read_text())
-    config["num_hidden_layers"] = num_layers
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:num_layers]
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    with safe_open(source / WEIGHTS, "pt") as weights:
-        kept = {
-            name: weights.get_tensor(name)
-            for name in weights.keys()  # noqa: SIM118 (not a mapping)
-            if _layer_of(name) < num_layers
-        }
-    safetensors.torch.save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
-    for name in _SIDE_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
-
-
-def _layer_of(tensor_name: str) -> int:
-    """`7` of `model.layers.7.mlp.up_proj.weight`; -1 for what belongs to no layer."""
-    parts = tensor_name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1

@@ -67,6 +67,6 @@ def test_summary_is_a_table_on_a_terminal_and_lines_elsewhere(
         console = Console(file=output, force_terminal=terminal, width=120)
         show_summary(Settings(), info, "http://127.0.0.1:8000", console)
         text = output.getvalue() if terminal else caplog.text
-        for part in ("smollm2-135m-instruct-slice", "k = 4", "1000 tokens", ":8000/v1", "cpu"):
+        for part in ("smollm2-135m-instruct-draft", "k = 4", "1000 tokens", ":8000/v1", "cpu"):
             assert part in text
         assert bool(caplog.text) != terminal

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import VOCAB, save_tiny_model
 from tiny_pairs import write_tiny_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.server.models.convert import gguf_to_directory, layer_slice
+from outrider.server.models.convert import gguf_to_directory
 from outrider.server.models.store import ModelError
 from outrider.server.progress import ignore_progress
 
@@ -19,29 +18,6 @@ def logits(folder: Path, ids: list[int]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits
-
-
-def test_a_slice_is_the_target_stopped_after_its_first_layers(tmp_path: Path) -> None:
-    target, draft = save_tiny_model(tmp_path / "target", num_hidden_layers=3), tmp_path / "draft"
-    draft.mkdir()
-    layer_slice(target, draft, 2)
-    whole = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    whole.model.layers = whole.model.layers[:2]
-    assert load_file(draft / "model.safetensors").keys() == whole.state_dict().keys()
-    ids = list(range(10))
-    with torch.no_grad():
-        expected = whole(torch.tensor([ids]), use_cache=False).logits
-    assert torch.equal(logits(draft, ids), expected)
-    assert expected.shape[-1] == VOCAB
-
-
-def test_a_slice_truncates_what_is_stated_per_layer(tmp_path: Path) -> None:
-    target = save_tiny_model(tmp_path / "target", "qwen3", num_hidden_layers=3)
-    (tmp_path / "draft").mkdir()
-    layer_slice(target, tmp_path / "draft", 1)
-    config = json.loads((tmp_path / "draft/config.json").read_text())
-    assert config["num_hidden_layers"] == len(config["layer_types"]) == 1
-    assert logits(tmp_path / "draft", [1, 2]).isfinite().all()
 
 
 def test_a_gguf_file_becomes_a_loadable_directory(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import regex
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.server.models.pair import Pair, prepare_pair
@@ -21,6 +19,11 @@ pytestmark = pytest.mark.model
 DIGIT = r"\p{N}"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+QUESTIONS = [
+    "How do plants make their food?",
+    "Write a Python function that adds two numbers.",
+    "Return a JSON object with a name and an age.",
+]
 TEXTS = [
     "The year 1984, pages 12-345, 3.14159 and 1e-9.",
     "x1y22z333 2024-11-05T09:30:00Z",
@@ -108,15 +111,31 @@ def test_the_target_speaks_english(pair: Pair, tokenizer: Any) -> None:
     assert "Paris" in tokenizer.decode(output[0])
 
 
-def test_the_draft_is_cut_from_the_target(pair: Pair) -> None:
+def test_the_draft_is_an_ordinary_small_model_with_the_targets_tokenizer(pair: Pair) -> None:
     assert pair.draft is not None
-    target, draft = (
-        load_file(Path(folder) / "model.safetensors") for folder in (pair.target, pair.draft)
-    )
-    assert 0 < len(draft) < len(target)
-    assert all(torch.equal(tensor, target[name]) for name, tensor in draft.items())
+    draft = AutoModelForCausalLM.from_pretrained(pair.draft)
+    assert draft.config.model_type == "llama"
+    assert draft.num_parameters() < 20_000_000
     for name in ("tokenizer.json", "generation_config.json", "LICENSE"):
         assert (pair.draft / name).read_bytes() == (pair.target / name).read_bytes()
+    assert "Apache-2.0" in (pair.draft / "NOTICE").read_text()
+    assert "held-out" in (pair.draft / "README.md").read_text()
+
+
+def test_the_draft_agrees_with_the_target(pair: Pair, tokenizer: Any) -> None:
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (pair.target, pair.draft)
+    )
+    agreed = []
+    for question in QUESTIONS:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+        )
+        answer = target.generate(**prompt, max_new_tokens=32, do_sample=False)
+        start = prompt["input_ids"].shape[1]
+        agreed.append(draft(answer).logits[0, start - 1 : -1].argmax(-1) == answer[0, start:])
+    assert torch.cat(agreed).float().mean() > 0.35
 
 
 def test_the_licence_and_what_was_changed_are_beside_the_weights(pair: Pair) -> None:

@@ -99,7 +99,7 @@ def test_none_resets_an_optional_setting(tmp_path: Path) -> None:
 
 
 def test_a_target_of_ones_own_needs_a_draft_of_ones_own() -> None:
-    assert load_settings(environ={}).draft_model == "smollm2-135m-instruct-slice"
+    assert load_settings(environ={}).draft_model == "smollm2-135m-instruct-draft"
     with pytest.raises(SettingsError, match=r"draft\.model is not set"):
         load_settings(assignments=["target.model=a/b"], environ={})
     for plain in ("speculation.proposer=ngram", "speculation.num_speculative_tokens=0"):
