@@ -151,19 +151,21 @@ def test_sequences_are_seated_by_priority_and_then_by_arrival(target: Path) -> N
 
 
 def test_pages_are_taken_back_from_the_lowest_priority(target: Path) -> None:
-    config = engine_config(target, num_pages=21, prefix_caching=False)  # 80 tokens
-    engine = Engine(replace(config, max_model_len=80))
-    engine.submit(
-        [
-            NewRequest(request_id=str(i), prompt_token_ids=p, params=GREEDY, priority=-i)
-            for i, p in enumerate(prompts([25, 24, 26], VOCAB))
-        ]
-    )
-    finished = []
+    config = engine_config(target, num_pages=16, prefix_caching=False)  # 60 tokens
+    engine = Engine(replace(config, max_model_len=60))
+    outputs = []
+    for name, priority in (("old", 1), ("young", 0)):
+        prompt = MIXED[3]  # both fit; with what follows they do not
+        engine.submit(
+            [NewRequest(request_id=name, prompt_token_ids=prompt, params=GREEDY, priority=priority)]
+        )
+        outputs += engine.step()
     while engine.has_work():
-        finished += [o.request_id for o in engine.step() if o.finish_reason]
+        outputs += engine.step()
     assert engine.stats().preemptions > 0
-    assert finished == ["2", "1", "0"]
+    assert [o.request_id for o in outputs if o.finish_reason] == ["young", "old"]
+    old, young = ([o for o in outputs if o.request_id == name] for name in ("old", "young"))
+    assert tokens(old) == tokens(young)
     engine.check_integrity()
 
 
