@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers_for_tests import byte_level_tokenizer
 
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.config import EngineConfig
+from outrider.engine.grammar import Grammar
 from outrider.engine.loop import Engine
 
 TOKENIZER = byte_level_tokenizer()
@@ -126,6 +128,35 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(tiny_model: Callable[..., P
     engine = Engine(config(tiny_model, num_pages=18))
     assert [tokens(o) for o in run(engine, [PROMPT] * 2, params)] == alone
     assert engine.stats().preemptions > 0
+
+
+def test_others_run_while_a_grammar_is_compiled(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(tiny_model))
+    assert engine._grammars is not None
+    compiled = engine._grammars.start(OBJECT)
+    pending: Future[Grammar] = Future()
+    monkeypatch.setattr(engine._grammars, "start", lambda grammar, stop_token_ids: pending)
+    bound, free = replace(GREEDY, grammar=OBJECT, max_tokens=4), replace(GREEDY, max_tokens=4)
+    engine.submit(
+        [
+            NewRequest(request_id=name, prompt_token_ids=PROMPT, params=params)
+            for name, params in (("bound", bound), ("free", free), ("gone", bound))
+        ]
+    )
+    finished = []
+    while not finished:
+        finished += [o.request_id for o in engine.step() if o.finish_reason is not None]
+    assert finished == ["free"]
+    engine.abort(["gone"])
+    assert engine.step() == []  # which waits a moment for the grammar
+    assert engine.has_work()
+    pending.set_result(compiled.result())
+    while engine.has_work():
+        finished += [o.request_id for o in engine.step() if o.finish_reason is not None]
+    assert finished == ["free", "bound"]
+    engine.check_integrity()
 
 
 def test_a_grammar_that_fails_fails_its_own_sequence(tiny_model: Callable[..., Path]) -> None:

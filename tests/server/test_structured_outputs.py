@@ -4,22 +4,16 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
-from engines import engine_config
 from pydantic import BaseModel
-from tiny_models import save_tiny_model
+from tiny_server import serving
 
-from outrider.engine.grammar_compiler import GrammarCompiler
-from outrider.engine.in_process import InProcessEngine
-from outrider.server.app import create_app
-from outrider.server.middleware import Gate
 from outrider.server.settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
@@ -33,55 +27,28 @@ POINT = {
 } | COMPACT
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> tuple[Path, Path]:
-    size = tokenizer.backend.get_vocab_size()
-    target, draft = (
-        save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed, vocab_size=size)
-        for seed in (0, 1)
-    )
-    return target, draft
+Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
 @pytest.fixture
-def serving(pair: tuple[Path, Path], tokenizer: Tokenizer) -> Callable[..., Any]:
-    size = tokenizer.backend.get_vocab_size()
-    table = tokenizer.token_table(size)
+def tiny(pair: tuple[Path, Path], tokenizer: Tokenizer) -> Serve:
+    """`tiny(**server_settings)`: a client of a tiny pair."""
 
     @asynccontextmanager
     async def start(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-        config = replace(
-            engine_config(*pair, k=3), token_table=table, eos_token_ids=(EOS,), max_model_len=512
-        )
-        engine = InProcessEngine(config)
-        await engine.start()
-        app = create_app(
-            engine,
-            tokenizer,
-            Gate(),
-            model_name="tiny",
-            settings=ServerSettings(**settings),
-            compiler=GrammarCompiler(table, (EOS,), size),
-        )
-        transport = httpx.ASGITransport(app)
-        try:
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://test/v1", timeout=60
-            ) as http:
-                yield http
-        finally:
-            await engine.stop()
+        server = ServerSettings(**settings)
+        async with serving(pair, tokenizer, (EOS,), server, k=3) as (http, _):
+            http.timeout = 60
+            yield http
 
     return start
 
 
-def answers(
-    serving: Callable[..., Any], bodies: list[dict[str, Any]], **settings: Any
-) -> list[Any]:
+def answers(tiny: Serve, bodies: list[dict[str, Any]], **settings: Any) -> list[Any]:
     """All asked at once: completions, or chats where there are messages."""
 
     async def run() -> list[Any]:
-        async with serving(**settings) as http:
+        async with tiny(**settings) as http:
             posts = [
                 http.post("/chat/completions" if "messages" in body else "/completions", json=body)
                 for body in bodies
@@ -91,12 +58,12 @@ def answers(
     return asyncio.run(run())
 
 
-def test_each_spelling_is_followed(serving: Callable[..., Any]) -> None:
+def test_each_spelling_is_followed(tiny: Serve) -> None:
     base = {"prompt": "The", "max_tokens": 60, "seed": 1}
     message = [{"role": "user", "content": "Hello"}]
     named = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
     replies = answers(
-        serving,
+        tiny,
         [
             base | {"structured_outputs": {"json": POINT}},
             base | {"structured_outputs": {"json": json.dumps(POINT)}, "n": 2},
@@ -140,7 +107,7 @@ def test_each_spelling_is_followed(serving: Callable[..., Any]) -> None:
         assert re.fullmatch(pattern, text)
 
 
-def test_json_mode_gives_objects(serving: Callable[..., Any]) -> None:
+def test_json_mode_gives_objects(tiny: Serve) -> None:
     bodies = [
         {"prompt": "x", "max_tokens": 120, "seed": seed, **asked}
         for seed in range(3)
@@ -149,16 +116,16 @@ def test_json_mode_gives_objects(serving: Callable[..., Any]) -> None:
             {"structured_outputs": {"json_object": True}},
         )
     ]
-    for reply in answers(serving, bodies):
+    for reply in answers(tiny, bodies):
         (choice,) = reply["choices"]
         assert choice["text"].startswith("{")
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["text"]), dict)
 
 
-def test_what_is_cut_off_says_so(serving: Callable[..., Any]) -> None:
+def test_what_is_cut_off_says_so(tiny: Serve) -> None:
     body = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": "[ab]{50}"}}
-    (reply,) = answers(serving, [body])
+    (reply,) = answers(tiny, [body])
     assert reply["choices"][0]["finish_reason"] == "length"
 
 
@@ -173,11 +140,9 @@ class Tree(BaseModel):
 
 
 @pytest.mark.parametrize("model", [Animal, Tree])
-def test_openai_client_parses_its_own_models(
-    serving: Callable[..., Any], model: type[BaseModel]
-) -> None:
+def test_openai_client_parses_its_own_models(tiny: Serve, model: type[BaseModel]) -> None:
     async def run() -> Any:
-        async with serving() as http:
+        async with tiny() as http:
             client = openai.AsyncOpenAI(base_url=http.base_url, api_key="x", http_client=http)
             return await client.chat.completions.parse(
                 model="tiny",
@@ -191,9 +156,9 @@ def test_openai_client_parses_its_own_models(
     assert isinstance(asyncio.run(run()).choices[0].message.parsed, model)
 
 
-def test_openai_client_streams_the_same(serving: Callable[..., Any]) -> None:
+def test_openai_client_streams_the_same(tiny: Serve) -> None:
     async def run() -> tuple[str, str]:
-        async with serving() as http:
+        async with tiny() as http:
             client = openai.AsyncOpenAI(base_url=http.base_url, api_key="x", http_client=http)
             asked: dict[str, Any] = {
                 "model": "tiny",
@@ -256,9 +221,9 @@ def test_openai_client_streams_the_same(serving: Callable[..., Any]) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_refused_with_the_reason(
-    serving: Callable[..., Any], asked: dict[str, Any], param: str, message: str
+    tiny: Serve, asked: dict[str, Any], param: str, message: str
 ) -> None:
-    (reply,) = answers(serving, [{"prompt": "x"} | asked])
+    (reply,) = answers(tiny, [{"prompt": "x"} | asked])
     error = reply["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert message in error["message"]
@@ -292,9 +257,9 @@ BOMBS = {
 }
 
 
-def test_bombs_are_defused_while_others_are_served(serving: Callable[..., Any]) -> None:
+def test_bombs_are_defused_while_others_are_served(tiny: Serve) -> None:
     async def run() -> list[tuple[str, int, str]]:
-        async with serving(grammar_timeout_s=2.0) as http:
+        async with tiny(grammar_timeout_s=2.0) as http:
 
             async def plain() -> int:
                 num_served = 0
@@ -330,10 +295,10 @@ def test_bombs_are_defused_while_others_are_served(serving: Callable[..., Any]) 
     } <= refused
 
 
-def test_a_grammar_that_takes_too_long_is_refused_in_time(serving: Callable[..., Any]) -> None:
+def test_a_grammar_that_takes_too_long_is_refused_in_time(tiny: Serve) -> None:
     slow = {"properties": {f"p{i}": {} for i in range(1_000)}}
     body = {"prompt": "x", "structured_outputs": {"json": slow}}
-    (reply,) = answers(serving, [body], grammar_timeout_s=0.01)
+    (reply,) = answers(tiny, [body], grammar_timeout_s=0.01)
     assert "took longer than 0.01 s" in reply["error"]["message"]
 
 

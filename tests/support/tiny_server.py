@@ -22,6 +22,7 @@ async def serving(
     pair: tuple[Path, Path],
     tokenizer: Tokenizer,
     eos_token_ids: tuple[int, ...] = (),
+    server: ServerSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, InProcessEngine]]:
     config = replace(engine_config(*pair, **settings), eos_token_ids=eos_token_ids)
@@ -37,7 +38,7 @@ async def serving(
         tokenizer,
         Gate(),
         model_name="tiny",
-        settings=ServerSettings(),
+        settings=server or ServerSettings(),
         compiler=compiler,
     )
     transport = httpx.ASGITransport(app)
