@@ -150,6 +150,7 @@ class _ChatAnswer(Answer):
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
         if not self._body.stream:
+            self._head.setdefault("prompt_logprobs", None)  # as vLLM's clients look for it
             return ChatCompletion(object="chat.completion", choices=choices, **self._head)
         chunk = ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self._head)
         self._head.pop("prompt_token_ids", None)  # told once

@@ -92,6 +92,8 @@ class _CompletionAnswer(Answer):
                 choice.prompt_token_ids = self._prompts[prompt_index]
         if self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = self._prompt_logprobs(delta, self._body.prompt_logprobs)
+        elif not self._stream:
+            choice.prompt_logprobs = None  # as vLLM's clients look for it
         return [choice]
 
     def _logprobs(self, delta: Delta, *, first: bool) -> CompletionLogprobs:

@@ -44,7 +44,8 @@ class Service:
         return self.client.info
 
     def check_model(self, given: str | None) -> None:
-        if given is not None and given != self.model_name:
+        """Raise APIError for another model's name; without one, there is no doubt."""
+        if given and given != self.model_name:
             raise model_not_found(given, self.model_name)
 
     def check_request(self, fields: SamplingFields, *, num_prompts: int) -> None:

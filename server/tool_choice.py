@@ -51,6 +51,8 @@ def calls_grammar(tools: list[dict[str, Any]], *, max_calls: int | None) -> str:
     for tool in tools:
         function = tool["function"]
         parameters = dict(function.get("parameters") or {"type": "object"})
+        if "properties" in parameters:  # what a function does not know is of no use to it
+            parameters.setdefault("additionalProperties", False)
         # References start at the root, wherever the schema they are in has gone.
         for name, definition in parameters.pop("$defs", {}).items():
             if definitions.setdefault(name, definition) != definition:

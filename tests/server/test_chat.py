@@ -56,6 +56,7 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
                 "stop_reason": None,
             }
         ],
+        "prompt_logprobs": None,
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

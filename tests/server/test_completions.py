@@ -42,6 +42,7 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "prompt_logprobs": None,
             }
         ],
         "usage": {

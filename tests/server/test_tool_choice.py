@@ -129,6 +129,19 @@ def test_definitions_of_all_tools_are_found(
     assert (reply.status, reply.error["param"]) == (400, "tools")
 
 
+def test_parameters_that_a_tool_does_not_declare_are_not_invented(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    loose = tool("add", a=NUMBER, b=NUMBER)
+    del loose["function"]["parameters"]["additionalProperties"]
+    more = f"[{CALL_ADD}]".replace('"b": 2', '"b": 2, "c": 3')
+    grammar = grammar_of(served, tools=[loose], tool_choice="required")
+    assert not allows(compiler, tokenizer, grammar, more)
+    loose["function"]["parameters"]["additionalProperties"] = True
+    grammar = grammar_of(served, tools=[loose], tool_choice="required")
+    assert allows(compiler, tokenizer, grammar, more)
+
+
 def test_tool_without_parameters_takes_any_object(
     served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
