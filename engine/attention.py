@@ -5,11 +5,11 @@ handed no mask and every rule of visibility is ours. What varies from batch to b
 through one context object, not through keyword arguments: some models drop those.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -55,17 +55,17 @@ class PagedContext:
         self.batch = batch
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
+    @functools.cached_property
+    def lens(self) -> list[tuple[int, int]]:
+        """Rows of each sequence, and the tokens that it attends to."""
+        query_lens = self.batch.cu_seqlens_q.diff().tolist()
+        return list(zip(query_lens, self.batch.seq_lens.tolist(), strict=True))
+
     def mask(self, i: int, window: int | None, like: Tensor) -> Tensor | None:
         """Mask of sequence i, built once a forward and shared by the layers."""
         key = (i, window)
         if key not in self._masks:
-            self._masks[key] = build_mask(
-                int(self.batch.query_lens_np[i]),
-                int(self.batch.seq_lens_np[i]),
-                window,
-                like.dtype,
-                like.device,
-            )
+            self._masks[key] = build_mask(*self.lens[i], window, like.dtype, like.device)
         return self._masks[key]
 
 
@@ -171,22 +171,23 @@ def attend(
             softcap,
             sinks,
         )
-    return torch.cat(
-        [
-            paged_attention_reference(
-                sequence_rows,
+    out = rows.new_zeros(len(rows), rows.shape[1], v_cache.shape[3])
+    first = 0
+    for i, (query_len, seq_len) in enumerate(context.lens):
+        if query_len > 0:
+            out[first : first + query_len] = paged_attention_reference(
+                rows[first : first + query_len],
                 k_cache,
                 v_cache,
                 batch.block_table[batch.slots[i]],
-                int(batch.seq_lens_np[i]),
+                seq_len,
                 context.mask(i, window, rows),
                 scale,
                 softcap,
                 sinks,
             )
-            for i, sequence_rows in enumerate(rows.split(batch.query_lens_np.tolist()))
-        ]
-    )
+        first += query_len
+    return out
 
 
 def _record(

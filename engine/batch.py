@@ -3,74 +3,118 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from outrider.engine.ragged import ragged_arange
 from outrider.engine.slots import Slots
+from outrider.kernels.rows import read_rows
 
 
 @dataclass(slots=True)
-class ForwardBatch:
+class HostBatch:
     """T rows of B sequences; sequence i contributes rows cu_seqlens_q[i]:cu_seqlens_q[i+1].
 
     The same shape serves prefill chunks, plain decodes, verifications and the draft's steps.
     """
 
     # [T]
-    input_ids: Tensor
+    slot_of_row_np: np.ndarray
     # [T] position of each row in its sequence
-    positions: Tensor
-    # [T] where each row's KV goes: page * page_size + offset
-    slot_mapping: Tensor
-    # [B + 1]
-    cu_seqlens_q: Tensor
+    positions_np: np.ndarray
+    # [B]
+    slots_np: np.ndarray
     # [B] tokens a sequence attends to, its own rows included
-    seq_lens: Tensor
-    # [B] rows of the block table
-    slots: Tensor
-    # [num_slots, pages]
-    block_table: Tensor
-    # [num_logits] rows whose logits are wanted
-    logits_rows: Tensor
-    # [B] host twins, for shapes and for the CPU's attention
-    query_lens_np: np.ndarray
     seq_lens_np: np.ndarray
+    # [B + 1]
+    cu_seqlens_q_np: np.ndarray
+    # [num_logits] rows whose logits are wanted
+    logits_rows_np: np.ndarray
 
     @staticmethod
     def build(
-        slots: Slots,
-        slot_np: np.ndarray,
+        slots_np: np.ndarray,
         starts_np: np.ndarray,
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
-    ) -> "ForwardBatch":
+    ) -> "HostBatch":
         """Rows `starts[i] : starts[i] + query_lens[i]` of each sequence, read from its slot.
 
         All arguments: [B]. Logits are wanted of the last `num_logits[i]` rows of sequence i.
         """
-        seq_lens_np = starts_np + query_lens_np
         ends_np = np.cumsum(query_lens_np)
-        cu_np = np.concatenate(([0], ends_np))
-        row_of_np = np.repeat(np.arange(len(slot_np)), query_lens_np)
-        positions_np = np.arange(cu_np[-1]) + np.repeat(starts_np - cu_np[:-1], query_lens_np)
-        logits_rows_np = ragged_arange(ends_np - num_logits_np, num_logits_np)
+        return HostBatch(
+            slot_of_row_np=np.repeat(slots_np, query_lens_np),
+            positions_np=ragged_arange(starts_np, query_lens_np),
+            slots_np=slots_np,
+            seq_lens_np=starts_np + query_lens_np,
+            cu_seqlens_q_np=np.concatenate(([0], ends_np)),
+            logits_rows_np=ragged_arange(ends_np - num_logits_np, num_logits_np),
+        )
 
-        device = slots.device
-        slot = torch.from_numpy(slot_np).to(device)
-        row_of = torch.from_numpy(row_of_np).to(device)
-        positions = torch.from_numpy(positions_np).to(device)
-        slot_of_row = slot[row_of]
-        page = slots.block_table[slot_of_row, positions // slots.page_size].long()
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(sequences, rows, logits)."""
+        return len(self.slots_np), len(self.positions_np), len(self.logits_rows_np)
+
+    def packed(self, shape: tuple[int, int, int], dummy_slot: int) -> np.ndarray:
+        """All of it in one array, padded: rows of no sequence, at position 0 of the dummy slot,
+        and sequences without rows.
+        """
+        num_seqs, num_rows, num_logits = shape
+        return np.concatenate(
+            [
+                _pad(self.slot_of_row_np, num_rows, dummy_slot),
+                _pad(self.positions_np, num_rows, 0),
+                _pad(self.slots_np, num_seqs, dummy_slot),
+                _pad(self.seq_lens_np, num_seqs, 0),
+                _pad(self.cu_seqlens_q_np, num_seqs + 1, len(self.positions_np)),
+                _pad(self.logits_rows_np, num_logits, 0),
+            ]
+        )
+
+
+def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    padded = np.full(length, value, dtype=np.int64)
+    padded[: len(array)] = array
+    return padded
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """A HostBatch on the device, with what the slots hold for its rows."""
+
+    # [T]
+    input_ids: Tensor
+    # [T]
+    positions: Tensor
+    # [T] where each row's KV goes: page * page_size + offset
+    slot_mapping: Tensor
+    # [B], rows of the block table
+    slots: Tensor
+    # [B]
+    seq_lens: Tensor
+    # [B + 1]
+    cu_seqlens_q: Tensor
+    # [num_logits]
+    logits_rows: Tensor
+    # [num_slots, pages]
+    block_table: Tensor
+
+    @staticmethod
+    def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
+        num_seqs, num_rows, num_logits = shape
+        sizes = [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits]
+        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = packed.split(sizes)
+        input_ids, slot_mapping = read_rows(
+            slot_of_row, positions, slots.token_ids, slots.block_table, slots.page_size
+        )
         return ForwardBatch(
-            input_ids=slots.token_ids[slot_of_row, positions].long(),
+            input_ids=input_ids,
             positions=positions,
-            slot_mapping=page * slots.page_size + positions % slots.page_size,
-            cu_seqlens_q=torch.from_numpy(cu_np).to(device, torch.int32),
-            seq_lens=torch.from_numpy(seq_lens_np).to(device, torch.int32),
+            slot_mapping=slot_mapping,
             slots=slot,
+            seq_lens=seq_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            logits_rows=logits_rows,
             block_table=slots.block_table,
-            logits_rows=torch.from_numpy(logits_rows_np).to(device),
-            query_lens_np=query_lens_np,
-            seq_lens_np=seq_lens_np,
         )

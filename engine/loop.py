@@ -58,17 +58,18 @@ class Engine:
             torch.device(config.device),
             config.speculation.verification,
         )
-        if self._slots.device.type == "cuda" and not config.enforce_eager:
-            pair.capture_graphs(max_num_seqs, k, self._slots.block_table, report)
-        report("ready", 1, 1)
+        pair.bind_slots(self._slots)
         self._kv_cache = KVCacheManager(pair.num_pages, pair.page_size, config.cache.prefix_caching)
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
         self.scheduler = Scheduler(
             config.scheduler, self._kv_cache, self._slots, k, pair.max_model_len, adaptive
         )
         self.proposer = build_proposer(proposer, config, self._slots, pair)
-        self.target = Target(pair.target, self._slots, pair.vocab_size)
+        self.target = Target(pair.target, pair.vocab_size)
         self.verifier = Verifier(self._slots, pair.vocab_size)
+        if self._slots.device.type == "cuda" and not config.enforce_eager:
+            self.capture(report)
+        report("ready", 1, 1)
 
         self._processors = processors
         self._eos_token_ids = config.eos_token_ids
@@ -89,6 +90,12 @@ class Engine:
             load_s=time.perf_counter() - start_s,
             pid=os.getpid(),
         )
+
+    def capture(self, report: ReportProgress) -> None:
+        """Capture the phases of a step as CUDA graphs."""
+        distributions = self.proposer.capture(report)
+        logits = self.target.capture(self._slots.max_drafts, report)
+        self.verifier.capture(logits, distributions)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

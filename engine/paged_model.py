@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.engine.attention import PagedContext, attention_context
-from outrider.engine.batch import ForwardBatch
+from outrider.engine.batch import ForwardBatch, HostBatch
 from outrider.engine.config import ModelConfig
-from outrider.engine.cuda_graphs import GraphedForward
 from outrider.engine.model_loader import load_model, max_positions, run_model
+from outrider.engine.phase import Phase, padded_sizes
+from outrider.engine.slots import Slots
 
 
 class PagedModel:
@@ -17,7 +19,6 @@ class PagedModel:
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.model, self._layers = load_model(config, device)
-        self._graphs: GraphedForward | None = None
         self.max_positions = max_positions(self.model.config)
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
@@ -45,23 +46,49 @@ class PagedModel:
                 )
                 layer.module.register_buffer(name, cache, persistent=False)
 
-    def capture_graphs(
+    def bind_slots(self, slots: Slots) -> None:
+        """Take the rows of batches from these slots."""
+        self._slots = slots
+        self._phase = Phase(self._run, slots.device)
+        self._shapes: list[tuple[int, int, int]] = []
+
+    def capture(
         self,
-        max_num_seqs: int,
         rows_per_seq: tuple[int, ...],
-        block_table: Tensor,
+        every_row_has_logits: bool,
         progress: Callable[[int, int], None],
-    ) -> None:
-        """Capture passes of `rows_per_seq` rows a sequence; call it once the cache is bound."""
-        graphs = GraphedForward(self._run, max_num_seqs, rows_per_seq, block_table)
-        graphs.capture(progress)
-        self._graphs = graphs
+    ) -> Tensor:
+        """Capture passes of up to `rows_per_seq` rows a sequence; once cache and slots are bound.
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute the batch's rows, leaving their KV in the pages; returns [num_logits, V]."""
-        logits = self._graphs.replay(batch) if self._graphs is not None else None
-        return self._run(batch) if logits is None else logits
+        Logits are of every row, or of one row a sequence; returns some as they will come.
+        """
+        shapes = [
+            (n, n * rows, n * rows if every_row_has_logits else n)
+            for n in padded_sizes(self._slots.max_num_seqs)
+            for rows in sorted(set(rows_per_seq), reverse=True)
+        ]
+        nobody = np.zeros(0, dtype=np.int64)
+        for done, shape in enumerate(shapes):
+            progress(done, len(shapes))
+            empty = HostBatch.build(nobody, nobody, nobody, nobody)
+            logits = self._phase.capture(empty.packed(shape, self._slots.dummy), shape)
+        self._shapes = shapes[::-1]
+        return logits
 
-    def _run(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: HostBatch) -> Tensor:
+        """Compute the batch's rows, leaving their KV in the pages; returns [num_logits, V].
+
+        The logits are valid until the next forward pass.
+        """
+        shape = next((s for s in self._shapes if _holds(s, batch.shape)), batch.shape)
+        logits = self._phase(batch.packed(shape, self._slots.dummy), shape)
+        return logits[: len(batch.logits_rows_np)]
+
+    def _run(self, packed: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        batch = ForwardBatch.unpack(packed, shape, self._slots)
         with attention_context(PagedContext(batch)):
             return run_model(self.model, batch.input_ids, batch.positions, batch.logits_rows)
+
+
+def _holds(shape: tuple[int, int, int], wanted: tuple[int, int, int]) -> bool:
+    return all(size >= needed for size, needed in zip(shape, wanted, strict=True))

@@ -4,11 +4,11 @@ import logging
 
 import psutil
 import torch
-from torch import Tensor
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.config import EngineConfig
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.slots import Slots
 
 log = logging.getLogger(__name__)
 
@@ -84,18 +84,7 @@ class ModelPair:
         )
         return fits
 
-    def capture_graphs(
-        self,
-        max_num_seqs: int,
-        num_speculative_tokens: int,
-        block_table: Tensor,
-        report: ReportProgress,
-    ) -> None:
-        """The target's plain decodes and verifications; the draft's steps and catch-ups of two."""
-        rows_per_seq = {"target": (1, num_speculative_tokens + 1), "draft": (1, 2)}
-        for role, model in self._models.items():
-
-            def progress(done: int, total: int, role: str = role) -> None:
-                report(f"capturing the {role}'s graphs", done, total)
-
-            model.capture_graphs(max_num_seqs, rows_per_seq[role], block_table, progress)
+    def bind_slots(self, slots: Slots) -> None:
+        """Let both models take their batches' rows from these slots."""
+        for model in self._models.values():
+            model.bind_slots(slots)

@@ -30,6 +30,9 @@ class Slots:
         verification: Verification = "token",
     ) -> None:
         num_slots = max_num_seqs + 1
+        self.max_num_seqs = max_num_seqs
+        self.max_drafts = max_drafts
+        self.dummy = max_num_seqs  # the slot that padding reads and writes
         # Room behind the longest sequence: verification emits up to k + 1 tokens past it.
         width = max_model_len + max_drafts + 1
         self.page_size = page_size

@@ -1,23 +1,30 @@
 """The target model's part of a step: score every proposal in one forward pass."""
 
+from functools import partial
+
 import numpy as np
 from torch import Tensor
 
-from outrider.engine.batch import ForwardBatch
+from outrider.engine.api import ReportProgress
+from outrider.engine.batch import HostBatch
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.prompt_logprobs import read_prompt_logprobs
 from outrider.engine.proposers.base import Proposals
 from outrider.engine.scheduler import Plan, slots_of
-from outrider.engine.slots import Slots
 
 
 class Target:
     """Prefill chunks, plain decodes and verifications of a plan, as one ragged batch."""
 
-    def __init__(self, model: PagedModel, slots: Slots, vocab_size: int) -> None:
+    def __init__(self, model: PagedModel, vocab_size: int) -> None:
         self._model = model
-        self._slots = slots
         self._vocab_size = vocab_size
+
+    def capture(self, num_speculative_tokens: int, report: ReportProgress) -> Tensor:
+        """Capture plain decodes and verifications of every k; returns logits as they will come."""
+        rows_per_seq = tuple(range(1, num_speculative_tokens + 2))
+        stage = "capturing the target's graphs"
+        return self._model.capture(rows_per_seq, True, partial(report, stage))
 
     def score(self, plan: Plan, proposals: Proposals) -> Tensor:
         """Logits of the k_i + 1 last rows of each sampled sequence: [sum(k_i + 1), V].
@@ -31,9 +38,7 @@ class Target:
         scores_prompts = num_logits_np.any()
         query_lens_np[samples_np] += proposals.num_drafts_np
         num_logits_np[samples_np] += proposals.num_drafts_np + 1
-        batch = ForwardBatch.build(
-            self._slots, slots_of(plan.scheduled), starts_np, query_lens_np, num_logits_np
-        )
+        batch = HostBatch.build(slots_of(plan.scheduled), starts_np, query_lens_np, num_logits_np)
         logits = self._model.forward(batch)
         if scores_prompts:
             logits = read_prompt_logprobs(plan, logits, num_logits_np, self._vocab_size)

@@ -6,7 +6,13 @@ from torch import Tensor
 
 from outrider.engine.api import TokenLogprobs
 from outrider.engine.logit_edits import RequestRows
-from outrider.engine.proposers.base import Proposals
+from outrider.engine.phase import Phase, Shape, padded_sizes
+from outrider.engine.proposers.base import (
+    SAMPLING_KINDS,
+    DraftDistributions,
+    Proposals,
+    sampling_kind,
+)
 from outrider.engine.ragged import ragged_arange
 from outrider.engine.scheduler import Plan, Verified, slots_of
 from outrider.engine.slots import Slots
@@ -20,6 +26,31 @@ class Verifier:
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self._slots = slots
         self._vocab_size = vocab_size
+        self._phase = Phase(self._run, slots.device)
+        self._sizes: list[int] = []  # captured, ascending
+        self._dtypes: set[torch.dtype] = set()
+
+    def capture(self, like: Tensor, distributions: DraftDistributions | None) -> None:
+        """Capture verification of logits like these, of drafts from these or one-hot drafts.
+
+        Shape: like [any, V].
+        """
+        sizes = padded_sizes(self._slots.max_num_seqs)
+        max_drafts = self._slots.max_drafts
+        logits = like.new_zeros(sizes[0] * (max_drafts + 1), like.shape[1])
+        for size in sizes:
+            for num_columns in sorted({max_drafts, 0}, reverse=True):
+                q = [] if distributions is None or num_columns == 0 else [*distributions]
+                tensors = (logits[: size * (num_columns + 1)], *(x[:size] for x in q))
+                for kind in SAMPLING_KINDS:
+                    nobody = np.zeros(0, dtype=np.int64)
+                    self._phase.capture(
+                        self._pack(nobody, nobody, nobody, size),
+                        (size, num_columns, *kind),
+                        tensors,
+                    )
+        self._sizes = sizes[::-1]
+        self._dtypes = {like.dtype} | ({distributions.logits.dtype} if distributions else set())
 
     def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> Verified:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
@@ -29,35 +60,25 @@ class Verifier:
         sampled = plan.sampled
         if not sampled:
             return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
-        device = self._slots.device
         num_drafts_np = proposals.num_drafts_np
-        max_drafts = int(num_drafts_np.max())
-        cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
         slots_np = slots_of(sampled)
-        slot = torch.from_numpy(slots_np).to(device)
         anchors_np = np.array([s.request.num_tokens for s in sampled])
-        anchor = torch.from_numpy(anchors_np).to(device)
-        # [B, K + 1] where a step's tokens lie in the slots
-        positions = anchor[:, None] + torch.arange(max_drafts + 1, device=device)
-        distributions = proposals.distributions
+        cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
         rows = RequestRows(slots_np, cu_rows_np[:-1], num_drafts_np + 1, anchors_np)
-        drawn = verify(
-            self._slots.edits.apply(logits, rows),
-            torch.from_numpy(cu_rows_np).to(device, torch.int32),
-            self._slots.token_ids[slot[:, None], positions[:, :-1]].long(),
-            torch.from_numpy(num_drafts_np).to(device, torch.int32),
-            distributions.logits if distributions else None,
-            distributions.state if distributions else None,
-            self._slots.sampling_of(slot),
-            anchor,
-            self._vocab_size,
-            filters=any(s.request.params.is_filtered for s in sampled),
-            samples=any(s.request.params.temperature > 0 for s in sampled),
+        tensors = [self._slots.edits.apply(logits, rows)]
+        if proposals.distributions is not None and num_drafts_np.any():
+            tensors += proposals.distributions
+        size = len(sampled)
+        if all(x.dtype in self._dtypes for x in tensors[:2]):  # edited logits are float32
+            size = next((n for n in self._sizes if n >= size), size)
+        num_columns = self._slots.max_drafts if num_drafts_np.any() else 0
+        drawn = self._phase(
+            self._pack(slots_np, num_drafts_np, anchors_np, size),
+            (size, num_columns, *sampling_kind(sampled)),
+            *tensors,
         )
-        self._slots.token_ids[slot[:, None], positions] = drawn.token_ids.clamp_min(0).int()
-
         # The one copy to the host a step.
-        host = torch.cat((drawn.token_ids, drawn.is_bad[:, None]), dim=1).cpu().numpy()
+        host = drawn[: len(sampled)].cpu().numpy()
         token_ids_np, is_bad_np = host[:, :-1], host[:, -1].astype(bool)
         token_ids = [row[row >= 0].tolist() for row in token_ids_np]
         return Verified(
@@ -66,6 +87,54 @@ class Verifier:
             is_bad=is_bad_np.tolist(),
             logprobs=self._logprobs(plan, logits, token_ids, cu_rows_np),
         )
+
+    def _run(
+        self,
+        integers: Tensor,
+        shape: Shape,
+        logits: Tensor,
+        draft_logits: Tensor | None = None,
+        draft_state: Tensor | None = None,
+    ) -> Tensor:
+        """Verify, and write what was drawn into the slots.
+
+        Shape: integers [4, B + 1], see `_pack`; logits [T, V]; draft_logits [B, K, V'], draft_state
+        [B, K, 4]; returns [B, K + 2], the tokens (padded with -1) and whether the logits were bad.
+        """
+        _, num_columns, filters, samples = shape
+        cu_rows, (slot, num_drafts, anchor) = integers[0], integers[1:, :-1].unbind()
+        # [B, K + 1] where a step's tokens lie in the slots
+        positions = anchor[:, None] + torch.arange(num_columns + 1, device=anchor.device)
+        drawn = verify(
+            logits,
+            cu_rows.int(),
+            self._slots.token_ids[slot[:, None], positions[:, :-1]].long(),
+            num_drafts.int(),
+            draft_logits,
+            draft_state,
+            self._slots.sampling_of(slot),
+            anchor,
+            self._vocab_size,
+            filters=bool(filters),
+            samples=bool(samples),
+        )
+        self._slots.token_ids[slot[:, None], positions] = drawn.token_ids.clamp_min(0).int()
+        return torch.cat((drawn.token_ids, drawn.is_bad[:, None]), dim=1)
+
+    def _pack(
+        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, anchors_np: np.ndarray, size: int
+    ) -> np.ndarray:
+        """Arguments: [B] -> [4, size + 1]: first rows of the sequences' logits and, one column
+        short, slots, drafts and anchors. Padding is plain decodes of the dummy slot.
+        """
+        packed = np.zeros((4, size + 1), dtype=np.int64)
+        packed[1] = self._slots.dummy
+        for row, of_sampled_np in zip(
+            packed[1:], (slots_np, num_drafts_np, anchors_np), strict=True
+        ):
+            row[: len(of_sampled_np)] = of_sampled_np
+        packed[0, 1:] = np.cumsum(packed[2, :-1] + 1)
+        return packed
 
     def _logprobs(
         self, plan: Plan, logits: Tensor, token_ids: list[list[int]], cu_rows_np: np.ndarray

@@ -3,9 +3,8 @@
     y = epilogue(rmsnorm(x) W^T + b),     rmsnorm(x)_k = x_k w_k / sqrt(mean(x^2) + eps)
 
 Decoding has few rows, so a layer's time is that of reading W once, and every launch beside it
-counts. Up to `MAX_FUSED_ROWS` rows one launch does it all, and a row's result depends neither on
-the other row nor on there being one. With more rows a small W is still read by a kernel of ours;
-for the rest the library's matrix product is ahead.
+counts. For a single row one launch does it all. With up to 16 a small W is still read by a kernel
+of ours; for the rest the library's matrix product is ahead.
 """
 
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
 
-MAX_FUSED_ROWS = 2
 _MAX_NARROW_ROWS = 16
 _MAX_NARROW_WEIGHTS = 1 << 22  # measured: up to here the library leaves multiprocessors idle
 
@@ -62,7 +60,7 @@ def linear(
     assert weight.is_contiguous()
     if not uses_triton(x):
         return linear_reference(x, weight, bias, norm=norm, gated=gated, residual=residual)
-    if len(x) <= MAX_FUSED_ROWS:
+    if len(x) == 1:
         return _fused(x, weight, bias, norm, gated, residual)
     if norm is not None:
         x = rms_norm(x, norm)
@@ -114,13 +112,13 @@ def _fused(
     gated: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    num_rows, num_in = x.shape
+    num_in = x.shape[1]
     num_out = len(weight) // 2 if gated else len(weight)
-    out = x.new_empty(num_rows, num_out) if residual is None else residual
-    # 16 to 64 KB of weights a program, all asked for before the first is used.
-    block_n = 8 if gated or num_in > 1024 else 16
+    out = x.new_empty(1, num_out) if residual is None else residual
+    # Measured: long rows want several blocks asked for before the first is used.
     block_k = min(1024, triton.next_power_of_2(num_in))
-    _fused_kernel[(triton.cdiv(num_out, block_n),)](
+    unroll = 4 if num_in >= 4096 else 1
+    _fused_kernel[(triton.cdiv(num_out, 4),)](
         out,
         x,
         weight,
@@ -128,23 +126,20 @@ def _fused(
         norm.weight if norm is not None else None,
         residual,
         num_out,
-        x.stride(0),
-        out.stride(0),
         norm.eps if norm is not None else 0.0,
-        NUM_ROWS=num_rows,
         NUM_IN=num_in,
-        BLOCK_N=block_n,
+        BLOCK_N=4,
         BLOCK_K=block_k,
-        UNROLL=min(4, triton.cdiv(num_in, block_k)),
+        UNROLL=unroll,
         GATED=gated,
-        num_warps=max(1, min(8, block_k // 128)),
+        num_warps=max(1, min(4 if unroll > 1 else 8, block_k // 128)),
     )
     return out
 
 
 @triton.jit
 def _product(x_ptr, norm_ptr, weight_rows, is_out, k0, NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Terms of one row's sums: [BLOCK_N, BLOCK_K], of BLOCK_K inputs from k0 on."""
+    """Terms of the outputs' sums: [BLOCK_N, BLOCK_K], of BLOCK_K inputs from k0 on."""
     k = k0 + tl.arange(0, BLOCK_K)
     weight = tl.load(weight_rows + k, mask=is_out & (k < NUM_IN)[None, :], other=0.0)
     x = tl.load(x_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
@@ -155,61 +150,55 @@ def _product(x_ptr, norm_ptr, weight_rows, is_out, k0, NUM_IN: tl.constexpr, BLO
 
 @triton.jit
 def _fused_kernel(
-    out_ptr,  # [NUM_ROWS, num_out]
-    x_ptr,  # [NUM_ROWS, NUM_IN]
+    out_ptr,  # [num_out]
+    x_ptr,  # [NUM_IN]
     weight_ptr,  # [num_out or 2 * num_out, NUM_IN]
     bias_ptr,  # [num_out or 2 * num_out] or None
     norm_ptr,  # [NUM_IN] or None
     residual_ptr,  # as out, or None
     num_out,
-    x_stride,
-    out_stride,
     eps,
-    NUM_ROWS: tl.constexpr,
     NUM_IN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of every row. Sums meet across threads only at the end."""
+    """One program: BLOCK_N outputs of one row. Sums meet across threads only at the end."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_out
     is_out = inside[:, None]
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * NUM_IN
     up_rows = weight_rows + num_out.to(tl.int64) * NUM_IN
-    # The weights of the second row's pass come from the cache.
-    for row in tl.static_range(NUM_ROWS):
-        x_row = x_ptr + row * x_stride
-        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        square = tl.zeros([BLOCK_K], tl.float32)
-        for start in range(0, NUM_IN, UNROLL * BLOCK_K):
-            for i in tl.static_range(UNROLL):
-                k0 = start + i * BLOCK_K
-                acc += _product(x_row, norm_ptr, weight_rows, is_out, k0, NUM_IN, BLOCK_K)
-                if GATED:
-                    acc_up += _product(x_row, norm_ptr, up_rows, is_out, k0, NUM_IN, BLOCK_K)
-                if norm_ptr is not None:
-                    k = k0 + tl.arange(0, BLOCK_K)
-                    x = tl.load(x_row + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
-                    square += x * x
-        y = tl.sum(acc, 1)
-        up = tl.sum(acc_up, 1)
-        if norm_ptr is not None:
-            # The row's own scale is a factor of the whole sum: it can wait until here.
-            scale = tl.rsqrt(tl.sum(square, 0) / NUM_IN + eps)
-            y *= scale
-            up *= scale
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    square = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, NUM_IN, UNROLL * BLOCK_K):
+        for i in tl.static_range(UNROLL):
+            k0 = start + i * BLOCK_K
+            acc += _product(x_ptr, norm_ptr, weight_rows, is_out, k0, NUM_IN, BLOCK_K)
+            if GATED:
+                acc_up += _product(x_ptr, norm_ptr, up_rows, is_out, k0, NUM_IN, BLOCK_K)
+            if norm_ptr is not None:
+                k = k0 + tl.arange(0, BLOCK_K)
+                x = tl.load(x_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
+                square += x * x
+    y = tl.sum(acc, 1)
+    up = tl.sum(acc_up, 1)
+    if norm_ptr is not None:
+        # The row's own scale is a factor of the whole sum: it can wait until here.
+        scale = tl.rsqrt(tl.sum(square, 0) / NUM_IN + eps)
+        y *= scale
+        up *= scale
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
-            if bias_ptr is not None:
-                up += tl.load(bias_ptr + num_out + n, mask=inside, other=0.0).to(tl.float32)
-            y = y / (1.0 + tl.exp(-y)) * up
-        if residual_ptr is not None:
-            y += tl.load(residual_ptr + row * out_stride + n, mask=inside, other=0).to(tl.float32)
-        tl.store(out_ptr + row * out_stride + n, y.to(out_ptr.dtype.element_ty), mask=inside)
+            up += tl.load(bias_ptr + num_out + n, mask=inside, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -236,7 +225,7 @@ def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return residual
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_product_kernel(
     out_ptr,  # [num_rows, num_out], is added to
     x_ptr,  # [num_rows, NUM_IN]

@@ -18,9 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels._dispatch import num_programs
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MAX_SPLITS = 16
 _MIN_SPLIT_TOKENS = 256
+_BLOCK_N, _NUM_WARPS, _NUM_STAGES = 64, 4, 3
 
 
 def paged_attention(
@@ -44,8 +47,8 @@ def paged_attention(
     Shape:
         query: [T, num_heads, head_dim], any row and head stride
         k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim]
-        cu_seqlens_q: [B + 1] int32; sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i + 1]
-        seq_lens: [B] int32, tokens a sequence attends to, its own rows included
+        cu_seqlens_q: [B + 1]; sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i + 1]
+        seq_lens: [B], tokens a sequence attends to, its own rows included
         slots: [B], each sequence's row of the block table
         block_table: [num_slots, pages of the longest sequence possible] int32
         sinks: [num_heads] or None
@@ -76,8 +79,8 @@ def paged_attention(
         part = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
         part_state = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
         counters = _counters(query.device, triton.next_power_of_2(num_row_blocks * num_kv_heads))
-    grid = (num_row_blocks, num_kv_heads, num_splits)
-    _paged_attention_kernel[grid](
+    num_items = num_row_blocks * num_kv_heads * num_splits
+    _paged_attention_kernel[(min(num_items, num_programs(query.device, 4)),)](
         out,
         part,
         part_state,
@@ -99,6 +102,8 @@ def paged_attention(
         *out.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        REQS=max(32, triton.next_power_of_2(num_reqs)),
+        NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -107,12 +112,13 @@ def paged_attention(
         PAGE_SIZE=page_size,
         BLOCK_M=block_m,
         BLOCK_Q=block_q,
-        BLOCK_N=64,
+        BLOCK_N=_BLOCK_N,
         SPLIT_TOKENS=split_tokens,
         NUM_SPLITS=num_splits,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
-        num_warps=4,
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
     )
     return out
 
@@ -152,6 +158,8 @@ def _paged_attention_kernel(
     v_stride_page,
     v_stride_pos,
     v_stride_h,
+    REQS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -166,21 +174,129 @@ def _paged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """One program: a split of BLOCK_Q rows of a sequence with all query heads of one KV head."""
-    row_block = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    request = -1  # the last sequence whose first row block is not behind ours
-    for base in range(0, num_reqs, 128):
-        i = base + tl.arange(0, 128)
-        first_block = tl.load(cu_seqlens_q_ptr + i, mask=i < num_reqs, other=0) // BLOCK_Q + i
-        request += tl.sum(((i < num_reqs) & (first_block <= row_block)).to(tl.int32), 0)
-    first_row = tl.load(cu_seqlens_q_ptr + request)
-    query_len = tl.load(cu_seqlens_q_ptr + request + 1) - first_row
-    first_q = (row_block - first_row // BLOCK_Q - request) * BLOCK_Q
-    if first_q >= query_len:
-        return
-    context_len = tl.load(seq_lens_ptr + request) - query_len
+    """Each program takes every so many of the items: splits of BLOCK_Q rows of a sequence, with all
+    query heads of one KV head.
+    """
+    # What is to be done follows from the lengths alone; every program works it out for itself.
+    i = tl.arange(0, REQS)
+    is_req = i < num_reqs
+    first_rows = tl.load(cu_seqlens_q_ptr + i, mask=is_req, other=0).to(tl.int32)
+    query_lens = tl.load(cu_seqlens_q_ptr + i + 1, mask=is_req, other=0).to(tl.int32) - first_rows
+    all_lens = tl.load(seq_lens_ptr + i, mask=is_req, other=0).to(tl.int32)
+    num_splits = tl.full([REQS], 1, tl.int32)
+    if NUM_SPLITS > 1:
+        num_splits = tl.maximum((all_lens + SPLIT_TOKENS - 1) // SPLIT_TOKENS, 1)
+    num_items = (query_lens + BLOCK_Q - 1) // BLOCK_Q * num_splits
+    item_ends = tl.cumsum(num_items, 0)
+    for item in range(tl.program_id(0), tl.sum(num_items, 0) * NUM_KV_HEADS, tl.num_programs(0)):
+        kv_head = item % NUM_KV_HEADS
+        request = tl.sum((item_ends <= item // NUM_KV_HEADS).to(tl.int32), 0)
+        items_before = tl.sum(tl.where(i < request, num_items, 0), 0)
+        first_row = tl.load(cu_seqlens_q_ptr + request).to(tl.int32)
+        seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+        splits = 1
+        if NUM_SPLITS > 1:
+            splits = tl.maximum((seq_len + SPLIT_TOKENS - 1) // SPLIT_TOKENS, 1)
+        item_of_req = item // NUM_KV_HEADS - items_before
+        _attend_item(
+            item_of_req % splits,
+            item_of_req // splits * BLOCK_Q,
+            kv_head,
+            request,
+            first_row,
+            tl.load(cu_seqlens_q_ptr + request + 1).to(tl.int32) - first_row,
+            seq_len,
+            tl.load(slots_ptr + request).to(tl.int32),
+            out_ptr,
+            part_ptr,
+            part_state_ptr,
+            counters_ptr,
+            query_ptr,
+            k_ptr,
+            v_ptr,
+            sinks_ptr,
+            block_table_ptr,
+            scale,
+            softcap,
+            window,
+            block_table_stride,
+            query_stride_t,
+            query_stride_h,
+            out_stride_t,
+            out_stride_h,
+            k_stride_page,
+            k_stride_pos,
+            k_stride_h,
+            v_stride_page,
+            v_stride_pos,
+            v_stride_h,
+            NUM_KV_HEADS,
+            GROUP,
+            HEAD_DIM,
+            VALUE_DIM,
+            HEAD_PAD,
+            VALUE_PAD,
+            PAGE_SIZE,
+            BLOCK_M,
+            BLOCK_Q,
+            BLOCK_N,
+            SPLIT_TOKENS,
+            NUM_SPLITS,
+            HAS_SOFTCAP,
+            HAS_WINDOW,
+        )
+
+
+@triton.jit
+def _attend_item(
+    split,
+    first_q,
+    kv_head,
+    request,
+    first_row,
+    query_len,
+    seq_len,
+    slot,
+    out_ptr,
+    part_ptr,
+    part_state_ptr,
+    counters_ptr,
+    query_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    block_table_ptr,
+    scale,
+    softcap,
+    window,
+    block_table_stride,
+    query_stride_t,
+    query_stride_h,
+    out_stride_t,
+    out_stride_h,
+    k_stride_page,
+    k_stride_pos,
+    k_stride_h,
+    v_stride_page,
+    v_stride_pos,
+    v_stride_h,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Rows first_q to first_q + BLOCK_Q of a sequence, over one split of its tokens."""
+    context_len = seq_len - query_len
     end = context_len + tl.minimum(first_q + BLOCK_Q, query_len)
     begin = 0
     if HAS_WINDOW:
@@ -188,115 +304,122 @@ def _paged_attention_kernel(
     # Splits lie at fixed positions of the sequence; sequences without tokens have one, empty.
     first_split = begin // SPLIT_TOKENS
     last_split = tl.maximum(end - 1, 0) // SPLIT_TOKENS
+    takes_part = True
     if NUM_SPLITS > 1:
-        if (split < first_split) | (split > last_split):
-            return
+        takes_part = (split >= first_split) & (split <= last_split)
         begin = tl.maximum(begin, split * SPLIT_TOKENS)
         end = tl.minimum(end, (split + 1) * SPLIT_TOKENS)
-    pages_ptr = block_table_ptr + tl.load(slots_ptr + request).to(tl.int64) * block_table_stride
+    if takes_part:
+        pages_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride
 
-    m = tl.arange(0, BLOCK_M)
-    q = first_q + m // GROUP
-    head = kv_head * GROUP + m % GROUP
-    is_row = (m < BLOCK_Q * GROUP) & (q < query_len)
-    row = (first_row + q).to(tl.int64)
-    head_dims = tl.arange(0, HEAD_PAD)
-    value_dims = tl.arange(0, VALUE_PAD)
-    query = tl.load(
-        query_ptr + row[:, None] * query_stride_t + head[:, None] * query_stride_h + head_dims,
-        mask=is_row[:, None] & (head_dims < HEAD_DIM),
-        other=0.0,
-    )
-    position = context_len + q
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        owns_sink = (split == first_split) | (NUM_SPLITS == 1)
-        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
-        best = tl.where(owns_sink, sink, best)
-        total = tl.where(owns_sink, 1.0, total)
-    acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-
-    for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = n < end
-        page = tl.load(pages_ptr + n // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        in_page = n % PAGE_SIZE
-        key = tl.load(
-            k_ptr
-            + page[None, :] * k_stride_page
-            + in_page[None, :] * k_stride_pos
-            + kv_head * k_stride_h
-            + head_dims[:, None],
-            mask=inside[None, :] & (head_dims < HEAD_DIM)[:, None],
+        m = tl.arange(0, BLOCK_M)
+        q = first_q + m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        is_row = (m < BLOCK_Q * GROUP) & (q < query_len)
+        row = (first_row + q).to(tl.int64)
+        head_dims = tl.arange(0, HEAD_PAD)
+        value_dims = tl.arange(0, VALUE_PAD)
+        query = tl.load(
+            query_ptr + row[:, None] * query_stride_t + head[:, None] * query_stride_h + head_dims,
+            mask=is_row[:, None] & (head_dims < HEAD_DIM),
             other=0.0,
         )
-        logits = tl.dot(query, key, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh by exp2 of a negative number only, which cannot overflow.
-            e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
-            capped = softcap * (1.0 - e) / (1.0 + e)
-            logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
-        visible = is_row[:, None] & (n[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible &= n[None, :] > position[:, None] - window
-        logits = tl.where(visible, logits, float("-inf"))
-        new_best = tl.maximum(best, tl.max(logits, 1))
-        # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
-        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-        weights = tl.exp2(logits - shift[:, None])
-        decay = tl.exp2(best - shift)
-        # Positions behind the sequence are loaded as 0: a zero weight times NaN would be NaN.
-        value = tl.load(
-            v_ptr
-            + page[:, None] * v_stride_page
-            + in_page[:, None] * v_stride_pos
-            + kv_head * v_stride_h
-            + value_dims[None, :],
-            mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
-            other=0.0,
+        position = context_len + q
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks_ptr is not None:
+            owns_sink = (split == first_split) | (NUM_SPLITS == 1)
+            sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+            best = tl.where(owns_sink, sink, best)
+            total = tl.where(owns_sink, 1.0, total)
+        acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+
+        for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            inside = n < end
+            page = tl.load(pages_ptr + n // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            in_page = n % PAGE_SIZE
+            key = tl.load(
+                k_ptr
+                + page[None, :] * k_stride_page
+                + in_page[None, :] * k_stride_pos
+                + kv_head * k_stride_h
+                + head_dims[:, None],
+                mask=inside[None, :] & (head_dims < HEAD_DIM)[:, None],
+                other=0.0,
+            )
+            logits = tl.dot(query, key, input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                # tanh by exp2 of a negative number only, which cannot overflow.
+                e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
+                capped = softcap * (1.0 - e) / (1.0 + e)
+                logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
+            visible = is_row[:, None] & (n[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                visible &= n[None, :] > position[:, None] - window
+            logits = tl.where(visible, logits, float("-inf"))
+            new_best = tl.maximum(best, tl.max(logits, 1))
+            # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
+            shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+            weights = tl.exp2(logits - shift[:, None])
+            decay = tl.exp2(best - shift)
+            # Positions behind the sequence are loaded as 0: a zero weight times NaN would be NaN.
+            value = tl.load(
+                v_ptr
+                + page[:, None] * v_stride_page
+                + in_page[:, None] * v_stride_pos
+                + kv_head * v_stride_h
+                + value_dims[None, :],
+                mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
+                other=0.0,
+            )
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None] + tl.dot(
+                weights.to(value.dtype), value, input_precision="ieee"
+            )
+            best = new_best
+        mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
+        num_parts = last_split - first_split + 1
+        num_before = num_parts - 1  # splits of these rows that were done before this one
+        if NUM_SPLITS > 1:
+            part = (row * NUM_KV_HEADS * GROUP + head) * NUM_SPLITS
+            if num_parts > 1:
+                state_ptr = part_state_ptr + (part + split) * 2
+                at = part_ptr + (part + split)[:, None] * VALUE_DIM + value_dims[None, :]
+                tl.store(at, acc, mask=mask)
+                tl.store(state_ptr, best, mask=is_row)
+                tl.store(state_ptr + 1, total, mask=is_row)
+                tl.debug_barrier()  # all of the program's stores come before its count
+                # As many row blocks as there can be lie before this one; see the wrapper.
+                row_block = first_row // BLOCK_Q + request + first_q // BLOCK_Q
+                counter = counters_ptr + row_block * NUM_KV_HEADS + kv_head
+                num_before = tl.atomic_add(counter, 1, sem="acq_rel")
+                if num_before == num_parts - 1:
+                    tl.store(counter, 0)
+                    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    total = tl.zeros([BLOCK_M], tl.float32)
+                    acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+                    for i in range(first_split, last_split + 1):
+                        state_ptr = part_state_ptr + (part + i) * 2
+                        at = part_ptr + (part + i)[:, None] * VALUE_DIM + value_dims[None, :]
+                        # Other multiprocessors wrote these: not from this one's cache.
+                        part_best = tl.load(state_ptr, mask=is_row, other=0.0, cache_modifier=".cg")
+                        part_total = tl.load(
+                            state_ptr + 1, mask=is_row, other=0, cache_modifier=".cg"
+                        )
+                        part_acc = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                        new_best = tl.maximum(best, part_best)
+                        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+                        decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
+                        total = total * decay + part_total * part_decay
+                        acc = acc * decay[:, None] + part_acc * part_decay[:, None]
+                        best = new_best
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(
+            out_ptr + row[:, None] * out_stride_t + head[:, None] * out_stride_h + value_dims,
+            out.to(out_ptr.dtype.element_ty),
+            mask=mask & (num_before == num_parts - 1),
         )
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        best = new_best
-    mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
-    num_parts = last_split - first_split + 1
-    num_before = num_parts - 1  # splits of these rows that were done before this one
-    if NUM_SPLITS > 1:
-        part = (row * tl.num_programs(1) * GROUP + head) * NUM_SPLITS
-        if num_parts > 1:
-            state_ptr = part_state_ptr + (part + split) * 2
-            at = part_ptr + (part + split)[:, None] * VALUE_DIM + value_dims[None, :]
-            tl.store(at, acc, mask=mask)
-            tl.store(state_ptr, best, mask=is_row)
-            tl.store(state_ptr + 1, total, mask=is_row)
-            tl.debug_barrier()  # all of the program's stores come before its count
-            counter = counters_ptr + row_block * tl.num_programs(1) + kv_head
-            num_before = tl.atomic_add(counter, 1, sem="acq_rel")
-            if num_before == num_parts - 1:
-                tl.store(counter, 0)
-                best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-                for i in range(first_split, last_split + 1):
-                    state_ptr = part_state_ptr + (part + i) * 2
-                    at = part_ptr + (part + i)[:, None] * VALUE_DIM + value_dims[None, :]
-                    # Other multiprocessors wrote these: not from this one's cache.
-                    part_best = tl.load(state_ptr, mask=is_row, other=0.0, cache_modifier=".cg")
-                    part_total = tl.load(state_ptr + 1, mask=is_row, other=0, cache_modifier=".cg")
-                    part_acc = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-                    new_best = tl.maximum(best, part_best)
-                    shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-                    decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
-                    total = total * decay + part_total * part_decay
-                    acc = acc * decay[:, None] + part_acc * part_decay[:, None]
-                    best = new_best
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(
-        out_ptr + row[:, None] * out_stride_t + head[:, None] * out_stride_h + value_dims,
-        out.to(out_ptr.dtype.element_ty),
-        mask=mask & (num_before == num_parts - 1),
-    )
 
 
 def attention_mask(

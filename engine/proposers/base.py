@@ -3,23 +3,45 @@
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from outrider.engine.scheduler import Plan
+from outrider.engine.api import ReportProgress
+from outrider.engine.scheduler import Plan, ScheduledRequest
+from outrider.kernels.sampling import STATE_WIDTH
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class DraftDistributions:
+# (whether any sequence filters, whether any samples): what the kernels may leave out
+SAMPLING_KINDS = ((True, True), (False, True), (False, False))
+
+
+def sampling_kind(sampled: list[ScheduledRequest]) -> tuple[bool, bool]:
+    """The SAMPLING_KINDS entry of these sequences."""
+    filters = any(s.request.params.is_filtered for s in sampled)
+    return filters, any(s.request.params.temperature > 0 for s in sampled)
+
+
+class DraftDistributions(NamedTuple):
     """What drafts were drawn from, as verification needs it; rows from k_i on are undefined."""
 
     # [B, K, V'] raw, in the head's dtype
     logits: Tensor
     # [B, K, 4] row states of the draft sampler
     state: Tensor
+
+    @staticmethod
+    def empty(
+        num_seqs: int, num_drafts: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> "DraftDistributions":
+        return DraftDistributions(
+            torch.empty(num_seqs, num_drafts, width, dtype=dtype, device=device),
+            torch.empty(num_seqs, num_drafts, STATE_WIDTH, device=device),
+        )
 
 
 @dataclass(slots=True)
@@ -51,6 +73,10 @@ class Proposer(ABC):
         except Exception:
             log.exception("drafting failed; this step decodes plainly")
             return Proposals.none(plan)
+
+    def capture(self, report: ReportProgress) -> DraftDistributions | None:
+        """Capture what it runs on a GPU; returns what its proposals' distributions are views of."""
+        return None
 
     @abstractmethod
     def _propose(self, plan: Plan) -> Proposals: ...

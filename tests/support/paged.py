@@ -7,7 +7,7 @@ import torch
 from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.batch import ForwardBatch
+from outrider.engine.batch import HostBatch
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.slots import Slots
 
@@ -20,6 +20,7 @@ def paged_logits(
 ) -> list[torch.Tensor]:
     """Run the steps, each a (start, length) range per sequence; all rows' logits of each step."""
     slots = Slots(len(sequences), 128, 8, PAGE, VOCAB, DEVICE)
+    model.bind_slots(slots)
     # Pages are dealt out of order, so that a wrong block table cannot go unnoticed.
     pages = torch.randperm(127, generator=torch.Generator().manual_seed(0)).int() + 1
     for i, token_ids in enumerate(sequences):
@@ -30,7 +31,7 @@ def paged_logits(
         rows = np.array([i for i, (_, length) in enumerate(step) if length])
         starts = np.array([step[i][0] for i in rows])
         lens = np.array([step[i][1] for i in rows])
-        logits.append(model.forward(ForwardBatch.build(slots, rows, starts, lens, lens)))
+        logits.append(model.forward(HostBatch.build(rows, starts, lens, lens)))
     return logits
 
 

@@ -1,0 +1,75 @@
+"""Padding to a captured shape changes nobody's output. The graphs are stood in for on a CPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import GREEDY, engine_config, prompts, run, tokens
+from tiny_models import DEVICE, VOCAB
+from torch import Tensor
+
+from outrider.engine import phase
+from outrider.engine.api import SamplingParams
+from outrider.engine.loop import Engine
+from outrider.engine.phase import padded_sizes
+
+Tiny = Callable[..., Path]
+
+
+class _Recorded:
+    """Runs again on the same tensors, as a CUDA graph does."""
+
+    num_replays = 0
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self._run = run
+        self.output = run().clone()
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        type(self).num_replays += 1
+        self.output.copy_(self._run())
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_Recorded]:
+    def record(run: Callable[[], Tensor], pool: object) -> tuple[_Recorded, Tensor]:
+        graph = _Recorded(run)
+        return graph, graph.output
+
+    monkeypatch.setattr(phase, "record_graph", record)
+    monkeypatch.setattr(_Recorded, "num_replays", 0)
+    return _Recorded
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+def test_padding_changes_nobodys_output(
+    tiny_model: Tiny, recorded: type[_Recorded], proposer: str
+) -> None:
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    config = engine_config(target, draft, k=2, proposer=proposer, max_num_seqs=6)
+    mixed = prompts([3, 40, 1, 17, 8], VOCAB)
+    params = [
+        SamplingParams(max_tokens=60, seed=4),
+        replace(GREEDY, num_speculative_tokens=1),
+        SamplingParams(max_tokens=13, seed=2, temperature=0.7),
+        SamplingParams(max_tokens=30, seed=3, top_k=9, repetition_penalty=1.3),
+        replace(GREEDY, logprobs=2),
+    ]
+    plain, padded = Engine(config), Engine(config)
+    padded.capture(lambda stage, done, total: None)
+    for batch in (slice(0, 5), slice(0, 3)):
+        expected = [tokens(o) for o in run(plain, mixed[batch], params[batch])]
+        assert [tokens(o) for o in run(padded, mixed[batch], params[batch])] == expected
+    assert recorded.num_replays > 30
+
+
+def test_sizes_are_the_powers_of_two_and_the_most() -> None:
+    assert padded_sizes(1) == [1]
+    assert padded_sizes(6) == [6, 4, 2, 1]
+    assert padded_sizes(8) == [8, 4, 2, 1]
