@@ -37,6 +37,8 @@ def serve(settings: Settings) -> int:
     # The stream itself, not whatever sys.stderr is later: conversions redirect that.
     console = Console(file=sys.stderr)
     configure_logging(settings.server.log_level, settings.server.log_format, console)
+    # Until uvicorn takes over; a container's first process would not even end of SIGTERM otherwise.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         listener = bind(settings.server.host, settings.server.port)
         with ProgressDisplay(console) as progress:

@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,23 @@ def test_missing_model_ends_the_command(
     assignments = [argument for setting in settings for argument in ("--set", setting)]
     assert CliRunner().invoke(app, ["serve", "--port", "0", *assignments]).exit_code == 1
     assert "./nowhere" in caplog.text
+
+
+def test_sigterm_ends_a_start_that_is_still_preparing() -> None:
+    program = """
+import time
+from outrider.server import serving
+from outrider.server.settings import Settings
+serving.prepare_pair = lambda *_: print("preparing", flush=True) or time.sleep(60)
+raise SystemExit(serving.serve(Settings(server={"port": 0})))
+"""
+    command = [sys.executable, "-P", "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starting:
+        assert starting.stdout is not None
+        assert starting.stdout.readline() == "preparing\n"
+        starting.terminate()
+        # Its own exit, not the signal's: the first process of a container has no default handlers.
+        assert starting.wait(30) == 130
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
