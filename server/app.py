@@ -87,6 +87,7 @@ def create_app(
         ),
         model_name=model_name,
         max_prompts_times_n=settings.max_prompts_times_n,
+        max_stop_strings=settings.max_stop_strings,
         request_timeout_s=settings.request_timeout_s or None,
         speculation_metrics=settings.speculation_metrics,
     )

@@ -33,6 +33,7 @@ class Service:
     grammars: GrammarChecker
     model_name: str
     max_prompts_times_n: int
+    max_stop_strings: int
     request_timeout_s: float | None
     speculation_metrics: bool
 
@@ -72,6 +73,12 @@ class Service:
             raise invalid_value(
                 "truncate_prompt_tokens",
                 "truncate_prompt_tokens must be at least 1, or -1 for as many as fit.",
+            )
+        if (num_stops := len(fields.stop_strings)) > self.max_stop_strings:
+            raise invalid_value(
+                "stop",
+                f"{num_stops} stop strings are given; this server takes at most "
+                f"{self.max_stop_strings} (server.max_stop_strings).",
             )
         if fields.stream_options is not None and not fields.stream:
             raise invalid_value("stream_options", "stream_options needs stream: true.")

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+MAX_STOP_STRINGS = 256  # however the server is set
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
 
@@ -70,6 +71,9 @@ class ServerSettings(Section):
         default=False,
         description="Tell in answers how many drafts were accepted (metrics.speculative_decoding), "
         "unless a request says otherwise (speculation.metrics).",
+    )
+    max_stop_strings: int = Field(
+        default=16, ge=0, le=MAX_STOP_STRINGS, description="Most stop strings of one request."
     )
     request_timeout_s: float = Field(
         default=0.0,

@@ -192,6 +192,14 @@ def test_prompt_that_is_too_long_is_told_in_the_words_clients_match(serve: Serve
     assert post(serve().app, {"prompt": [70] * 990, "max_tokens": 10}).status == 200
 
 
+def test_stop_strings_are_bounded(serve: Serve) -> None:
+    served = serve(max_stop_strings=2)
+    assert post(served.app, OK | {"stop": ["a", "b"]}).status == 200
+    error = post(served.app, OK | {"stop": ["a", "b", "c"]}).error
+    assert error["param"] == "stop"
+    assert "server.max_stop_strings" in error["message"]
+
+
 def test_prompts_times_n_is_bounded(serve: Serve) -> None:
     served = serve(max_prompts_times_n=6)
     assert post(served.app, {"prompt": ["a", "b"], "n": 3}).status == 200
