@@ -38,7 +38,8 @@ class Phase:
         short; the output stays valid until the next call.
         """
         captured = self._captured.get(shape)
-        if captured is None:
+        # A graph would round tensors of another dtype (edited logits are float32) to its own.
+        if captured is None or not _alike(tensors, captured.tensors):
             return self._body(torch.from_numpy(integers_np).to(self._device), shape, *tensors)
         # Pinned, so that nothing waits; the allocator keeps the memory until the copy is done.
         integers = torch.from_numpy(integers_np)
@@ -64,6 +65,10 @@ class Phase:
         graph, output = record_graph(lambda: self._body(integers, shape, *tensors), pool)
         self._captured[shape] = _Captured(graph, integers, tuple(tensors), output)
         return output
+
+
+def _alike(given: Sequence[Tensor], fixed: Sequence[Tensor]) -> bool:
+    return all(x.dtype == y.dtype for x, y in zip(given, fixed, strict=True))
 
 
 def record_graph(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:

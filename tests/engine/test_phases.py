@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from outrider.engine import phase
 from outrider.engine.api import SamplingParams
 from outrider.engine.loop import Engine
-from outrider.engine.phase import padded_sizes
+from outrider.engine.phase import Phase, padded_sizes
 
 Tiny = Callable[..., Path]
 
@@ -73,3 +75,15 @@ def test_sizes_are_the_powers_of_two_and_the_most() -> None:
     assert padded_sizes(1) == [1]
     assert padded_sizes(6) == [6, 4, 2, 1]
     assert padded_sizes(8) == [8, 4, 2, 1]
+
+
+@torch.inference_mode()
+def test_tensors_of_another_dtype_are_not_rounded_into_a_graph(recorded: type[_Recorded]) -> None:
+    added = Phase(lambda integers, shape, x: x + integers[0], torch.device("cpu"))
+    integers_np = np.zeros((1, 2), dtype=np.int64)
+    added.capture(integers_np, (2,), (torch.zeros(2, dtype=torch.bfloat16),))
+    edited = torch.tensor([1.001, 39.95])
+    assert torch.equal(added(integers_np, (2,), edited), edited)
+    assert recorded.num_replays == 0
+    assert added(integers_np, (2,), edited.bfloat16()).tolist() == edited.bfloat16().tolist()
+    assert recorded.num_replays == 1
