@@ -116,7 +116,8 @@ class Sample:
             if output.stop_token_id in self.request.params.stop_token_ids:
                 stop_reason = output.stop_token_id
         self.finished = finish_reason is not None
-        if not text and not self.finished and self._options.detokenize:
+        has_tokens = bool(self._pending) and not self._options.detokenize
+        if not (text or has_tokens or self.finished):
             return None
         tokens, self._pending = self._pending, []
         return Delta(

@@ -1,6 +1,7 @@
 """Samples of a prompt: several, the best of several, scored, truncated, without text."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_prompt_logprobs_have_the_shape_of_vllm(serve: Serve) -> None:
     answer = post(served.app, body).json()
     assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [expected] * 2
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    assert "prompt_logprobs" not in post(served.app, {"prompt": [70, 71]}).json()["choices"][0]
+    (unasked,) = post(served.app, {"prompt": [70, 71]}).json()["choices"]
+    assert unasked["prompt_logprobs"] is None
 
 
 def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(serve: Serve) -> None:
@@ -168,6 +170,23 @@ def test_tokens_without_text_come_as_they_are(serve: Serve, stream: bool) -> Non
     assert ids == served.tokenizer.encode(" Hello world", add_special_tokens=False)
     assert {choice["text"] for choice in choices} == {""}
     assert len(choices) == (len(ids) if stream else 1)
+
+
+def test_a_prompt_in_chunks_is_echoed_once_it_is_scored(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        [scored] = steps(request, [70])
+        entries = scored.prompt_logprobs or []
+        parts = [
+            RequestOutput(request_id=request.request_id, token_ids=[], prompt_logprobs=[entry])
+            for entry in entries
+        ]
+        return [*parts, replace(scored, prompt_logprobs=None)]
+
+    body = {"prompt": [70, 71, 72], "echo": True, "logprobs": 0, "max_tokens": 1, "stream": True}
+    for options in ({}, {"detokenize": False}):
+        (chunk,) = post(serve(play).app, body | options).chunks
+        scores = chunk["choices"][0]["logprobs"]["token_logprobs"]
+        assert scores == [None, *(pytest.approx(-0.5 - i / 1000) for i in (71, 72, 70))]
 
 
 def test_spaces_between_special_tokens_can_be_declined() -> None:
