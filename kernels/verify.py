@@ -16,7 +16,7 @@ from outrider.kernels.draw import draw, draw_reference
 from outrider.kernels.philox import Purpose
 from outrider.kernels.residual import residual, residual_reference
 from outrider.kernels.row_state import row_state, row_state_reference
-from outrider.kernels.sampling import MAX_DRAFTS, Sampling
+from outrider.kernels.sampling import MAX_DRAFTS, STATE_WIDTH, Sampling
 from outrider.kernels.scan import scan, scan_reference
 
 
@@ -60,6 +60,8 @@ def draft_sample(
         Random words to use instead of Philox's, for proofs. Shape: [N, 2, 4] int64.
     """
     vocab_size = min(vocab_size, logits.shape[1])
+    if not samples and not uses_triton(logits):
+        return _greedy_drafts(logits[:, :vocab_size])
     drafts = Drafts(sampling.seed.new_empty(len(logits), 0), sampling.rule.new_empty(0), None, None)
     verified, state = _sample(
         logits,
@@ -186,6 +188,16 @@ def _sample(
             purpose, vocab_size, words, verified,
         )  # fmt: skip
     return verified, state
+
+
+def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
+    """First choices alone. On a CPU the states, which greedy requests have no use for, would take
+    a small draft as long as one of its layers."""
+    best, token_ids = logits.max(dim=1)
+    token_ids = token_ids.where(best.isfinite(), 0)
+    return DraftSample(
+        token_ids, logits.new_full((len(logits), STATE_WIDTH), torch.nan, dtype=torch.float32)
+    )
 
 
 def _sample_reference(

@@ -165,6 +165,19 @@ def test_bad_draft_row_becomes_a_one_hot_draft(road: str) -> None:
     assert recovered.is_bad.tolist() == [False]
 
 
+def test_greedy_drafts_without_states_are_those_with_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 40, generator=generator, dtype=torch.bfloat16).repeat(1, 2)  # ties
+    logits[1, 7], logits[2, 9], logits[3], logits[4, :3] = NAN, INF, -INF, -INF
+    sampling = make_sampling(6, temperature=0.0)
+    at = torch.full((6,), 3)
+    with on_road("reference"):
+        short, long = (
+            draft_sample(logits, sampling, at, at, 70, samples=samples) for samples in (False, True)
+        )
+    assert torch.equal(short.token_ids, long.token_ids)
+
+
 def test_rejection_by_rounding_falls_back_to_the_target(road: str) -> None:
     """Where p = q nothing is left to recover, yet a broken draft id can still be rejected."""
     target = torch.tensor([[-INF, 0.0, 0.0]]).repeat(2, 1)

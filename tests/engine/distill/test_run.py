@@ -32,7 +32,9 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model_with_tokenizer(
-        tmp_path_factory.mktemp("models") / "target", max_position_embeddings=256
+        tmp_path_factory.mktemp("models") / "target",
+        architecture="qwen3",
+        max_position_embeddings=256,
     )
 
 
