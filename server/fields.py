@@ -15,7 +15,8 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 from typing_extensions import TypeAliasType
 
-MAX_STOP_STRINGS = 256  # and as the server is set
+from outrider.server.settings import MAX_STOP_STRINGS
+
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_INT = 2**63 - 1
