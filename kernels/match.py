@@ -34,8 +34,16 @@ def match_reference(
 ) -> torch.Tensor:
     """Own token of each row. Shape: logits [R, V], state [R, 4], the rest [R] -> [R]."""
     ids = torch.arange(vocab_size, device=logits.device)
-    group = torch.arange(-(-vocab_size // GROUP), device=logits.device)
-    quad = torch.arange(-(-vocab_size // 4), device=logits.device)
+    noise = noise_reference(seed, position, vocab_size)
+    score = log_prob_reference(logits[:, :vocab_size].float(), ids, state, inv_t) - noise.log()
+    return score.argmax(-1)
+
+
+def noise_reference(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Unit exponential variates of rows. Shape: [R], [R] -> [R, vocab_size]."""
+    ids = torch.arange(vocab_size, device=seed.device)
+    group = torch.arange(-(-vocab_size // GROUP), device=seed.device)
+    quad = torch.arange(-(-vocab_size // 4), device=seed.device)
     key = seed[:, None], position[:, None]
     least, place, *_ = philox_reference(*key, 0 * group, 0 * group + Purpose.GROUP, group)
     words = philox_reference(*key, 0 * quad, 0 * quad + Purpose.FINAL, quad)
@@ -43,9 +51,7 @@ def match_reference(
     of_token = ids // GROUP
     is_least = (place >> 26)[:, of_token] == ids % GROUP
     noise = (exponential_reference(least) / GROUP)[:, of_token]
-    noise = noise + torch.where(is_least, 0.0, excess)
-    score = log_prob_reference(logits[:, :vocab_size].float(), ids, state, inv_t) - noise.log()
-    return score.argmax(-1)
+    return noise + torch.where(is_least, 0.0, excess)
 
 
 @triton.jit

@@ -154,8 +154,8 @@ MUTATIONS = [
     Mutation(
         "match: the others of a group do not exceed its least",
         "match.py",
-        "noise = noise + torch.where(is_least, 0.0, excess)",
-        "noise = torch.where(is_least, noise, excess)",
+        "return noise + torch.where(is_least, 0.0, excess)",
+        "return torch.where(is_least, noise, excess)",
         "test_match.py",
     ),
     Mutation(

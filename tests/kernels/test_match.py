@@ -1,14 +1,15 @@
-"""`match` draws in two stages; over both the tokens must still follow p."""
+"""`match` draws its noise by groups of tokens; the variates must stay independent and alike."""
 
 import pytest
 import torch
 from verification import DEVICE, make_sampling, on_road
 
 from outrider.kernels._dispatch import INTERPRET
-from outrider.kernels.sampling import BLOCK, Rule
+from outrider.kernels.match import noise_reference
+from outrider.kernels.sampling import BLOCK, GROUP, Rule
 from outrider.kernels.verify import draft_sample
 
-# Tokens whose noise the first blocks' would be, if the two stages shared it, and others.
+# Two tokens of one group, and others.
 CHANCES = {0: 0.15, 1: 0.3, BLOCK: 0.1, BLOCK + 700: 0.15, 2 * BLOCK + 2: 0.3}
 
 
@@ -35,3 +36,15 @@ def test_match_draws_from_p_over_blocks(top_k: int, road: str) -> None:
         expected = num_draws * chance / total
         chi2 += float(counts[token] - expected) ** 2 / expected
     assert chi2 < 25  # of 3 or 4 degrees of freedom: by chance once in 20,000 runs
+
+
+def test_noise_of_every_token_is_unit_exponential() -> None:
+    """Its mean, and that of the two least of a group, which come apart if they are not together."""
+    rows = 4000
+    seed = torch.arange(rows) * 0x9E3779B97F4A7C1
+    noise = noise_reference(seed, torch.full_like(seed, 7), 2 * GROUP)
+    mean_error = 5 / rows**0.5
+    assert (noise.mean(0) - 1).abs().max() < mean_error
+    least = noise.view(rows, 2, GROUP).sort(-1).values[..., :2]
+    assert (least[..., 0].mean(0) * GROUP - 1).abs().max() < mean_error
+    assert ((least[..., 1] - least[..., 0]).mean(0) * (GROUP - 1) - 1).abs().max() < mean_error
