@@ -19,7 +19,14 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test clients check format-check lint types mutate format clean
+# `make gpu` sets nothing up: it takes the torch, triton, transformers and pytest of this Python.
+GPU_PYTHON ?= python3
+TARGET ?=
+DRAFT ?=
+GPU_TESTS := tests/kernels $(addprefix tests/engine/test_,fused_layers.py losslessness.py loop.py \
+	paged_model.py phases.py)
+
+.PHONY: gpu help serve test clients check format-check lint types mutate format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +56,15 @@ types: .make/dev $(addprefix $(TYPING)/,$(PACKAGES)) ## mypy --strict
 
 mutate: .make/dev ## break the code in known ways; the tests must notice
 	$(BIN)/python scripts/mutate.py $(ARGS)
+
+gpu: ## tests and tables on a GPU (TARGET= DRAFT= model directories, GPU_PYTHON=)
+	$(GPU_PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(GPU_PYTHON) -m pytest -q $(GPU_TESTS)
+	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py
+	@if [ -n "$(TARGET)" ] && [ -n "$(DRAFT)" ]; then \
+		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/engine.py "$(TARGET)" "$(DRAFT)"; \
+	else echo "Skipped: the engine's table, which needs TARGET= and DRAFT=."; fi
+	@echo "Skipped: all other tests; they need the packages that make test installs."
 
 format: .make/dev ## format and sort the code in place
 	$(BIN)/ruff format .
