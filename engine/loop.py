@@ -42,6 +42,9 @@ class Engine:
         processors = ProcessorRegistry(config.logits_processors)  # before minutes of loading
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        device = torch.device(config.device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches on the current device
         k = config.speculation.num_speculative_tokens
         proposer = config.speculation.proposer if k > 0 else "none"
         k = 0 if proposer == "none" else k
@@ -55,7 +58,7 @@ class Engine:
             k,
             pair.page_size,
             pair.vocab_size,
-            torch.device(config.device),
+            device,
             config.speculation.verification,
         )
         pair.bind_slots(self._slots)

@@ -100,8 +100,6 @@ def write_shards(
     recipe: Recipe, folder: Path, device: str, ledger: Ledger, share_of_memory: float
 ) -> None:
     """Write the shards that the ledger hands out, until it hands out none."""
-    if device != "cpu":
-        torch.cuda.set_device(device)  # Triton launches on the current device alone
     writer = Writer(recipe, device, share_of_memory)
     shard_s = 0.0
     while (shard := ledger.claim(shard_s)) is not None:
