@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import TokenLogprobs
+from outrider.engine.plan import Plan, ScheduledRequest
 from outrider.engine.ragged import ragged_arange
-from outrider.engine.scheduler import Plan, ScheduledRequest
 from outrider.kernels.logprobs import gather_logprobs
 
 ROWS_AT_ONCE = 64  # bounds what stands beside the logits themselves

@@ -8,9 +8,9 @@ from torch import Tensor
 from outrider.engine.api import ReportProgress
 from outrider.engine.batch import HostBatch
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.plan import Plan, slots_of
 from outrider.engine.prompt_logprobs import read_prompt_logprobs
 from outrider.engine.proposers.base import Proposals
-from outrider.engine.scheduler import Plan, slots_of
 
 
 class Target:

@@ -7,6 +7,7 @@ from torch import Tensor
 from outrider.engine.api import TokenLogprobs
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.phase import Phase, Shape, padded_sizes
+from outrider.engine.plan import Plan, Verified, slots_of
 from outrider.engine.proposers.base import (
     SAMPLING_KINDS,
     DraftDistributions,
@@ -14,7 +15,6 @@ from outrider.engine.proposers.base import (
     sampling_kind,
 )
 from outrider.engine.ragged import ragged_arange
-from outrider.engine.scheduler import Plan, Verified, slots_of
 from outrider.engine.slots import Slots
 from outrider.kernels.logprobs import gather_logprobs
 from outrider.kernels.verify import verify

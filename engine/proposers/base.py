@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import ReportProgress
-from outrider.engine.scheduler import Plan, ScheduledRequest
+from outrider.engine.plan import Plan, ScheduledRequest
 from outrider.kernels.sampling import STATE_WIDTH
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from outrider.engine.config import SpeculationConfig
+from outrider.engine.plan import Plan
 from outrider.engine.proposers.base import Proposals, Proposer
 from outrider.engine.request import Request
-from outrider.engine.scheduler import Plan
 from outrider.engine.slots import Slots
 
 

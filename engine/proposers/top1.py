@@ -12,6 +12,7 @@ from outrider.engine.batch import HostBatch
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.phase import Phase, Shape, padded_sizes
+from outrider.engine.plan import Plan, ScheduledRequest, slots_of
 from outrider.engine.proposers.base import (
     SAMPLING_KINDS,
     DraftDistributions,
@@ -19,7 +20,6 @@ from outrider.engine.proposers.base import (
     Proposer,
     sampling_kind,
 )
-from outrider.engine.scheduler import Plan, ScheduledRequest, slots_of
 from outrider.engine.slots import Slots
 from outrider.kernels.verify import draft_sample
 

@@ -1,0 +1,77 @@
+"""One step as data: what the scheduler wants of each sequence, and what came of it."""
+
+import time
+from dataclasses import dataclass, field
+from math import isnan
+
+import numpy as np
+
+from outrider.engine.api import TokenLogprobs
+from outrider.engine.request import Request
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """One sequence's share of a step."""
+
+    request: Request
+    num_new_tokens: int  # known tokens that the target computes
+    num_drafts: int  # at most this many proposals are scored behind them
+    # Of the prompt tokens that this step scores; the target's part of the step fills it.
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def end(self) -> int:
+        """Position behind the last known token that this step computes."""
+        return self.request.num_computed_tokens + self.num_new_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last known token, so that new ones are drawn."""
+        return self.end == self.request.num_tokens
+
+    @property
+    def has_nan(self) -> bool:
+        return any(isnan(entry.logprob) for entry in self.prompt_logprobs or ())
+
+    @property
+    def num_prompt_logits(self) -> int:
+        """Rows, the last ones of the prompt's, that tell the next prompt token's logprob."""
+        request = self.request
+        first = max(request.num_computed_tokens, request.num_scored_tokens)
+        return max(0, min(self.end, request.num_prompt_tokens - 1) - first)
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    start_s: float = field(default_factory=time.perf_counter)
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+    @property
+    def sampled(self) -> list[ScheduledRequest]:
+        """The sequences that draw tokens in this step, in batch order."""
+        return [s for s in self.scheduled if s.samples]
+
+    @property
+    def num_prompt_logits(self) -> int:
+        return sum(s.num_prompt_logits for s in self.scheduled)
+
+
+def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
+    """[B], batch_idx -> slot."""
+    return np.array([s.request.slot for s in scheduled], dtype=np.int64)
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a step drew, on the host; row i is the plan's i-th sampled sequence."""
+
+    token_ids: list[list[int]]  # accepted drafts, then one recovered or bonus token
+    num_drafts: list[int]
+    is_bad: list[bool]  # no finite logit, or a NaN
+    logprobs: list[list[TokenLogprobs] | None]
