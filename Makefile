@@ -26,19 +26,22 @@ DRAFT ?=
 GPU_TESTS := tests/kernels $(addprefix tests/engine/test_,fused_layers.py losslessness.py loop.py \
 	paged_model.py phases.py)
 
-.PHONY: gpu help serve test clients check format-check lint types mutate format clean
+.PHONY: gpu help serve test sweep clients check format-check lint types mutate format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  make serve CONFIG=configs/ngram.toml ARGS="--port 8123 --set speculation.num_speculative_tokens=3"'
-	@echo '  make test ARGS="-m \"not model\" tests/server"'
+	@echo '  make test ARGS="tests/server -k chat"'
 
 serve: .make/runtime ## start the server (CONFIG=, ARGS=)
 	@exec $(BIN)/outrider serve --config $(CONFIG) $(ARGS)
 
 test: .make/dev ## run the tests (ARGS= for pytest)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(ARGS)
+
+sweep: .make/dev ## run what takes too long for every change: all parameters against all others
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m sweep --timeout 3600 $(ARGS)
 
 clients: .make/clients ## fetch other people's clients (3 GB), and run them against the server
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m clients $(ARGS)

@@ -53,7 +53,7 @@ EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_
 @pytest.mark.parametrize(
     ("name", "rule", "proposer"),
     [
-        pytest.param(*case, marks=() if case in SOME else pytest.mark.slow, id="-".join(case))
+        pytest.param(*case, marks=() if case in SOME else pytest.mark.sweep, id="-".join(case))
         for case in EVERY
     ],
 )

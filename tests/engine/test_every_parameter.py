@@ -177,7 +177,7 @@ def test_each_parameter_alone_and_beside_the_others_keeps_the_joint(
     assert sum(engines[proposer].stats().accepted_per_position) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_each_pair_keeps_the_joint(

@@ -60,11 +60,11 @@ def test_regexes_and_grammars(engine: Engine) -> None:
     check(engine, [*(regex_case(seed) for seed in range(10)), *GRAMMARS])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_hundred_random_schemas(engine: Engine) -> None:
     check(engine, [schema_case(seed) for seed in range(200)])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_fifty_random_regexes(engine: Engine) -> None:
     check(engine, [regex_case(seed) for seed in range(50)])
