@@ -216,7 +216,7 @@ async def _status(reader: asyncio.StreamReader) -> int:
 
 def _finished(stream: bytes) -> str:
     """A stream ends with [DONE] and the last chunk of its coding, and holds no error."""
-    assert b'"error"' not in stream, stream[-300:]
+    assert b'data: {"error"' not in stream, stream[-300:]
     assert b"data: [DONE]\n\n" in stream, stream[-300:]
     assert stream.endswith(b"0\r\n\r\n"), stream[-300:]
     return "answered"
