@@ -31,7 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"{package} is not installed: `make clients` does that")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: other tests count their children
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     # float32: what is scored in one batch is then what is scored in another.
     settings = ["target.dtype=float32", "cache.num_pages=1024", "engine.num_threads=1"]
@@ -41,13 +41,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model(server: RunningServer) -> str:
     (entry,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     return entry["id"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(server: RunningServer) -> dict[str, Any]:
     """What the clients' requests are answered, read without a client library."""
 
