@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from distributions import bound, chi_squared, total_variation
-from engines import engine_config
+from engines import sampling_config
 from target_distribution import joint, sample
 
 from outrider.engine.api import ProcessorChoice, SamplingParams, Verification
@@ -62,15 +62,7 @@ def test_the_joint_is_the_edited_targets(
 ) -> None:
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    config = engine_config(
-        target,
-        draft if proposer == "draft_model" else None,
-        proposer=proposer,
-        k=3,
-        max_num_seqs=240,
-        max_num_batched_tokens=2048,
-        num_pages=1024,
-    )
+    config = sampling_config(target, draft, proposer)
     specs = ("parity = logits_processors:FavourParity",)
     engine = Engine(replace(config, logits_processors=specs))
     params = replace(EDITS[name], verification=rule)

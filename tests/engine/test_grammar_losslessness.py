@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from distributions import bound, chi_squared, total_variation
-from engines import engine_config, run, tokens
+from engines import sampling_config
 from grammars import stands_for
+from target_distribution import sample
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import SamplingParams
@@ -71,27 +71,13 @@ def test_the_joint_is_that_of_the_masked_target(
 ) -> None:
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    config = engine_config(
-        target,
-        draft if proposer == "draft_model" else None,
-        proposer=proposer,
-        k=3,
-        max_num_seqs=240,
-        max_num_batched_tokens=2048,
-        num_pages=1024,
-    )
+    config = sampling_config(target, draft, proposer)
     engine = Engine(replace(config, token_table=stands_for(*LETTERS), eos_token_ids=(EOS,)))
     truth = joint(target, params)
     assert sum(truth.values()) == pytest.approx(1)
     assert 0.02 < max(truth.values()) < 0.6
     params = replace(params, grammar=f"start: /{PATTERN}/")
-    counts: Counter[tuple[int, ...]] = Counter()
-    for first in range(0, NUM_SAMPLES, 240):
-        each = [
-            replace(params, seed=seed, num_speculative_tokens=seed % 4)
-            for seed in range(first, first + 240)
-        ]
-        counts.update(tuple(tokens(o)) for o in run(engine, [PROMPT] * 240, each))
+    counts = sample(engine, PROMPT, params, max_k=3, n=NUM_SAMPLES)
     assert counts.keys() <= truth.keys()
     assert total_variation(truth, counts) < bound(len(truth), NUM_SAMPLES)
     assert chi_squared(truth, counts) < 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from distributions import bound, chi_squared, total_variation
-from engines import engine_config, run, tokens
+from engines import engine_config, run, sampling_config, tokens
 from target_distribution import joint, sample
 
 from outrider.engine.api import SamplingParams
@@ -36,16 +36,7 @@ def test_the_joint_over_many_steps_is_the_targets(
 ) -> None:
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    config = engine_config(
-        target,
-        draft if proposer == "draft_model" else None,
-        proposer=proposer,
-        k=3,
-        max_num_seqs=240,
-        max_num_batched_tokens=2048,
-        num_pages=1024,
-    )
-    engine = Engine(config)
+    engine = Engine(sampling_config(target, draft, proposer))
     truth = joint(target, PROMPT, params)
     # The target is no near-uniform or near-certain distribution, on which anything passes.
     assert 0.02 < max(truth.values()) < 0.5

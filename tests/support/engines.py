@@ -50,6 +50,19 @@ def engine_config(
     )
 
 
+def sampling_config(target: Path, draft: Path, proposer: str) -> EngineConfig:
+    """An engine for many short samples at once, with either proposer and k = 3."""
+    return engine_config(
+        target,
+        draft if proposer == "draft_model" else None,
+        proposer=proposer,
+        k=3,
+        max_num_seqs=240,
+        max_num_batched_tokens=2048,
+        num_pages=1024,
+    )
+
+
 def run(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[list[RequestOutput]]:
