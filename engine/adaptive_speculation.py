@@ -119,5 +119,5 @@ class _StepTime:
 
 def _bucket(num_seqs: int) -> int:
     """Batch sizes that count as one: two to the octave."""
-    step = max(1, 1 << (num_seqs.bit_length() - 2)) if num_seqs > 2 else 1
+    step = 1 << max(0, num_seqs.bit_length() - 2)
     return -(-num_seqs // step) * step

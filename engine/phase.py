@@ -87,3 +87,8 @@ def record_graph(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAG
 def padded_sizes(most: int) -> list[int]:
     """Sizes to capture for 1..most: the powers of two and `most` itself, the largest first."""
     return [most, *(2**i for i in reversed(range((most - 1).bit_length())))]
+
+
+def padded_size(size: int, captured: list[int]) -> int:
+    """The first of these (ascending) that holds `size`, or itself: nothing is captured for it."""
+    return next((n for n in captured if n >= size), size)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from outrider.engine.api import TokenLogprobs
 from outrider.engine.logit_edits import RequestRows
-from outrider.engine.phase import Phase, Shape, padded_sizes
+from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
 from outrider.engine.plan import Plan, Verified, slots_of
 from outrider.engine.proposers.base import (
     SAMPLING_KINDS,
@@ -70,7 +70,7 @@ class Verifier:
             tensors += proposals.distributions
         size = len(sampled)
         if all(x.dtype in self._dtypes for x in tensors[:2]):  # edited logits are float32
-            size = next((n for n in self._sizes if n >= size), size)
+            size = padded_size(size, self._sizes)
         num_columns = self._slots.max_drafts if num_drafts_np.any() else 0
         drawn = self._phase(
             self._pack(slots_np, num_drafts_np, anchors_np, size),

@@ -11,7 +11,7 @@ from outrider.engine.api import ReportProgress
 from outrider.engine.batch import HostBatch
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.paged_model import PagedModel
-from outrider.engine.phase import Phase, Shape, padded_sizes
+from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
 from outrider.engine.plan import Plan, ScheduledRequest, slots_of
 from outrider.engine.proposers.base import (
     SAMPLING_KINDS,
@@ -135,7 +135,7 @@ class Top1Proposer(Proposer):
             integers_np = np.stack((slot_np, anchor_np + j, anchor_np, kept_np))
             size = len(rows_np)
             if kept is self._kept:
-                size = next((n for n in self._sizes if n >= size), size)
+                size = padded_size(size, self._sizes)
             self._phase(
                 self._pad(integers_np, size), (size, *kind), logits, kept.logits, kept.state
             )
