@@ -1,5 +1,6 @@
 """The engine: five calls a step."""
 
+import gc
 import os
 import time
 from typing import TYPE_CHECKING
@@ -96,6 +97,7 @@ class Engine:
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
+        gc.collect()  # an engine of before, collected in the midst of a capture, would break it
         distributions = self.proposer.capture(report)
         logits = self.target.capture(self._slots.max_drafts, report)
         self.verifier.capture(logits, distributions)
