@@ -2,7 +2,9 @@
 
 import contextlib
 import inspect
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +42,15 @@ REFUSED_MODEL_TYPES = {
 
 
 def load_model(
-    config: ModelConfig, device: torch.device
+    config: ModelConfig, device: torch.device, progress: Callable[[int, int], None] | None = None
 ) -> tuple[PreTrainedModel, list[LayerSpec]]:
     """Load a model directory onto a device, in evaluation mode, ready for the paged KV cache.
 
-    Returns the model and its attention layers in order. Raises UnsupportedModelError saying why.
+    `progress` is told how many of how many parameters are there. Returns the model and its
+    attention layers in order. Raises UnsupportedModelError saying why.
     """
+    progress = progress or (lambda done, total: None)
+    progress(0, 0)
     if not (Path(config.path) / "config.json").is_file():
         raise UnsupportedModelError(f"{config.path} is no model directory: it has no config.json")
     hf_config = AutoConfig.from_pretrained(
@@ -53,16 +58,16 @@ def load_model(
     )
     try:
         check_config(hf_config)
-        transformers_logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=hf_config,
-            dtype=resolve_dtype(config.dtype, hf_config, device),
-            device_map={"": device},
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-        )
+        with _weights_counted(progress):
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                config=hf_config,
+                dtype=resolve_dtype(config.dtype, hf_config, device),
+                device_map={"": device},
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=True,
+            )
         model.eval().requires_grad_(False)
         if device.type == "cpu":
             pack_linears(model)
@@ -74,6 +79,27 @@ def load_model(
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"
         ) from None
+
+
+@contextlib.contextmanager
+def _weights_counted(progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Have transformers report the weights that it loads in place of drawing a bar of its own."""
+
+    def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _counted(args[0], progress) if args else make_bar(*args, **kwargs)
+
+    transformers_logging.disable_progress_bar()
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _counted(items: Collection[Any], progress: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        progress(done, len(items))
+        yield item
 
 
 def resolve_dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:

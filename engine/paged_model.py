@@ -17,8 +17,13 @@ from outrider.engine.slots import Slots
 class PagedModel:
     """An unmodified Hugging Face causal LM whose layers read and write pages."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self.model, self._layers = load_model(config, device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.model, self._layers = load_model(config, device, progress)
         self.max_positions = max_positions(self.model.config)
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)

@@ -1,6 +1,7 @@
 """The models of a pair on their device, with one paged KV cache between them."""
 
 import logging
+from functools import partial
 
 import psutil
 import torch
@@ -23,12 +24,10 @@ class ModelPair:
         report: ReportProgress,
     ) -> None:
         device = torch.device(config.device)
-        report("loading the target", 0, 1)
-        self.target = PagedModel(config.target, device)
+        self.target = PagedModel(config.target, device, partial(report, "loading the target"))
         self.draft: PagedModel | None = None
         if proposer == "draft_model" and config.draft is not None:
-            report("loading the draft", 0, 1)
-            self.draft = PagedModel(config.draft, device)
+            self.draft = PagedModel(config.draft, device, partial(report, "loading the draft"))
         self._models = {"target": self.target}
         if self.draft is not None:
             self._models["draft"] = self.draft

@@ -1,12 +1,16 @@
 """In which dtype a model runs, and how long its sequences may be."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig
 
 from outrider.engine import model_loader
 from outrider.engine.attention import UnsupportedModelError
-from outrider.engine.model_loader import max_positions, resolve_dtype
+from outrider.engine.config import ModelConfig
+from outrider.engine.model_loader import load_model, max_positions, resolve_dtype
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,11 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
         },
     )
     assert max_positions(config) == 512
+
+
+def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> None:
+    told: list[tuple[int, int]] = []
+    config = ModelConfig(path=str(tiny_model("llama")))
+    load_model(config, torch.device("cpu"), lambda *counts: told.append(counts))
+    num_weights = 2 * 9 + 3  # of two layers; the embeddings, the last norm and the head
+    assert told == [(0, 0), *((done, num_weights) for done in range(num_weights))]
