@@ -1,10 +1,11 @@
-"""What the HTTP process costs: its own CPU time a request and a token, whole and streamed.
+"""What answering HTTP costs: CPU time a request and a token, whole and streamed.
 
-    python benchmarks/http_overhead.py [--requests 400] [--streams 64] [--tokens 128]
+    python benchmarks/http_overhead.py [--workers 1] [--requests 400] [--streams 64] [--tokens 128]
 
-That process's time alone, so that other work on the machine counts little; the engine is another
+Of these processes alone, so that other work on the machine counts little; the engine is another
 process. A request's cost is that of answers of one token; a further token's that of long answers,
-less their requests', at one token a step.
+less their requests', at one token a step. With several workers, a row tells of them all together,
+and one of the process that stands between them and the engine.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import httpx
+import psutil
 from rich.console import Console
 from rich.table import Table
 from serving import Serving, serving
@@ -23,8 +25,12 @@ PROMPT = "Once upon a time there was a small server that"
 CONCURRENCY = 32
 
 
-async def cpu_s(server: Serving, num_requests: int, body: dict[str, object]) -> float:
-    """CPU seconds of the HTTP process for so many answers, a number of them at a time."""
+def spent_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+async def answer_all(server: Serving, num_requests: int, body: dict[str, object]) -> None:
+    """So many answers, a number of them at a time."""
     seats = asyncio.Semaphore(CONCURRENCY)
     url = f"http://{server.host}:{server.port}"
     async with httpx.AsyncClient(base_url=url, timeout=None) as http:
@@ -33,32 +39,40 @@ async def cpu_s(server: Serving, num_requests: int, body: dict[str, object]) -> 
             async with seats:
                 (await http.post("/v1/completions", json=body)).raise_for_status()
 
-        before_s = sum(server.http.cpu_times()[:2])
         await asyncio.gather(*(ask() for _ in range(num_requests)))
-        return sum(server.http.cpu_times()[:2]) - before_s
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args()
     log = Path(tempfile.mkdtemp(prefix="outrider-http-")) / "serve.log"
     settings = [f"target.model={DEFAULT_DRAFT}", "speculation.proposer=none"]
-    request, token = ["a request of one token"], ["each further token"]
+    settings.append(f"server.api_workers={args.workers}")
+    table = Table("CPU time", "a request of one token", "each further token")
     with serving(log, [part for setting in settings for part in ("--set", setting)]) as server:
+        groups = {"answering": server.workers or [server.http]}
+        if server.workers:
+            groups["between"] = [server.http]
         for stream in (False, True):
             short = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "stream": stream}
             long = short | {"max_tokens": args.tokens, "ignore_eos": True}
-            asyncio.run(cpu_s(server, CONCURRENCY, long))  # warm
-            request_s = asyncio.run(cpu_s(server, args.requests, short)) / args.requests
-            rest_s = asyncio.run(cpu_s(server, args.streams, long)) - args.streams * request_s
-            request.append(f"{request_s * 1e6:.0f} µs")
-            token.append(f"{rest_s / args.streams / (args.tokens - 1) * 1e6:.0f} µs")
-    table = Table("CPU time of the HTTP process", "whole", "streamed")
-    table.add_row(*request)
-    table.add_row(*token)
+            asyncio.run(answer_all(server, CONCURRENCY, long))  # warm
+            marks = [[spent_s(group) for group in groups.values()]]
+            for count, body in ((args.requests, short), (args.streams, long)):
+                asyncio.run(answer_all(server, count, body))
+                marks.append([spent_s(group) for group in groups.values()])
+            for name, before_s, middle_s, after_s in zip(groups, *marks, strict=True):
+                request_s = (middle_s - before_s) / args.requests
+                token_s = (after_s - middle_s) / args.streams - request_s
+                table.add_row(
+                    f"{name}, {'streamed' if stream else 'whole'}",
+                    f"{request_s * 1e6:.0f} µs",
+                    f"{token_s / (args.tokens - 1) * 1e6:.0f} µs",
+                )
     Console().print(table)
 
 

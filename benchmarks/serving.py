@@ -22,7 +22,8 @@ class Serving:
 
     host: str
     port: int
-    http: psutil.Process
+    http: psutil.Process  # the one that was started, and that owns the engine
+    workers: list[psutil.Process]  # those that answer HTTP in its stead, if there are several
     engine: psutil.Process
     log: Path
 
@@ -48,8 +49,10 @@ def serving(log: Path, arguments: Sequence[str]) -> Iterator[Serving]:
     try:
         port = _wait_for_port(process, log)
         http = psutil.Process(process.pid)
-        (engine,) = (c for c in http.children() if "outrider.engine.process" in c.cmdline())
-        yield Serving("127.0.0.1", port, http, engine, log)
+        children = {child: child.cmdline() for child in http.children()}
+        (engine,) = (c for c, line in children.items() if "outrider.engine.process" in line)
+        workers = [c for c, line in children.items() if "outrider.server.worker" in line]
+        yield Serving("127.0.0.1", port, http, workers, engine, log)
     finally:
         process.terminate()
         try:

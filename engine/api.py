@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.sampling.Rule, by name
+EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 # Beyond it, and below its inverse, a penalised logit could leave the range of float32.
 MAX_REPETITION_PENALTY = 1e6

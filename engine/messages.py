@@ -1,10 +1,13 @@
-"""What the server and the engine process say to each other, encoded with msgspec."""
+"""What the processes of a server say to each other, encoded with msgspec.
+
+The process that owns the engine speaks with it, and with those that share it (engine/relay.py).
+"""
 
 from typing import Literal
 
 import msgspec
 
-from outrider.engine.api import EngineInfo, EngineStats, NewRequest, RequestOutput
+from outrider.engine.api import EngineInfo, EngineState, EngineStats, NewRequest, RequestOutput
 
 # ---- server -> engine
 
@@ -51,7 +54,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     """The sequences of one Submit were turned away; nothing was kept of them."""
 
     request_ids: list[str]
-    reason: Literal["queue_full", "invalid"]
+    reason: Literal["queue_full", "invalid", "unavailable"]
     message: str
 
 
@@ -69,3 +72,26 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 FromEngine = Loading | Ready | Admitted | Refused | Outputs | Failed
+
+
+# ---- between the owner of an engine and a process that shares it
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The sharing process wants to hear of the engine."""
+
+
+class Up(msgspec.Struct, frozen=True, tag=True):
+    """The sharing process has come up: it could shut down in order."""
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """How the engine is; where it is not ready, what was running has ended."""
+
+    state: EngineState
+    reason: str | None
+    info: EngineInfo | None
+
+
+ToOwner = Hello | Up | Submit | Abort
+FromOwner = Status | Admitted | Refused | Outputs | Shutdown

@@ -1,15 +1,11 @@
 """The engine process: brings an engine up, then takes messages and steps until told to leave.
 
 Started by `ProcessEngine` as `python -P -m outrider.engine.process ENDPOINT LOG_LEVEL LOG_FORMAT`,
-with the `EngineConfig` as one line of JSON on a stdin that the parent keeps open while it lives.
+with the `EngineConfig` as one line of JSON on its stdin.
 """
 
-import ctypes
 import logging
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +19,7 @@ from outrider.engine.api import (
     ReportProgress,
     RequestOutput,
 )
+from outrider.engine.child_process import leave_with_parent
 from outrider.engine.config import EngineConfig
 from outrider.engine.json_log import JSONFormatter
 from outrider.engine.messages import (
@@ -146,41 +143,13 @@ class _SocketChannel:
         self._socket.send(self._encoder.encode(message))
 
 
-def _leave_with_parent(lifeline_fd: int) -> None:
-    """Exit when the parent does, however it ends and whatever this process is busy with."""
-
-    def watch() -> None:
-        while os.read(lifeline_fd, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
-    if sys.platform == "linux":
-        # The thread needs the GIL to act; the kernel does not. To it, the parent is the thread
-        # that started us: the one of the client's event loop, which must live as long.
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _read_line(fd: int) -> bytes:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        if not (data := os.read(fd, 65536)):
-            break
-        line += data
-    return bytes(line)
-
-
 def main(make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine) -> int:
     endpoint, log_level, log_format = sys.argv[1:]
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else logging.Formatter(TEXT_LINE))
     logging.basicConfig(level=int(log_level), handlers=[handler])
-    # Nothing that runs in here may read from the lifeline or hand it on to a child.
-    lifeline_fd = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    config = msgspec.json.decode(_read_line(lifeline_fd), type=EngineConfig)
-    _leave_with_parent(lifeline_fd)
+    (line,) = leave_with_parent(num_lines=1)
+    config = msgspec.json.decode(line, type=EngineConfig)
 
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set_hwm(0)  # a slow client must not hold the batch up

@@ -4,36 +4,35 @@ import asyncio
 import logging
 import math
 import os
-import signal
 import sys
-import tempfile
 import time
 from typing import Literal
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from outrider.engine.api import ReportProgress
+from outrider.engine.child_process import (
+    HEALTHY_S,
+    RESTART_DELAYS_S,
+    ChildProcess,
+    describe_exit,
+)
 from outrider.engine.client import Dispatcher
 from outrider.engine.config import EngineConfig
 from outrider.engine.messages import FromEngine, Ready, Shutdown, ToEngine
 
 log = logging.getLogger("outrider.engine.process_engine")
 
-_RESTART_DELAYS_S = (0.0, 2.0)  # after the first and the second death in a row; the third is final
-_HEALTHY_S = 60.0  # of being ready end the row
 _LEAVE_S = 5.0  # to finish a step and exit when asked; then the process is killed
-_SILENCE_MS = 100  # after this long without a message, a dead child has nothing left to say
 
 
 class ProcessEngine(Dispatcher):
-    """An engine in a child process, reached over a ZeroMQ socket in a private directory.
+    """An engine in a child process.
 
-    The directory is gone once the child has connected, so that nothing is left of it whatever
-    ends either process. A child that dies is started again, the first time at once; after three
-    deaths in a row, or if it never became ready at all, the state is "failed". A child that has
-    work and is silent for `step_timeout_s` (None: as long as it likes) is killed and started again.
+    A child that dies is started again, the first time at once; after three deaths in a row, or if
+    it never became ready at all, the state is "failed". A child that has work and is silent for
+    `step_timeout_s` (None: as long as it likes) is killed and started again.
     """
 
     _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.process")
@@ -53,7 +52,7 @@ class ProcessEngine(Dispatcher):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._child: ChildProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0
         self._heard_at_s = 0.0
@@ -62,10 +61,8 @@ class ProcessEngine(Dispatcher):
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     def _send(self, message: ToEngine) -> None:
-        if self._socket is not None:
-            # With no limit on the queue this sends at once; only a dead peer makes it wait, and
-            # then closing the socket cancels it.
-            self._socket.send(self._encoder.encode(message))
+        if self._child is not None:
+            self._child.send(self._encoder.encode(message))
 
     async def stop(self) -> None:
         was_ready = self.state == "ready"
@@ -90,56 +87,39 @@ class ProcessEngine(Dispatcher):
             if self.info is None:
                 self._down("failed", f"the engine could not start: {cause}")
                 return
-            healthy = self.state == "ready" and time.monotonic() - self._ready_at_s >= _HEALTHY_S
+            healthy = self.state == "ready" and time.monotonic() - self._ready_at_s >= HEALTHY_S
             deaths_in_a_row = 1 if healthy else deaths_in_a_row + 1
             log.error("the engine died: %s", cause)
-            if deaths_in_a_row > len(_RESTART_DELAYS_S):
+            if deaths_in_a_row > len(RESTART_DELAYS_S):
                 self._down("failed", f"the engine keeps dying: {cause}")
                 return
             self._down("restarting", f"the engine died: {cause}; it is being restarted")
-            await asyncio.sleep(_RESTART_DELAYS_S[deaths_in_a_row - 1])
+            await asyncio.sleep(RESTART_DELAYS_S[deaths_in_a_row - 1])
 
     async def _run_child(self) -> str:
         """Start a child and hear it out to its end; returns what ended it."""
         self._last_words = ""
-        directory = tempfile.TemporaryDirectory(prefix="outrider-")
-        with directory, self._context.socket(zmq.PAIR) as socket:
-            socket.set_hwm(0)
-            socket.linger = 0
-            endpoint = f"ipc://{directory.name}/engine"
-            socket.bind(endpoint)
-            child = await asyncio.create_subprocess_exec(
-                *self._command,
-                endpoint,
-                str(log.getEffectiveLevel()),
-                self._log_format,
-                env=child_environment(),
-                stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
-                start_new_session=True,  # signals to our group are for us, who may want to drain
-            )
-            self._socket = socket
-            reader = asyncio.create_task(self._read(socket, directory), name="engine reader")
-            watchdog = asyncio.create_task(self._kill_if_hung(child), name="engine watchdog")
-            try:
-                assert child.stdin is not None
-                child.stdin.write(msgspec.json.encode(self._config) + b"\n")
-                exit_code = await child.wait()
-            finally:
-                self._socket = None
-                reader.cancel()
-                watchdog.cancel()
-                if child.returncode is None:
-                    child.kill()
-                    await child.wait()
-            while await socket.poll(_SILENCE_MS):
-                self._hear(await socket.recv())
+        self._child = child = ChildProcess(
+            self._context,
+            self._command,
+            [str(log.getEffectiveLevel()), self._log_format],
+            lines=[msgspec.json.encode(self._config)],
+            hear=self._hear,
+            environment=child_environment(),
+        )
+        watchdog = asyncio.create_task(self._kill_if_hung(child), name="engine watchdog")
+        try:
+            exit_code = await child.run()
+        finally:
+            self._child = None
+            watchdog.cancel()
         if watchdog.done() and not watchdog.cancelled():
             return f"no step ended within {self._step_timeout_s:g} s (engine.step_timeout_s)"
-        if exit_code < 0:
-            return f"killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
-        return self._last_words or f"it left with exit code {exit_code}"
+        if self._last_words and exit_code >= 0:
+            return self._last_words
+        return describe_exit(exit_code)
 
-    async def _kill_if_hung(self, child: asyncio.subprocess.Process) -> None:
+    async def _kill_if_hung(self, child: ChildProcess) -> None:
         """Return once the child has been killed for its silence."""
         timeout_s = math.inf if self._step_timeout_s is None else self._step_timeout_s
         while True:
@@ -149,15 +129,6 @@ class ProcessEngine(Dispatcher):
                 child.kill()
                 return
             await asyncio.sleep(min(1.0, timeout_s / 4))
-
-    async def _read(
-        self, socket: zmq.asyncio.Socket, directory: tempfile.TemporaryDirectory[str]
-    ) -> None:
-        first = await socket.recv()
-        directory.cleanup()  # both ends hold the connection now; nobody else shall
-        self._hear(first)
-        while True:
-            self._hear(await socket.recv())
 
     def _hear(self, data: bytes) -> None:
         self._heard_at_s = time.monotonic()

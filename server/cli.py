@@ -28,6 +28,9 @@ def serve_command(
     config: ConfigOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    api_workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes that answer HTTP.")
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name in /v1/models and in requests.")
     ] = None,
@@ -46,6 +49,7 @@ def serve_command(
     flags: dict[str, object] = {
         "server.host": host,
         "server.port": port,
+        "server.api_workers": api_workers,
         "server.served_model_name": served_model_name,
         "server.api_keys": api_key or None,
         "server.shutdown_timeout_s": shutdown_timeout,

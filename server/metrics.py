@@ -1,9 +1,11 @@
 """What /metrics says: counts and times of the server, and the engine's own statistics."""
 
+import os
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from outrider.engine.client import EngineClient
@@ -14,34 +16,42 @@ REQUEST_TIMES_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0,
 
 
 class Metrics:
-    """A registry of its own, so that several servers can live in one process."""
+    """A registry of its own, so that several servers can live in one process.
+
+    Where prometheus-client is set to count for several processes (PROMETHEUS_MULTIPROC_DIR), each
+    of them tells what all have counted.
+    """
 
     def __init__(self, client: EngineClient) -> None:
-        self.registry = CollectorRegistry()
+        own = CollectorRegistry()
+        self.registry = own
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self.registry = CollectorRegistry()
+            MultiProcessCollector(self.registry)  # type: ignore[no-untyped-call]
         self.requests = Counter(
             "outrider_requests",
             "Requests answered, by outcome: ok, invalid (4xx), unavailable (503), error, "
             "disconnected (the client left).",
             ["path", "outcome"],
-            registry=self.registry,
+            registry=own,
         )
         self.request_time = Histogram(
             "outrider_request_duration_seconds",
             "From a request's arrival to the end of its answer, of those with outcome ok.",
             ["path"],
-            registry=self.registry,
+            registry=own,
             buckets=REQUEST_TIMES_S,
         )
         self.time_to_first_token = Histogram(
             "outrider_time_to_first_token_seconds",
             "From submission to a sequence's first token.",
-            registry=self.registry,
+            registry=own,
             buckets=FIRST_TOKEN_TIMES_S,
         )
         self.inter_token_latency = Histogram(
             "outrider_inter_token_latency_seconds",
             "Time between steps of a sequence, divided by the tokens that the step brought.",
-            registry=self.registry,
+            registry=own,
             buckets=TOKEN_TIMES_S,
         )
         self.registry.register(_EngineCollector(client))

@@ -25,6 +25,13 @@ class ServerSettings(Section):
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
     )
+    api_workers: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Processes that answer HTTP. 1: the one that starts the engine; more: so many "
+        "beside it, each with a tokenizer of its own (about 0.5 GB).",
+    )
     served_model_name: str | None = Field(
         default=None,
         min_length=1,

@@ -1,4 +1,4 @@
-"""What every client promises, over both transports, with a scripted engine behind them."""
+"""What every client promises, over each transport, with a scripted engine behind them."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from engine_clients import (
     ScriptedProcessEngine,
+    ScriptedSharedEngine,
     becomes_true,
     collect,
     pages_used_become,
@@ -28,7 +29,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(params=[scripted_in_process, ScriptedProcessEngine])
+@pytest.fixture(params=[scripted_in_process, ScriptedProcessEngine, ScriptedSharedEngine])
 def make_client(request: pytest.FixtureRequest) -> Any:
     return request.param
 

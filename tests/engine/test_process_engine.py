@@ -111,7 +111,7 @@ async def test_a_program_that_is_not_there_cannot_start(monkeypatch: pytest.Monk
 async def test_the_third_death_in_a_row_is_the_last(
     client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_engine, "_RESTART_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(process_engine, "RESTART_DELAYS_S", (0.0, 0.0))
     for state in ("restarting", "restarting", "failed"):
         await state_becomes(client, "ready")
         os.kill(pid(client), signal.SIGKILL)
@@ -123,7 +123,7 @@ async def test_the_third_death_in_a_row_is_the_last(
 async def test_deaths_after_good_health_are_not_counted(
     client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_engine, "_HEALTHY_S", 0.0)
+    monkeypatch.setattr(process_engine, "HEALTHY_S", 0.0)
     for _ in range(4):
         await state_becomes(client, "ready")
         os.kill(pid(client), signal.SIGKILL)
@@ -209,7 +209,7 @@ async def test_stop_does_not_wait_for_loading() -> None:
 async def test_stop_does_not_wait_for_a_restart(
     client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_engine, "_RESTART_DELAYS_S", (0.0, 60.0))
+    monkeypatch.setattr(process_engine, "RESTART_DELAYS_S", (0.0, 60.0))
     for _ in range(2):
         await state_becomes(client, "ready")
         os.kill(pid(client), signal.SIGKILL)
@@ -233,7 +233,7 @@ async def test_bytes_that_are_no_message_do_not_end_the_engine(
     deeply_nested = b"\x83\xa4type\xa5Abort\xabrequest_ids\x90\xa1x" + b"\x91" * 100_000 + b"\x00"
     hostile = [b"", b"\xc1", deeply_nested, b"\x81\xa4type\xa4Nope", b"\x81\xa4type\xa6Submit"]
     hostile += [rng.randbytes(rng.randrange(1, 200)) for _ in range(500)]
-    socket: Any = client._socket
+    socket: Any = client._child.socket  # type: ignore[union-attr]
     for data in hostile:
         await socket.send(data)
     assert await collect(running) == {"a": list(range(50))}
@@ -245,7 +245,7 @@ async def test_bytes_that_are_no_message_do_not_end_the_engine(
 async def test_an_answer_to_nobody_does_not_disturb_the_client(
     client: ScriptedProcessEngine,
 ) -> None:
-    socket: Any = client._socket
+    socket: Any = client._child.socket  # type: ignore[union-attr]
     await socket.send(client._encoder.encode(Submit([request("stray")])))
     assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
 

@@ -19,7 +19,8 @@ from socket_server import on_a_socket
 from typer.testing import CliRunner
 
 from outrider.server.cli import app
-from outrider.server.serving import Server, bind
+from outrider.server.http_server import Server
+from outrider.server.serving import bind
 from outrider.server.settings import ServerSettings
 
 Serve = Callable[..., Served]

@@ -2,16 +2,20 @@
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, cast
 
 import scripted_engine
+import zmq
+import zmq.asyncio
 
-from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
+from outrider.engine.api import EngineInfo, NewRequest, ReportProgress, SamplingParams
 from outrider.engine.client import EngineClient, OutputStream
 from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from outrider.engine.in_process import InProcessEngine
 from outrider.engine.process_engine import ProcessEngine
+from outrider.engine.relay import SharedEngine, Sharer
 
 TIMEOUT_S = 10  # a hang is a failure, not a wait
 
@@ -25,6 +29,41 @@ def scripted_in_process(
 ) -> InProcessEngine:
     make_engine = cast(Any, scripted_engine.ScriptedEngine)
     return InProcessEngine(config, progress, make_engine=make_engine)
+
+
+class ScriptedSharedEngine(SharedEngine):
+    """Shares an engine that somebody else on this event loop owns."""
+
+    def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
+        self.owner = ScriptedProcessEngine(config, progress)
+        self._directory = tempfile.TemporaryDirectory()
+        super().__init__(f"ipc://{self._directory.name}/socket", on_shutdown=lambda: None)
+        self._owners_socket = self._context.socket(zmq.PAIR)
+        self._owners_socket.set_hwm(0)
+        self._owners_socket.bind(self._endpoint)
+        self.sharer = Sharer(self.owner, self._owners_socket.send)
+        self._listener: asyncio.Task[None] | None = None
+
+    async def start(self) -> EngineInfo:
+        self._listener = asyncio.create_task(self._listen())
+        starting = asyncio.create_task(self.owner.start())
+        try:
+            return await super().start()
+        finally:
+            await asyncio.wait({starting})
+            starting.exception()
+
+    async def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.cancel()
+        self.sharer.close()
+        await self.owner.stop()
+        await super().stop()
+        self._directory.cleanup()
+
+    async def _listen(self) -> None:
+        while True:
+            self.sharer.hear(await self._owners_socket.recv())
 
 
 def scripted_config(path: str = "model") -> EngineConfig:

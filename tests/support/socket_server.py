@@ -8,7 +8,8 @@ from typing import Any
 
 from served import Served
 
-from outrider.server.serving import Server, bind
+from outrider.server.http_server import Server
+from outrider.server.serving import bind
 from outrider.server.settings import ServerSettings
 
 

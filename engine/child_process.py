@@ -1,0 +1,131 @@
+"""A child process at the other end of a private socket, which never outlives its parent.
+
+It is started as COMMAND ENDPOINT ARGUMENTS, with lines of its own on a stdin that stays open for as
+long as the parent lives.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import zmq
+import zmq.asyncio
+
+RESTART_DELAYS_S = (0.0, 2.0)  # after the first and the second death in a row; the third is final
+HEALTHY_S = 60.0  # of being ready end the row
+_SILENCE_MS = 100  # after this long without a message, a dead child has nothing left to say
+
+
+class ChildProcess:
+    """The parent's end. The socket's private directory is gone once the child has connected, so
+    that nothing is left of it whatever ends either process."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        command: Sequence[str],
+        arguments: Sequence[str],
+        *,
+        lines: Sequence[bytes],
+        hear: Callable[[bytes], None],
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
+        self.socket.set_hwm(0)
+        self.socket.linger = 0
+        self._command, self._arguments = command, arguments
+        self._lines = lines
+        self._hear = hear
+        self._environment = environment
+        self._pass_fds = pass_fds
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> int:
+        """Start the child and hear it out to its end; returns its exit code."""
+        directory = tempfile.TemporaryDirectory(prefix="outrider-")
+        with directory, self.socket:
+            endpoint = f"ipc://{directory.name}/socket"
+            self.socket.bind(endpoint)
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                endpoint,
+                *self._arguments,
+                env=self._environment,
+                stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
+                start_new_session=True,  # signals to our group are for us, who may want to drain
+                pass_fds=self._pass_fds,
+            )
+            self._process = process
+            reader = asyncio.create_task(self._read(directory), name="reader of a child")
+            try:
+                assert process.stdin is not None
+                process.stdin.writelines(line + b"\n" for line in self._lines)
+                exit_code = await process.wait()
+            finally:
+                reader.cancel()
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            while await self.socket.poll(_SILENCE_MS):
+                self._hear(await self.socket.recv())
+        return exit_code
+
+    def send(self, data: bytes) -> None:
+        """Without waiting: with no limit on the queue only a dead peer would make it wait, and
+        then closing the socket cancels it."""
+        if not self.socket.closed:
+            self.socket.send(data)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _read(self, directory: tempfile.TemporaryDirectory[str]) -> None:
+        first = await self.socket.recv()
+        directory.cleanup()  # both ends hold the connection now; nobody else shall
+        self._hear(first)
+        while True:
+            self._hear(await self.socket.recv())
+
+
+def describe_exit(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
+    return f"it left with exit code {exit_code}"
+
+
+def leave_with_parent(*, num_lines: int) -> list[bytes]:
+    """The child's first act: take its lines, and from now on end when the parent does, however
+    that ends and whatever this process is busy with."""
+    # Nothing that runs in here may read from the lifeline or hand it on to a child.
+    lifeline_fd = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    lines = _read_lines(lifeline_fd, num_lines)
+
+    def watch() -> None:
+        while os.read(lifeline_fd, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    if sys.platform == "linux":
+        # The thread needs the GIL to act; the kernel does not. To it, the parent is the thread
+        # that started us: the one of the parent's event loop, which must live as long.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    return lines
+
+
+def _read_lines(fd: int, num_lines: int) -> list[bytes]:
+    data = bytearray()
+    num_read = 0
+    while num_read < num_lines and (part := os.read(fd, 65536)):
+        data += part
+        num_read += part.count(b"\n")
+    return bytes(data).split(b"\n")[:num_lines]
