@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from paged import check_against_eager
 from tiny_models import DEVICE, TINY
 
+from outrider.engine import model_loader
 from outrider.engine.attention import UnsupportedModelError
 from outrider.engine.config import ModelConfig
 from outrider.engine.paged_model import PagedModel
@@ -16,6 +18,35 @@ from outrider.engine.paged_model import PagedModel
 def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..., Path]) -> None:
     path = tiny_model(architecture)
     check_against_eager(PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE), path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("architecture", sorted(TINY))
+def test_logits_through_graphs_equal_eager_attention(
+    architecture: str,
+    fused: bool,
+    dtype: str,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not fused:
+        monkeypatch.setattr(model_loader, "fuse_layers", lambda model, layers: 0)
+    path = tiny_model(architecture)
+    model = PagedModel(ModelConfig(path=str(path), dtype=dtype), DEVICE)
+    num_replays = 0
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        nonlocal num_replays
+        num_replays += 1
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    check_against_eager(model, path, graphs=True)
+    assert num_replays == 3
 
 
 def test_a_model_that_never_calls_our_attention_is_refused(
