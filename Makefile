@@ -65,8 +65,9 @@ gpu: ## tests and tables on a GPU (TARGET= DRAFT= model directories, GPU_PYTHON=
 	$(GPU_PYTHON) -m pytest -q $(GPU_TESTS)
 	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py
 	@if [ -n "$(TARGET)" ] && [ -n "$(DRAFT)" ]; then \
-		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/engine.py "$(TARGET)" "$(DRAFT)"; \
-	else echo "Skipped: the engine's table, which needs TARGET= and DRAFT=."; fi
+		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/engine.py "$(TARGET)" "$(DRAFT)" && \
+		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/greedy_agreement.py "$(TARGET)" "$(DRAFT)"; \
+	else echo "Skipped: the engine's table and greedy agreement, which need TARGET= and DRAFT=."; fi
 	@echo "Skipped: all other tests; they need the packages that make test installs."
 
 format: .make/dev ## format and sort the code in place
