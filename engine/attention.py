@@ -9,7 +9,9 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -48,6 +50,14 @@ class DryRun:
     layers: list[LayerSpec] = field(default_factory=list)
 
 
+class SequenceRows(NamedTuple):
+    """Where a sequence stands in a batch."""
+
+    rows: slice
+    num_tokens: int  # that its last row attends to
+    pages: Tensor  # [pages of the longest sequence possible]
+
+
 class PagedContext:
     """One batch, as the attention layers see it."""
 
@@ -56,16 +66,25 @@ class PagedContext:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     @functools.cached_property
-    def lens(self) -> list[tuple[int, int]]:
-        """Rows of each sequence, and the tokens that it attends to."""
-        query_lens = self.batch.cu_seqlens_q.diff().tolist()
-        return list(zip(query_lens, self.batch.seq_lens.tolist(), strict=True))
+    def sequences(self) -> list[SequenceRows]:
+        """The batch's sequences that have rows, for attention without a kernel."""
+        batch = self.batch
+        bounds = batch.cu_seqlens_q.tolist()
+        seq_lens, pages = batch.seq_lens.tolist(), batch.block_table[batch.slots].unbind()
+        return [
+            SequenceRows(slice(bounds[i], bounds[i + 1]), seq_lens[i], pages[i])
+            for i in range(len(seq_lens))
+            if bounds[i] < bounds[i + 1]
+        ]
 
-    def mask(self, i: int, window: int | None, like: Tensor) -> Tensor | None:
-        """Mask of sequence i, built once a forward and shared by the layers."""
-        key = (i, window)
+    def mask(self, seq: SequenceRows, window: int | None, like: Tensor) -> Tensor | None:
+        """Mask of a sequence's rows, built once a forward and shared by the layers."""
+        key = (seq.rows.start, window)
         if key not in self._masks:
-            self._masks[key] = build_mask(*self.lens[i], window, like.dtype, like.device)
+            query_len = seq.rows.stop - seq.rows.start
+            self._masks[key] = build_mask(
+                query_len, seq.num_tokens, window, like.dtype, like.device
+            )
         return self._masks[key]
 
 
@@ -171,23 +190,24 @@ def attend(
             softcap,
             sinks,
         )
-    out = rows.new_zeros(len(rows), rows.shape[1], v_cache.shape[3])
-    first = 0
-    for i, (query_len, seq_len) in enumerate(context.lens):
-        if query_len > 0:
-            out[first : first + query_len] = paged_attention_reference(
-                rows[first : first + query_len],
-                k_cache,
-                v_cache,
-                batch.block_table[batch.slots[i]],
-                seq_len,
-                context.mask(i, window, rows),
-                scale,
-                softcap,
-                sinks,
-            )
-        first += query_len
-    return out
+    outs = [
+        paged_attention_reference(
+            rows[seq.rows],
+            k_cache,
+            v_cache,
+            seq.pages,
+            seq.num_tokens,
+            context.mask(seq, window, rows),
+            scale,
+            softcap,
+            sinks,
+        )
+        for seq in context.sequences
+    ]
+    num_padding = len(rows) - sum(map(len, outs))
+    if num_padding:
+        outs.append(rows.new_zeros(num_padding, rows.shape[1], v_cache.shape[3]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _record(

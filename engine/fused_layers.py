@@ -1,5 +1,8 @@
 """Decoder layers of the common shape, run as a few fused kernels instead of dozens of small ones.
 
+On a CPU the kernels' references save as much: merged products over packed weights, no module, mask
+or cache of transformers in between.
+
 A layer is matched on its structure: pre-norm, separate q, k, v and o projections, optional norms
 of query and key heads, full RoPE, and a gated MLP. What structure cannot tell (the activation, the
 kind of norm, a multiplier somewhere) is settled by running the layer both ways at load: it keeps
@@ -22,7 +25,9 @@ from outrider.engine.attention import (
     pages_of,
 )
 from outrider.engine.batch import ForwardBatch
+from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.linear import Norm, linear
+from outrider.kernels.packed_linear import pack_weight
 from outrider.kernels.rope import rope_and_store
 
 log = logging.getLogger(__name__)
@@ -39,9 +44,10 @@ class FusedLayer:
     def __init__(self, layer: Any, spec: LayerSpec) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._spec = spec
-        self._qkv = merge_linears([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up = merge_linears([mlp.gate_proj, mlp.up_proj])
-        self._o, self._down = attention.o_proj, mlp.down_proj
+        self._qkv = _merged(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._o = _merged(attention.o_proj)
+        self._gate_up = _merged(mlp.gate_proj, mlp.up_proj)
+        self._down = _merged(mlp.down_proj)
         self._num_heads = len(attention.q_proj.weight) // spec.head_dim
         self._input_norm = _norm(layer.input_layernorm)
         self._post_norm = _norm(layer.post_attention_layernorm)
@@ -72,9 +78,9 @@ class FusedLayer:
             self._k_norm,
         )
         out = attend(spec.module, query, spec.scale, spec.window, spec.softcap, spec.sinks)
-        x = linear(out.flatten(1), self._o.weight, self._o.bias, residual=x)
+        x = linear(out.flatten(1), *self._o, residual=x)
         gated = linear(x, *self._gate_up, norm=self._post_norm, gated=True)
-        return linear(gated, self._down.weight, self._down.bias, residual=x)[None]
+        return linear(gated, *self._down, residual=x)[None]
 
 
 @torch.inference_mode()
@@ -90,23 +96,31 @@ def fuse_layers(model: PreTrainedModel, specs: list[LayerSpec]) -> int:
             continue
         fused = FusedLayer(layer, spec)
         if all(_agrees(layer, fused, spec, rotary, n) for n in (1, 5, 40)):
-            layer.forward = fused
+            _replace(layer, fused)
             num_fused += 1
     log.info("%s: %d of %d layers are fused", model.config.model_type, num_fused, len(specs))
     return num_fused
 
 
-def merge_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One weight and bias over all outputs; the layers' own become views of them."""
-    sizes = [len(one.weight) for one in linears]
-    weight = torch.cat([one.weight for one in linears])
-    bias = torch.cat([one.bias for one in linears]) if linears[0].bias is not None else None
-    for one, part in zip(linears, weight.split(sizes), strict=True):
-        one.weight = nn.Parameter(part, requires_grad=False)
-    if bias is not None:
-        for one, part in zip(linears, bias.split(sizes), strict=True):
-            one.bias = nn.Parameter(part, requires_grad=False)
+def _merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """One weight and bias over all outputs, as the kernels want them."""
+    weight: Tensor = linears[0].weight
+    bias: Tensor | None = linears[0].bias
+    if len(linears) > 1:
+        weight = torch.cat([one.weight for one in linears])
+        bias = torch.cat([one.bias for one in linears]) if bias is not None else None
+    if not uses_triton(weight) and (packed := pack_weight(weight)) is not None:
+        weight = packed
     return weight, bias
+
+
+def _replace(layer: Any, fused: FusedLayer) -> None:
+    """Let `fused` compute the layer, and free the weights that only the layer's own code reads."""
+    layer.forward = fused
+    for parent in (layer.self_attn, layer.mlp):
+        for name, _ in list(parent.named_children()):
+            if name.endswith("_proj"):
+                delattr(parent, name)
 
 
 def _matches(layer: nn.Module, spec: LayerSpec) -> bool:

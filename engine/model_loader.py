@@ -69,11 +69,10 @@ def load_model(
                 local_files_only=True,
             )
         model.eval().requires_grad_(False)
+        layers = dry_run(model)
+        fuse_layers(model, layers)
         if device.type == "cpu":
             pack_linears(model)
-        layers = dry_run(model)
-        if device.type == "cuda":
-            fuse_layers(model, layers)
         return model, layers
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.packed_linear import packed_linear
 
 _MAX_NARROW_ROWS = 16
 _MAX_NARROW_WEIGHTS = 1 << 22  # measured: up to here the library leaves multiprocessors idle
@@ -44,7 +45,8 @@ def linear(
     x
         Shape: [T, K], rows dense.
     weight
-        Shape: [N, K]; with `gated` [2 N, K], the gate's rows before those of `up`.
+        Shape: [N, K]; with `gated` [2 N, K], the gate's rows before those of `up`. On a CPU it may
+        come from `pack_weight`.
     bias
         Shape: [N] or, with `gated`, [2 N].
     norm
@@ -56,10 +58,10 @@ def linear(
 
     Returns: [T, N]
     """
-    assert x.stride(-1) == 1
-    assert weight.is_contiguous()
     if not uses_triton(x):
         return linear_reference(x, weight, bias, norm=norm, gated=gated, residual=residual)
+    assert x.stride(-1) == 1
+    assert weight.is_contiguous()
     if len(x) == 1:
         return _fused(x, weight, bias, norm, gated, residual)
     if norm is not None:
@@ -85,7 +87,7 @@ def linear_reference(
 ) -> Tensor:
     if norm is not None:
         x = rms_norm_reference(x, norm)
-    y = F.linear(x, weight, bias)
+    y = (packed_linear if weight.is_mkldnn else F.linear)(x, weight, bias)
     if gated:
         y = silu_mul_reference(y)
     return y if residual is None else residual.add_(y)
@@ -93,15 +95,13 @@ def linear_reference(
 
 def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
     """Shape: [T, K] -> [T, K]."""
-    exact = x.float()
-    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return (exact * norm.weight.float()).to(x.dtype)
+    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """Shape: [T, 2 N] -> [T, N]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def _fused(

@@ -3,7 +3,6 @@
 rope(x) = x * cos + rotate_half(x) * sin,     rotate_half([a, b]) = [-b, a]
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,12 +24,12 @@ def rope_and_store(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    """Rotate queries in place and return them; store rotated keys, and values, in the pages.
+    """Return rotated queries; store rotated keys, and values, in the pages.
 
     Parameters
     ----------
     qkv
-        Query heads, then key heads, then value heads of each row.
+        Query heads, then key heads, then value heads of each row; may be overwritten.
         Shape: [T, (num_heads + 2 * num_kv_heads) * head_dim], dense.
     cos, sin
         Shape: [T, head_dim].
@@ -41,7 +40,7 @@ def rope_and_store(
     q_norm, k_norm
         RMSNorm of each head, both or neither. Weights: [head_dim].
 
-    Returns: [T, num_heads, head_dim], a view of `qkv`.
+    Returns: [T, num_heads, head_dim], any row stride.
     """
     num_kv_heads, head_dim = k_cache.shape[2:]
     assert qkv.is_contiguous()
@@ -87,21 +86,21 @@ def rope_and_store_reference(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    head_dim = k_cache.shape[3]
+    num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(len(qkv), -1, head_dim)
-    query: Tensor = heads[:, :num_heads]
-    key, value = heads[:, num_heads:].chunk(2, dim=1)
-
-    def rotated(x: Tensor, norm: Norm | None) -> Tensor:
-        if norm is not None:
-            x = rms_norm_reference(x, norm)
-        x = x.float()
-        first, second = x.chunk(2, dim=-1)
-        swapped = torch.cat((-second, first), dim=-1)
-        return (x * cos.float()[:, None] + swapped * sin.float()[:, None]).to(qkv.dtype)
-
-    query.copy_(rotated(query, q_norm))
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, rotated(key, k_norm))
+    if q_norm is not None and k_norm is not None:
+        heads[:, :num_heads] = rms_norm_reference(heads[:, :num_heads], q_norm)
+        keys = heads[:, num_heads : num_heads + num_kv_heads]
+        keys.copy_(rms_norm_reference(keys, k_norm))
+    rotary, value = heads.tensor_split([num_heads + num_kv_heads], dim=1)
+    first, second = rotary.chunk(2, dim=-1)
+    out = rotary * cos[:, None]
+    out_first, out_second = out.chunk(2, dim=-1)
+    sin_first, sin_second = sin[:, None].chunk(2, dim=-1)
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
+    query, key = out.tensor_split([num_heads], dim=1)
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
     return query
 

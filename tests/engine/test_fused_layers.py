@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,51 +11,44 @@ from tiny_models import DEVICE, TINY
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from outrider.engine import model_loader
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import ModelConfig
-from outrider.engine.fused_layers import fuse_layers
+from outrider.engine.fused_layers import FusedLayer, fuse_layers
 from outrider.engine.model_loader import dry_run
 from outrider.engine.paged_model import PagedModel
 
 Tiny = Callable[..., Path]
 FUSED = {"llama", "mistral", "qwen2", "qwen3"}
+PRODUCTS = ("_qkv", "_o", "_gate_up", "_down")
 
 
-@pytest.fixture
-def plain_linears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load on a CPU as on a GPU: with linear layers as they are."""
-    monkeypatch.setattr(model_loader, "pack_linears", lambda model: 0)
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model as it comes, but for its attention."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=ATTENTION_NAME
+    ).to(DEVICE)
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))
-@pytest.mark.usefixtures("plain_linears")
 def test_layers_of_the_common_shape_are_fused(architecture: str, tiny_model: Tiny) -> None:
     path = tiny_model(architecture)
     model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
-    num_fused = fuse_layers(model.model, model._layers)
-    assert num_fused == (2 if architecture in FUSED else 0)
-    if num_fused:
+    fused = [m for m in model.model.modules() if isinstance(m.__dict__.get("forward"), FusedLayer)]
+    assert len(fused) == (2 if architecture in FUSED else 0)
+    if fused:
         check_against_eager(model, path)
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("plain_linears")
 def test_biases_are_kept(tiny_model: Tiny) -> None:
-    path = tiny_model("llama", attention_bias=True, mlp_bias=True)
-    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
-    layers = [module for module in model.model.modules() if hasattr(module, "self_attn")]
-    for bias in (p for name, p in model.model.named_parameters() if name.endswith("bias")):
+    model = load(tiny_model("llama", attention_bias=True, mlp_bias=True))
+    for bias in (p for name, p in model.named_parameters() if name.endswith("bias")):
         nn.init.normal_(bias)
-    for layer in layers:
-        layer.__dict__.pop("forward", None)
-    assert fuse_layers(model.model, model._layers) == 2
+    assert fuse_layers(model, dry_run(model)) == 2
 
 
 def test_a_layer_that_computes_something_else_keeps_its_own_code(tiny_model: Tiny) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny_model("llama"), dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    ).to(DEVICE)
+    model = load(tiny_model("llama"))
     first, second = model.model.layers
     first.mlp.act_fn = nn.GELU()
     assert fuse_layers(model, dry_run(model)) == 1
@@ -62,13 +56,12 @@ def test_a_layer_that_computes_something_else_keeps_its_own_code(tiny_model: Tin
     assert "forward" in second.__dict__
 
 
-def test_merged_weights_are_shared_with_the_layers_own(tiny_model: Tiny) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny_model("llama"), dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    ).to(DEVICE)
-    before = {name: p.clone() for name, p in model.named_parameters()}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_layer_holds_its_weights_once(dtype: torch.dtype, tiny_model: Tiny) -> None:
+    model = load(tiny_model("llama"), dtype)
+    layers = model.model.layers
+    before = sum(p.numel() for p in layers.parameters())
     fuse_layers(model, dry_run(model))
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    attention = model.model.layers[0].self_attn
-    q, k = attention.q_proj.weight, attention.k_proj.weight
-    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    norms = sum(p.numel() for p in layers.parameters())
+    merged = [getattr(layer.forward, name)[0] for layer in layers for name in PRODUCTS]
+    assert norms + sum(weight.numel() for weight in merged) == before
