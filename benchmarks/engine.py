@@ -158,7 +158,8 @@ def main() -> None:
     target_bytes = weight_bytes(args.target, engine.target._model)
     draft = getattr(engine.proposer, "_draft", None)
     draft_bytes = weight_bytes(args.draft, draft) if draft else 0
-    print(f"ready in {engine.info.load_s:.1f} s")
+    info = engine.info
+    print(f"ready in {info.load_s:.1f} s, {info.warm_up_s:.1f} s of them to warm up")
     columns = "  ".join(f"{part:>7}" for part in PARTS)
     print(f"batch temp   k     tokens/s  accepted  step ms  floor ms  |  {columns}  |  idle")
     for batch in args.batch:

@@ -144,6 +144,7 @@ class EngineInfo:
     num_speculative_tokens: int
     proposer: str | None
     load_s: float
+    warm_up_s: float  # of these, for running the largest step and capturing CUDA graphs
     pid: int
 
 

@@ -35,8 +35,8 @@ class SpeculationConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     page_size_tokens: int = 16
-    num_pages: int | None = None  # None: derived from memory_fraction
-    memory_fraction: float = 0.5  # of the memory that is free once both models are loaded
+    num_pages: int | None = None  # None: what the memory allows
+    memory_fraction: float = 0.5  # on a CPU: of the memory that is free once the models are loaded
     prefix_caching: bool = True
 
 
@@ -57,6 +57,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     token_table: TokenTable | None = None  # None: requests with a grammar are refused
     logits_processors: tuple[str, ...] = ()  # specs of engine.logit_edits.ProcessorRegistry
+    gpu_memory_utilization: float = 0.9  # share of the GPU that weights, graphs and pages may take
     enforce_eager: bool = False  # CUDA: launch every kernel, capture no graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from outrider.engine.api import (
 from outrider.engine.config import EngineConfig
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.logit_edits import ProcessorRegistry
+from outrider.engine.memory import GpuMemory, measure_pages
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.pair import ModelPair
 from outrider.engine.proposers import build_proposer
@@ -50,11 +52,11 @@ class Engine:
         proposer = config.speculation.proposer if k > 0 else "none"
         k = 0 if proposer == "none" else k
         report = progress or (lambda stage, done, total: None)
+        gpu = GpuMemory.of(device) if device.type == "cuda" else None
         pair = ModelPair(config, proposer, report)
-
-        max_num_seqs = config.scheduler.max_num_seqs
+        self._config, self._pair = config, pair
         self._slots = Slots(
-            max_num_seqs,
+            config.scheduler.max_num_seqs,
             pair.max_model_len,
             k,
             pair.page_size,
@@ -62,37 +64,56 @@ class Engine:
             device,
             config.speculation.verification,
         )
-        pair.bind_slots(self._slots)
-        self._kv_cache = KVCacheManager(pair.num_pages, pair.page_size, config.cache.prefix_caching)
-        adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
-        self.scheduler = Scheduler(
-            config.scheduler, self._kv_cache, self._slots, k, pair.max_model_len, adaptive
-        )
         self.proposer = build_proposer(proposer, config, self._slots, pair)
         self.target = Target(pair.target, pair.vocab_size)
         self.verifier = Verifier(self._slots, pair.vocab_size)
-        if self._slots.device.type == "cuda" and not config.enforce_eager:
-            self.capture(report)
-        report("ready", 1, 1)
-
         self._processors = processors
         self._eos_token_ids = config.eos_token_ids
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._requests: dict[str, Request] = {}
+
         self.info = EngineInfo(
             device=config.device,
             target_dtype=dtype_name(pair.target),
             draft_dtype=dtype_name(pair.draft) if pair.draft else None,
             vocab_size=pair.vocab_size,
             max_model_len=pair.max_model_len,
-            num_pages=self._kv_cache.num_usable_pages,
+            num_pages=0,
             page_size_tokens=pair.page_size,
-            cache_bytes=pair.num_pages * pair.page_size * pair.bytes_per_token,
-            max_num_seqs=max_num_seqs,
+            cache_bytes=0,
+            max_num_seqs=config.scheduler.max_num_seqs,
             num_speculative_tokens=k,
             proposer=None if proposer == "none" else proposer,
-            load_s=time.perf_counter() - start_s,
+            load_s=0.0,
+            warm_up_s=0.0,
             pid=os.getpid(),
+        )
+        loaded_s = time.perf_counter()
+        num_pages = config.cache.num_pages
+        if num_pages is None:
+            num_pages = measure_pages(self, gpu, pair, config, report)
+        report("allocating the KV cache", 0, 1)
+        self.allocate(num_pages, pair.longest_sequence(num_pages, config))
+        if gpu is not None and not config.enforce_eager:
+            self.capture(report)
+        report("ready", 1, 1)
+        ready_s = time.perf_counter()
+        self.info = replace(self.info, load_s=ready_s - start_s, warm_up_s=ready_s - loaded_s)
+
+    def allocate(self, num_pages: int, max_model_len: int) -> None:
+        """Allocate the pages, in place of those there are, and begin to schedule over them."""
+        config, pair, k = self._config, self._pair, self.info.num_speculative_tokens
+        pair.bind(num_pages, self._slots)
+        self._kv_cache = KVCacheManager(num_pages, pair.page_size, config.cache.prefix_caching)
+        adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
+        self.scheduler = Scheduler(
+            config.scheduler, self._kv_cache, self._slots, k, max_model_len, adaptive
+        )
+        self.info = replace(
+            self.info,
+            max_model_len=max_model_len,
+            num_pages=self._kv_cache.num_usable_pages,
+            cache_bytes=num_pages * pair.page_bytes,
         )
 
     def capture(self, report: ReportProgress) -> None:

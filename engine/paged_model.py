@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.attention import PagedContext, attention_context
+from outrider.engine.attention import PagedContext, UnsupportedModelError, attention_context
 from outrider.engine.batch import ForwardBatch, HostBatch
 from outrider.engine.config import ModelConfig
 from outrider.engine.model_loader import load_model, max_positions, run_model
@@ -51,8 +51,14 @@ class PagedModel:
                 )
                 layer.module.register_buffer(name, cache, persistent=False)
 
+    def free_cache(self) -> None:
+        """Free the cache, if there is one."""
+        for layer in self._layers:
+            for name in ("k_cache", "v_cache"):
+                layer.module.register_buffer(name, None, persistent=False)
+
     def bind_slots(self, slots: Slots) -> None:
-        """Take the rows of batches from these slots."""
+        """Take the rows of batches from these slots. What was captured before is gone."""
         self._slots = slots
         self._phase = Phase(self._run, slots.device)
         self._shapes: list[tuple[int, int, int]] = []
@@ -65,7 +71,8 @@ class PagedModel:
     ) -> Tensor:
         """Capture passes of up to `rows_per_seq` rows a sequence; once cache and slots are bound.
 
-        Logits are of every row, or of one row a sequence; returns some as they will come.
+        Logits are of every row, or of one row a sequence; returns some as they will come. Raises
+        UnsupportedModelError where the model's own code waits for the GPU.
         """
         shapes = [
             (n, n * rows, n * rows if every_row_has_logits else n)
@@ -76,7 +83,16 @@ class PagedModel:
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
             empty = HostBatch.build(nobody, nobody, nobody, nobody)
-            logits = self._phase.capture(empty.packed(shape, self._slots.dummy), shape)
+            packed = empty.packed(shape, self._slots.dummy)
+            try:
+                logits = self._phase.capture(packed, shape)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as reason:
+                raise UnsupportedModelError(
+                    f"{self.model.config.model_type} in {self.dtype} cannot be captured as a CUDA "
+                    f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
+                ) from reason
         self._shapes = shapes[::-1]
         return logits
 

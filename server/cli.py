@@ -42,6 +42,16 @@ def serve_command(
         float | None,
         typer.Option(metavar="SECONDS", help="Time for running requests to finish at shutdown."),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Of the GPU's memory, what the engine may take."),
+    ] = None,
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option(
+            "--enforce-eager", help="Capture no CUDA graphs: start sooner, decode slower."
+        ),
+    ] = None,
     log_level: Annotated[LogLevel | None, typer.Option(help="Least severe log lines.")] = None,
     assignments: SetOption = None,
 ) -> None:
@@ -53,6 +63,8 @@ def serve_command(
         "server.served_model_name": served_model_name,
         "server.api_keys": api_key or None,
         "server.shutdown_timeout_s": shutdown_timeout,
+        "engine.gpu_memory_utilization": gpu_memory_utilization,
+        "engine.enforce_eager": enforce_eager,
         "server.log_level": log_level,
     }
     settings = settings_or_exit(config, assignments, flags)

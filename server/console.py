@@ -57,6 +57,9 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
         draft = f"{info.proposer}, k = {k}"
     else:
         draft = f"{settings.draft_model} ({info.draft_dtype}), k = {k}"
+    loaded = f"{info.load_s:.1f} s"
+    if info.device != "cpu":
+        loaded += f", of which {info.warm_up_s:.1f} s to measure memory and capture graphs"
     cache_gib = info.cache_bytes / 2**30
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
@@ -64,7 +67,7 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
         ("device", info.device),
         ("pages", f"{info.num_pages} of {info.page_size_tokens} tokens ({cache_gib:.2f} GiB)"),
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
-        ("loaded in", f"{info.load_s:.1f} s"),
+        ("loaded in", loaded),
         ("serving", f"{settings.served_model_name} at {url}/v1"),
     ]
 

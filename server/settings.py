@@ -213,13 +213,14 @@ class CacheSettings(Section):
     num_pages: int | None = Field(
         default=None,
         ge=2,
-        description="Pages of the pool; unset: as many as memory_fraction allows.",
+        description="Pages of the pool; unset: as many as memory_fraction (on a CPU) or "
+        "engine.gpu_memory_utilization (on a GPU) leave room for.",
     )
     memory_fraction: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the memory left after loading that pages may take.",
+        description="On a CPU: share of the memory left after loading that pages may take.",
     )
     prefix_caching: bool = Field(
         default=True, description="Keep pages of finished requests and share equal prefixes."
@@ -250,6 +251,13 @@ class EngineSettings(Section):
         default=(),
         description="Custom logits processors that requests may name: entry points of the group "
         "outrider.logits_processors by `name`, or `name = module:attribute`.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="On cuda: share of the GPU's memory that this engine may take: weights, "
+        "graphs and the largest step as measured at start, and pages for the rest.",
     )
     enforce_eager: bool = Field(
         default=False,

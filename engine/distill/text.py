@@ -49,6 +49,7 @@ class Writer:
                 device=device,
                 num_threads=None if device == "cpu" else 1,
                 eos_token_ids=self._frame.eos_token_ids,
+                gpu_memory_utilization=share_of_memory,
                 max_model_len=framing + recipe.max_prompt_tokens + recipe.max_answer_tokens,
                 speculation=SpeculationConfig(proposer="none", num_speculative_tokens=0),
                 cache=CacheConfig(prefix_caching=False, memory_fraction=share_of_memory),

@@ -74,6 +74,7 @@ def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
         token_table=pair.token_table,
         max_model_len=settings.engine.max_model_len,
         logits_processors=settings.engine.logits_processors,
+        gpu_memory_utilization=settings.engine.gpu_memory_utilization,
         enforce_eager=settings.engine.enforce_eager,
         num_threads=settings.engine.num_threads,
         speculation=SpeculationConfig(

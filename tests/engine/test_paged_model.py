@@ -36,6 +36,12 @@ def test_logits_through_graphs_equal_eager_attention(
         monkeypatch.setattr(model_loader, "fuse_layers", lambda model, layers: 0)
     path = tiny_model(architecture)
     model = PagedModel(ModelConfig(path=str(path), dtype=dtype), DEVICE)
+    if (architecture, dtype) == ("gpt_oss", "float32"):  # its experts wait for the GPU
+        with pytest.raises(
+            UnsupportedModelError, match=r"gpt_oss in torch\.float32 .*enforce_eager"
+        ):
+            check_against_eager(model, path, graphs=True)
+        return
     num_replays = 0
     replay = torch.cuda.CUDAGraph.replay
 

@@ -97,6 +97,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "engine.max_model_len=99",
         "engine.num_threads=1",
         "engine.enforce_eager=true",
+        "engine.gpu_memory_utilization=0.6",
     )
     config = engine_config(settings, Pair(models, None, 10, (1,)))
     speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
@@ -108,5 +109,6 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 33)
     assert scheduler.max_queue_len == 5
     assert (config.max_model_len, config.num_threads) == (99, 1)
+    assert config.gpu_memory_utilization == 0.6
     assert config.enforce_eager
     assert (config.vocab_size, config.eos_token_ids) == (10, (1,))

@@ -38,6 +38,7 @@ class ScriptedClient:
             num_speculative_tokens=4,
             proposer="draft_model",
             load_s=1.0,
+            warm_up_s=0.0,
             pid=1,
         )
         self.submitted: list[list[NewRequest]] = []

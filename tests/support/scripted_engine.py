@@ -52,6 +52,7 @@ class ScriptedEngine:
             num_speculative_tokens=2,
             proposer=None,
             load_s=0.0,
+            warm_up_s=0.0,
             pid=os.getpid(),
         )
 

@@ -1,0 +1,127 @@
+"""How many pages fit beside everything else that the engine keeps in memory."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
+from outrider.engine.config import EngineConfig
+from outrider.engine.pair import ModelPair
+from outrider.engine.validation import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from outrider.engine.loop import Engine
+
+GIB = 2**30
+
+
+class OutOfDeviceMemoryError(ValueError):
+    """What was configured does not fit into the GPU; says by how much, and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """A GPU's memory, looked at before this engine had anything there."""
+
+    device: torch.device
+    free_bytes: int
+    total_bytes: int
+
+    @staticmethod
+    def of(device: torch.device) -> "GpuMemory":
+        return GpuMemory(device, *torch.cuda.mem_get_info(device))
+
+    def left_bytes(self, utilization: float, step_bytes: int) -> int:
+        """What this engine may still allocate so that a step of so much fits beside it: of its
+        share of the GPU, and of what others there have left free. Raises OutOfDeviceMemoryError.
+        """
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        kept_bytes = self.free_bytes - free_bytes
+        allowed_bytes = int(utilization * self.total_bytes)
+        left_bytes = min(allowed_bytes - kept_bytes, free_bytes) - step_bytes
+        if left_bytes > 0:
+            return left_bytes
+        raise OutOfDeviceMemoryError(
+            f"no memory is left for the KV cache: engine.gpu_memory_utilization allows "
+            f"{allowed_bytes / GIB:.2f} GiB, of which weights, state and graphs take "
+            f"{kept_bytes / GIB:.2f} and the largest step {step_bytes / GIB:.2f}; "
+            f"{free_bytes / GIB:.2f} GiB are free. Raise gpu_memory_utilization, lower "
+            "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or take smaller models"
+        )
+
+
+def measure_pages(
+    engine: "Engine",
+    gpu: GpuMemory | None,
+    pair: ModelPair,
+    config: EngineConfig,
+    report: ReportProgress,
+) -> int:
+    """Pages for what is left of the memory: on a GPU beside the largest step and all graphs, both
+    of which are made for that once, over few pages.
+    """
+    # More than every seat at full length would only cache prefixes; one page is a dummy.
+    most = config.scheduler.max_num_seqs * pair.num_pages_of(pair.max_model_len) + 1
+    if gpu is None:
+        available_bytes = psutil.virtual_memory().available
+        return min(most, int(available_bytes * config.cache.memory_fraction) // pair.page_bytes)
+    report("measuring the largest step", 0, 1)
+    step_bytes = largest_step_bytes(engine, pair, config)
+    if not config.enforce_eager:
+        engine.capture(lambda stage, done, total: None)
+    left_bytes = gpu.left_bytes(config.gpu_memory_utilization, step_bytes)
+    if not config.cache.prefix_caching:
+        left_bytes = min(left_bytes, most * pair.page_bytes)
+    return left_bytes // pair.page_bytes
+
+
+def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) -> int:
+    """What the largest step that can be scheduled takes while it runs, by running it."""
+    device = torch.device(config.device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        run_largest_step(engine, pair, config)
+    except torch.cuda.OutOfMemoryError as error:
+        raise OutOfDeviceMemoryError(
+            f"a step of {config.scheduler.max_num_batched_tokens} rows does not fit beside the "
+            f"weights; lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs ({error})"
+        ) from None
+    peak_bytes = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    return peak_bytes - torch.cuda.memory_reserved(device)
+
+
+def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) -> None:
+    """All seats but one decode, with every draft and with all that copies logits; the last takes a
+    chunk of a prompt that fills the step. On the way, kernels are compiled for which the first
+    requests would have to wait.
+    """
+    num_rows, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    k = engine.info.num_speculative_tokens
+    asks_all = SamplingParams(
+        max_tokens=2 * (k + 1) + 1,  # of two steps, the last of which ends none
+        top_p=0.9,
+        repetition_penalty=1.1,
+        logprobs=MAX_LOGPROBS,
+        num_speculative_tokens=k,
+        ignore_eos=True,
+    )
+    rest_asks = replace(asks_all, prompt_logprobs=MAX_LOGPROBS)
+    rest_tokens = min(num_rows, pair.max_model_len - 1)
+    num_pages = 1 + pair.num_pages_of(rest_tokens + asks_all.max_tokens)
+    num_pages += num_seqs * pair.num_pages_of(1 + asks_all.max_tokens)
+    engine.allocate(num_pages, pair.max_model_len)
+    ids = [str(i) for i in range(num_seqs)]
+    *decoding, rest = ids
+    engine.submit(
+        [NewRequest(request_id=i, prompt_token_ids=[0], params=asks_all) for i in decoding]
+    )
+    engine.step()
+    prompt = [0] * rest_tokens
+    engine.submit([NewRequest(request_id=rest, prompt_token_ids=prompt, params=rest_asks)])
+    engine.step()
+    engine.abort(ids)

@@ -1,0 +1,93 @@
+"""Pages take what weights, graphs and the largest step leave of a GPU, and no more."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, prompts, run
+from tiny_models import DEVICE, VOCAB
+
+from outrider.engine.batch import HostBatch
+from outrider.engine.loop import Engine
+from outrider.engine.memory import GpuMemory, OutOfDeviceMemoryError, run_largest_step
+
+Tiny = Callable[..., Path]
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(6, 64), (1, 16)])
+def test_the_largest_step_fills_its_rows_and_leaves_nothing(
+    tiny_model: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> None:
+    target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
+    config = engine_config(
+        target,
+        draft,
+        k=3,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_queue_len=0,
+    )
+    engine = Engine(config)
+    shapes = []
+    forward = engine.target._model.forward
+
+    def recorded(batch: HostBatch) -> torch.Tensor:
+        shapes.append(batch.shape)
+        return forward(batch)
+
+    monkeypatch.setattr(engine.target._model, "forward", recorded)
+    run_largest_step(engine, engine._pair, config)
+    num_seqs, num_rows, num_logits = shapes[-1]
+    assert (num_seqs, num_rows) == (max_num_seqs, max_num_batched_tokens)
+    assert num_logits == num_rows  # of drafts, or of a prompt whose logprobs are asked for
+    assert not engine.has_work()
+    engine.check_integrity()
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, *, free_gib: float, free_later_gib: float) -> GpuMemory:
+    free = iter([free_gib, free_later_gib])
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (int(next(free) * GIB), 80 * GIB)
+    )
+    return GpuMemory.of(torch.device("cuda"))
+
+
+def test_pages_get_this_engines_share_less_what_it_has_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = gpu(monkeypatch, free_gib=79, free_later_gib=59)
+    assert memory.left_bytes(0.75, step_bytes=5 * GIB) == (60 - 20 - 5) * GIB
+
+
+def test_what_others_hold_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = gpu(monkeypatch, free_gib=30, free_later_gib=10)
+    assert memory.left_bytes(0.75, step_bytes=4 * GIB) == (10 - 4) * GIB
+
+
+def test_no_memory_left_is_told_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = gpu(monkeypatch, free_gib=79, free_later_gib=59)
+    with pytest.raises(
+        OutOfDeviceMemoryError, match=r"allows 24\.00 GiB.* take 20\.00 .* step 5\.00; 59\.00"
+    ):
+        memory.left_bytes(0.3, step_bytes=5 * GIB)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_an_engine_keeps_to_its_share_under_full_load(tiny_model: Tiny) -> None:
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    config = engine_config(
+        tiny_model("llama", seed=0), tiny_model("llama", seed=1), num_pages=None, page_size=4096
+    )
+    engine = Engine(replace(config, gpu_memory_utilization=0.02))
+    run(engine, prompts([60] * 40, VOCAB), replace(GREEDY, repetition_penalty=1.2, logprobs=3))
+    taken_bytes = free_bytes - torch.cuda.mem_get_info()[0]
+    assert 0.015 * total_bytes < taken_bytes <= 0.02 * total_bytes
+    assert engine.info.cache_bytes > 0.5 * taken_bytes
