@@ -20,7 +20,7 @@ from outrider.engine.api import (
 from outrider.engine.config import EngineConfig
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.logit_edits import ProcessorRegistry
-from outrider.engine.memory import GpuMemory, measure_pages
+from outrider.engine.memory import measure_pages
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.pair import ModelPair
 from outrider.engine.proposers import build_proposer
@@ -52,7 +52,6 @@ class Engine:
         proposer = config.speculation.proposer if k > 0 else "none"
         k = 0 if proposer == "none" else k
         report = progress or (lambda stage, done, total: None)
-        gpu = GpuMemory.of(device) if device.type == "cuda" else None
         pair = ModelPair(config, proposer, report)
         self._config, self._pair = config, pair
         self._slots = Slots(
@@ -91,10 +90,10 @@ class Engine:
         loaded_s = time.perf_counter()
         num_pages = config.cache.num_pages
         if num_pages is None:
-            num_pages = measure_pages(self, gpu, pair, config, report)
+            num_pages = measure_pages(self, pair, config, report)
         report("allocating the KV cache", 0, 1)
         self.allocate(num_pages, pair.longest_sequence(num_pages, config))
-        if gpu is not None and not config.enforce_eager:
+        if device.type == "cuda" and not config.enforce_eager:
             self.capture(report)
         report("ready", 1, 1)
         ready_s = time.perf_counter()

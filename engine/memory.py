@@ -1,6 +1,6 @@
 """How many pages fit beside everything else that the engine keeps in memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -21,61 +21,55 @@ class OutOfDeviceMemoryError(ValueError):
     """What was configured does not fit into the GPU; says by how much, and what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """A GPU's memory, looked at before this engine had anything there."""
-
-    device: torch.device
-    free_bytes: int
-    total_bytes: int
-
-    @staticmethod
-    def of(device: torch.device) -> "GpuMemory":
-        return GpuMemory(device, *torch.cuda.mem_get_info(device))
-
-    def left_bytes(self, utilization: float, step_bytes: int) -> int:
-        """What this engine may still allocate so that a step of so much fits beside it: of its
-        share of the GPU, and of what others there have left free. Raises OutOfDeviceMemoryError.
-        """
-        torch.cuda.empty_cache()
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        kept_bytes = self.free_bytes - free_bytes
-        allowed_bytes = int(utilization * self.total_bytes)
-        left_bytes = min(allowed_bytes - kept_bytes, free_bytes) - step_bytes
-        if left_bytes > 0:
-            return left_bytes
-        raise OutOfDeviceMemoryError(
-            f"no memory is left for the KV cache: engine.gpu_memory_utilization allows "
-            f"{allowed_bytes / GIB:.2f} GiB, of which weights, state and graphs take "
-            f"{kept_bytes / GIB:.2f} and the largest step {step_bytes / GIB:.2f}; "
-            f"{free_bytes / GIB:.2f} GiB are free. Raise gpu_memory_utilization, lower "
-            "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or take smaller models"
-        )
+def left_bytes(
+    device: torch.device, utilization: float, *, step_bytes: int, freed_bytes: int
+) -> int:
+    """What may be allocated on a GPU so that a step of so much fits beside it, once `freed_bytes`
+    are freed: of this process's share, and of what others there leave. Raises
+    OutOfDeviceMemoryError.
+    """
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    free_bytes += freed_bytes
+    # Not what is missing of the whole: another process may be loading at this moment.
+    kept_bytes = torch.cuda.memory_reserved(device) - freed_bytes
+    allowed_bytes = int(utilization * total_bytes)
+    bytes_left = min(allowed_bytes - kept_bytes, free_bytes) - step_bytes
+    if bytes_left > 0:
+        return bytes_left
+    raise OutOfDeviceMemoryError(
+        f"no memory is left for the KV cache: engine.gpu_memory_utilization allows "
+        f"{allowed_bytes / GIB:.2f} GiB, of which weights, state and graphs take "
+        f"{kept_bytes / GIB:.2f} and the largest step {step_bytes / GIB:.2f}; "
+        f"{free_bytes / GIB:.2f} GiB are free. Raise gpu_memory_utilization, lower "
+        "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or take smaller models"
+    )
 
 
 def measure_pages(
-    engine: "Engine",
-    gpu: GpuMemory | None,
-    pair: ModelPair,
-    config: EngineConfig,
-    report: ReportProgress,
+    engine: "Engine", pair: ModelPair, config: EngineConfig, report: ReportProgress
 ) -> int:
     """Pages for what is left of the memory: on a GPU beside the largest step and all graphs, both
     of which are made for that once, over few pages.
     """
     # More than every seat at full length would only cache prefixes; one page is a dummy.
     most = config.scheduler.max_num_seqs * pair.num_pages_of(pair.max_model_len) + 1
-    if gpu is None:
+    device = torch.device(config.device)
+    if device.type == "cpu":
         available_bytes = psutil.virtual_memory().available
         return min(most, int(available_bytes * config.cache.memory_fraction) // pair.page_bytes)
     report("measuring the largest step", 0, 1)
     step_bytes = largest_step_bytes(engine, pair, config)
     if not config.enforce_eager:
         engine.capture(lambda stage, done, total: None)
-    left_bytes = gpu.left_bytes(config.gpu_memory_utilization, step_bytes)
-    if not config.cache.prefix_caching:
-        left_bytes = min(left_bytes, most * pair.page_bytes)
-    return left_bytes // pair.page_bytes
+    num_bytes = left_bytes(
+        device,
+        config.gpu_memory_utilization,
+        step_bytes=step_bytes,
+        freed_bytes=engine.info.cache_bytes,  # the few pages
+    )
+    num_pages = num_bytes // pair.page_bytes
+    return num_pages if config.cache.prefix_caching else min(most, num_pages)
 
 
 def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) -> int:

@@ -11,7 +11,7 @@ from tiny_models import DEVICE, VOCAB
 
 from outrider.engine.batch import HostBatch
 from outrider.engine.loop import Engine
-from outrider.engine.memory import GpuMemory, OutOfDeviceMemoryError, run_largest_step
+from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes, run_largest_step
 
 Tiny = Callable[..., Path]
 GIB = 2**30
@@ -50,44 +50,49 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     engine.check_integrity()
 
 
-def gpu(monkeypatch: pytest.MonkeyPatch, *, free_gib: float, free_later_gib: float) -> GpuMemory:
-    free = iter([free_gib, free_later_gib])
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: (int(next(free) * GIB), 80 * GIB)
-    )
-    return GpuMemory.of(torch.device("cuda"))
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], torch.device]:
+    """`gpu(free_gib, reserved_gib)`: one of 80 GiB."""
+
+    def made(free_gib: float, reserved_gib: float) -> torch.device:
+        free_bytes, reserved_bytes = int(free_gib * GIB), int(reserved_gib * GIB)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved_bytes)
+        return torch.device("cuda")
+
+    return made
 
 
-def test_pages_get_this_engines_share_less_what_it_has_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = gpu(monkeypatch, free_gib=79, free_later_gib=59)
-    assert memory.left_bytes(0.75, step_bytes=5 * GIB) == (60 - 20 - 5) * GIB
+Gpu = Callable[[float, float], torch.device]
 
 
-def test_what_others_hold_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = gpu(monkeypatch, free_gib=30, free_later_gib=10)
-    assert memory.left_bytes(0.75, step_bytes=4 * GIB) == (10 - 4) * GIB
+def test_pages_get_this_engines_share_less_what_it_has_taken(gpu: Gpu) -> None:
+    device = gpu(55, 24)
+    assert left_bytes(device, 0.75, step_bytes=5 * GIB, freed_bytes=4 * GIB) == (60 - 20 - 5) * GIB
 
 
-def test_no_memory_left_is_told_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = gpu(monkeypatch, free_gib=79, free_later_gib=59)
+def test_what_others_hold_is_not_given_away(gpu: Gpu) -> None:
+    device = gpu(8, 20)
+    assert left_bytes(device, 0.75, step_bytes=4 * GIB, freed_bytes=2 * GIB) == (10 - 4) * GIB
+
+
+def test_no_memory_left_is_told_in_numbers(gpu: Gpu) -> None:
     with pytest.raises(
         OutOfDeviceMemoryError, match=r"allows 24\.00 GiB.* take 20\.00 .* step 5\.00; 59\.00"
     ):
-        memory.left_bytes(0.3, step_bytes=5 * GIB)
+        left_bytes(gpu(59, 20), 0.3, step_bytes=5 * GIB, freed_bytes=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 def test_an_engine_keeps_to_its_share_under_full_load(tiny_model: Tiny) -> None:
-    torch.cuda.empty_cache()
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
     config = engine_config(
         tiny_model("llama", seed=0), tiny_model("llama", seed=1), num_pages=None, page_size=4096
     )
+    torch.cuda.empty_cache()
+    before_bytes, (_, total_bytes) = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
     engine = Engine(replace(config, gpu_memory_utilization=0.02))
     run(engine, prompts([60] * 40, VOCAB), replace(GREEDY, repetition_penalty=1.2, logprobs=3))
-    taken_bytes = free_bytes - torch.cuda.mem_get_info()[0]
-    assert 0.015 * total_bytes < taken_bytes <= 0.02 * total_bytes
+    taken_bytes = torch.cuda.memory_reserved() - before_bytes
+    assert 0.01 * total_bytes < taken_bytes <= 0.0205 * total_bytes
     assert engine.info.cache_bytes > 0.5 * taken_bytes
