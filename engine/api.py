@@ -113,7 +113,8 @@ class RequestOutput:
     on and in order; all of them come before or with the first new token.
 
     A token that stopped the sequence (eos or a stop id) is the last of `token_ids`, and
-    `stop_token_id` names it. `error` says why a sequence finished with reason "error".
+    `stop_token_id` names it. `error` says why a sequence finished with reason "error", and
+    `is_dead_end` that its own edits of the logits left it no token to go on with.
     """
 
     request_id: str
@@ -123,6 +124,8 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    is_dead_end: bool = False
+    queue_s: float = 0.0  # from submission to the first step
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_draft_tokens: int = 0  # drafted for this sequence so far
     num_accepted_tokens: int = 0  # of those, accepted

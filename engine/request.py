@@ -1,6 +1,7 @@
 """The host's view of one sequence, from submission to its last token."""
 
 import hashlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -59,6 +60,8 @@ class Request:
         self.grammar: Grammar | None = None  # set when first seated
 
         self.speculates = True
+        self.arrival_s = time.perf_counter()
+        self.queue_s = 0.0
         self.num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -72,6 +75,19 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def can_reach_a_dead_end(self) -> bool:
+        """Whether what it asks for may leave it no token to go on with."""
+        if self.edit_error is not None:
+            return self.grammar is not None and self.grammar.error is not None
+        params = self.params
+        return bool(
+            params.grammar
+            or params.allowed_token_ids
+            or params.bad_words
+            or params.logits_processors
+        )
 
     @property
     def can_start(self) -> bool:
@@ -94,6 +110,7 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        is_dead_end: bool = False,
     ) -> RequestOutput:
         """What to tell the client of these new tokens, and of how the sequence stands."""
         return RequestOutput(
@@ -104,6 +121,8 @@ class Request:
             finish_reason=self.finish_reason,
             stop_token_id=self.stop_token_id,
             error=error,
+            is_dead_end=is_dead_end,
+            queue_s=self.queue_s,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,

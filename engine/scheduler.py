@@ -166,7 +166,7 @@ class Scheduler:
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
         request = scheduled.request
         if scheduled.has_nan:
-            return self._commit_bad(request, num_drafts=0)
+            return self._commit_bad(request, is_dead_end=False)
         request.num_computed_tokens = scheduled.end
         self._kv_cache.record_computed(request)
         if scheduled.prompt_logprobs is None:
@@ -181,7 +181,21 @@ class Scheduler:
         drawn = verified.token_ids[i]
         num_drafts, num_accepted = verified.num_drafts[i], len(drawn) - 1
         if verified.is_bad[i] or scheduled.has_nan:
-            return self._commit_bad(request, num_drafts)
+            if num_drafts == 0:
+                is_dead_end = request.can_reach_a_dead_end and not scheduled.has_nan
+                return self._commit_bad(request, is_dead_end=is_dead_end)
+            request.speculates = False
+            fixed = self._slots.draws_are_fixed(request.params)
+            if num_accepted == 0 or fixed or scheduled.has_nan:
+                # A draft that the target turns into NaN spoils the rows before it too (0 * NaN in
+                # the attention). Without drafts the same step may well be sound: compute it again.
+                request.num_draft_computed_tokens = min(
+                    request.num_draft_computed_tokens, request.num_tokens
+                )
+                return request.output([])
+            # The accepted drafts lead to where nothing is left. They stand, as they would without
+            # speculation: to draw again would favour whatever leads elsewhere.
+            drawn = drawn[:num_accepted]
         self.counters.count_drafts(num_drafts, num_accepted)
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
@@ -192,7 +206,7 @@ class Scheduler:
         kept = self._until_stop(request, drawn)
         request.token_ids.extend(kept)
         self.counters.num_generation_tokens += len(kept)
-        num_valid = min(num_valid, request.num_tokens)
+        num_valid = min(num_valid, request.num_tokens - 1)
         request.num_computed_tokens = num_valid
         request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, num_valid)
         self._kv_cache.record_computed(request)
@@ -207,21 +221,15 @@ class Scheduler:
             self.finish(request)
         return output
 
-    def _commit_bad(self, request: Request, num_drafts: int) -> RequestOutput:
-        if num_drafts > 0:
-            # A draft that the target turns into NaN spoils the rows before it too (0 * NaN in the
-            # attention). Without drafts the same step may well be sound: compute it again.
-            request.speculates = False
-            request.num_draft_computed_tokens = min(
-                request.num_draft_computed_tokens, request.num_tokens
-            )
-            return request.output([])
+    def _commit_bad(self, request: Request, *, is_dead_end: bool) -> RequestOutput:
         request.finish_reason = "error"
-        reason = request.edit_error or (
-            "the target produced no finite logits for this sequence, or the request's own logit "
-            "edits left it no token to go on with"
-        )
-        output = request.output([], error=reason)
+        if request.edit_error is not None:
+            reason = request.edit_error
+        elif is_dead_end:
+            reason = "the request's own edits of the logits left it no token to go on with"
+        else:
+            reason = "the target produced no finite logits for this sequence"
+        output = request.output([], error=reason, is_dead_end=is_dead_end)
         self.finish(request)
         return output
 
@@ -273,6 +281,7 @@ class Scheduler:
             return None
         if request.num_cached_tokens is None:  # a preempted sequence finds its own pages again
             request.num_cached_tokens = num_cached_tokens
+            request.queue_s = time.perf_counter() - request.arrival_s
             self.counters.num_cached_tokens += num_cached_tokens
             self.counters.num_prompt_tokens += request.num_prompt_tokens
         self.waiting.remove(request)
@@ -312,7 +321,7 @@ class Scheduler:
         # Which drafts are drawn decides what `token` and `block` emit, so where the same tokens are
         # asked for again, k must not hang on measured time.
         params = request.params
-        pinned = params.reproducible and params.temperature > 0 and params.verification != "match"
+        pinned = params.reproducible and not self._slots.draws_are_fixed(params)
         return self._max_speculative_tokens if pinned else self._num_speculative_tokens
 
     def _grow(self, scheduled: ScheduledRequest) -> bool:

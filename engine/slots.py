@@ -8,7 +8,7 @@ token crosses from the host after its sequence was admitted.
 import torch
 from torch import Tensor
 
-from outrider.engine.api import Verification
+from outrider.engine.api import SamplingParams, Verification
 from outrider.engine.logit_edits import LogitEdits
 from outrider.engine.request import Request
 from outrider.kernels.sampling import Rule, Sampling
@@ -59,6 +59,10 @@ class Slots:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def draws_are_fixed(self, params: SamplingParams) -> bool:
+        """Whether a sequence gets the same tokens whatever is drafted for it."""
+        return params.temperature <= 0 or (params.verification or self._verification) == "match"
 
     def seat(self, request: Request) -> None:
         """Give the request a slot and copy its tokens and sampling parameters there."""

@@ -50,7 +50,7 @@ class Answer(ABC):
         self._continuous_usage = body.continuous_usage
         self._include_obfuscation = body.include_obfuscation
         asked = body.speculation.metrics
-        self._include_metrics = service.speculation_metrics if asked is None else asked
+        self._include_metrics = service.settings.speculation_metrics if asked is None else asked
         self._samples: list[Sample] = []
         self._ids_as_texts = body.return_tokens_as_token_ids
         self._completion_tokens = [0] * (len(prompts) * body.num_samples)
@@ -71,7 +71,10 @@ class Answer(ABC):
         self._samples = samples
         service = self._service
         generation = await Generation.start(
-            service.client, samples, service.metrics, service.request_timeout_s
+            service.client,
+            samples,
+            service.metrics,
+            service.settings.request_timeout_s or None,
         )
         http.scope["state"]["facts"] = lambda: self._facts(generation)
         if self._stream:
@@ -195,6 +198,7 @@ class Answer(ABC):
             "completion_tokens": usage.completion_tokens,
             "draft_tokens": sum(each.num_draft_tokens for each in drafts),
             "accepted_tokens": sum(each.num_accepted_tokens for each in drafts),
+            "queue_s": round(max(sample.queue_s for sample in self._samples), 6),
         }
         if (first_token_s := generation.time_to_first_token_s) is not None:
             facts["first_token_s"] = round(first_token_s, 6)

@@ -44,6 +44,7 @@ from outrider.server.tokenization import (
 )
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
+from outrider.server.tracing import make_trace
 
 # What the OpenAPI document tells of answers beside the whole ones.
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -86,10 +87,7 @@ def create_app(
             compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
         ),
         model_name=model_name,
-        max_prompts_times_n=settings.max_prompts_times_n,
-        max_stop_strings=settings.max_stop_strings,
-        request_timeout_s=settings.request_timeout_s or None,
-        speculation_metrics=settings.speculation_metrics,
+        settings=settings,
     )
     api = FastAPI(
         title="Outrider",
@@ -102,7 +100,7 @@ def create_app(
     api.include_router(_tokenizer_routes(service))
     api.include_router(_status_routes(service, gate))
 
-    app: ASGIApp = BodyLimit(api, settings.max_body_bytes)
+    app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
     if keys := settings.read_api_keys():
         app = ApiKeys(app, keys)
     if settings.cors_origins:
@@ -114,7 +112,8 @@ def create_app(
             expose_headers=["x-request-id"],
         )
     app = Drain(app, gate)
-    app = Observe(app, service.metrics, _paths(openai))
+    trace = make_trace(settings.otlp_endpoint, model_name)
+    app = Observe(app, service.metrics, _paths(openai), trace)
     return RequestId(app)
 
 

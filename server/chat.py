@@ -150,7 +150,8 @@ class _ChatAnswer(Answer):
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
         if not self._body.stream:
-            self._head.setdefault("prompt_logprobs", None)  # as vLLM's clients look for it
+            for name in ("prompt_logprobs", "prompt_token_ids"):
+                self._head.setdefault(name, None)  # as vLLM's clients look for them
             return ChatCompletion(object="chat.completion", choices=choices, **self._head)
         chunk = ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self._head)
         self._head.pop("prompt_token_ids", None)  # told once
@@ -161,6 +162,8 @@ class _ChatAnswer(Answer):
             told = self._prompt_logprobs(delta, self._body.prompt_logprobs)
             self._head["prompt_logprobs"] = told
         said = self._said(delta)
+        if first and self._body.echoed:
+            said.insert(0, {"content": self._body.echoed})
         fields: dict[str, Any] = {
             "index": delta.index,
             "logprobs": self._logprobs(delta.tokens) if self._body.logprobs else None,
@@ -174,20 +177,20 @@ class _ChatAnswer(Answer):
         if self._body.return_token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]
         if not self._body.stream:
+            fields.setdefault("token_ids", None)  # as vLLM's clients look for it
             return [ChatChoice(message=_message(said), **fields)]
+        # A chunk for the role and one for each call: clients look for no more than one in it.
         if first:
-            said[:1] = [{"role": "assistant", "content": None if said else ""} | (said or [{}])[0]]
-        elif not (said or fields["finish_reason"] or fields["logprobs"] or "token_ids" in fields):
-            return []
-        *before, last = said or [{}]
+            said.insert(0, {"role": "assistant", "content": ""})
+        last: list[dict[str, Any]] = []
+        if len(said) > first:
+            last = [said.pop()]
+        elif fields["finish_reason"] or fields["logprobs"] or "token_ids" in fields:
+            last = [{}]
         bare = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
-        # A chunk for each call: clients look for no more than one in it.
         return [
-            *(
-                ChatChunkChoice(index=delta.index, delta=ChatDelta(**each), **bare)
-                for each in before
-            ),
-            ChatChunkChoice(delta=ChatDelta(**last), **fields),
+            *(ChatChunkChoice(index=delta.index, delta=ChatDelta(**each), **bare) for each in said),
+            *(ChatChunkChoice(delta=ChatDelta(**each), **fields) for each in last),
         ]
 
     def _said(self, delta: Delta) -> list[dict[str, Any]]:

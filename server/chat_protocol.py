@@ -169,11 +169,19 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    echo: bool = False
     reasoning_effort: str | None = None
 
     @property
     def must_call(self) -> bool:
         return self.tool_choice not in ("none", "auto")
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: the turn of the assistant that it goes on with."""
+        last = self.messages[-1]
+        text = last.for_template().get("content") if last.role == "assistant" else None
+        return str(text or "") if self.echo else ""
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -86,14 +86,14 @@ class _CompletionAnswer(Answer):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
+        if not self._stream:  # as vLLM's clients look for them
+            choice.token_ids = choice.prompt_token_ids = choice.prompt_logprobs = None
         if self._body.return_token_ids:
             choice.token_ids = [token.id for token in delta.tokens]
             if first:
                 choice.prompt_token_ids = self._prompts[prompt_index]
         if self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = self._prompt_logprobs(delta, self._body.prompt_logprobs)
-        elif not self._stream:
-            choice.prompt_logprobs = None  # as vLLM's clients look for it
         return [choice]
 
     def _logprobs(self, delta: Delta, *, first: bool) -> CompletionLogprobs:

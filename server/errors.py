@@ -99,6 +99,11 @@ def timed_out(timeout_s: float) -> APIError:
     )
 
 
+def dead_end(message: str) -> APIError:
+    """400: no token is left that the request's own parameters would allow; trying again is vain."""
+    return APIError(400, message, code="no_token_left")
+
+
 def internal_error(message: str = "The server failed to answer this request.") -> APIError:
     return APIError(500, message, code="internal_error")
 

@@ -15,14 +15,15 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 from typing_extensions import TypeAliasType
 
-from outrider.server.settings import MAX_STOP_STRINGS
+from outrider.server.settings import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+)
 
 MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 128
 MAX_INT = 2**63 - 1
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_LOGITS_PROCESSORS = 16

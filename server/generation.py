@@ -10,7 +10,7 @@ from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.client import EngineClient, OutputStream
 from outrider.server.acceptance import Acceptance
 from outrider.server.detokenizer import Detokenizer, StopStrings
-from outrider.server.errors import internal_error, timed_out, unavailable
+from outrider.server.errors import dead_end, internal_error, timed_out, unavailable
 from outrider.server.metrics import Metrics
 from outrider.server.tokenizer import Tokenizer
 
@@ -71,6 +71,7 @@ class Sample:
             spaces_between_special=options.spaces_between_special,
         )
         self._stops = StopStrings(options.stop, include=options.include_stop)
+        self.queue_s = 0.0
         self._num_tokens = 0
         self._num_chars = 0
         self._pending: list[Token] = []  # taken, but their text is held back
@@ -79,6 +80,7 @@ class Sample:
     def take(self, output: RequestOutput) -> Delta | None:
         """Add a step's tokens; None where they have nothing to show yet."""
         self.acceptance.observe(output)
+        self.queue_s = output.queue_s
         self._prompt_logprobs += output.prompt_logprobs or ()
         shown: list[str] = []
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
@@ -176,7 +178,8 @@ class Generation:
         unfinished = len(self._samples)
         async for output in self._outputs:
             if output.finish_reason == "error":
-                raise internal_error(output.error or "The engine failed on this request.")
+                error = dead_end if output.is_dead_end else internal_error
+                raise error(output.error or "The engine failed on this request.")
             sample = self._samples[output.request_id]
             if sample.finished:
                 continue

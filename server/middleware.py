@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.server.errors import APIError, cut, unavailable
 from outrider.server.metrics import Metrics
+from outrider.server.tracing import Trace
 
 log = logging.getLogger("outrider.server.requests")
 
@@ -46,15 +47,18 @@ class RequestId:
 
 
 class Observe:
-    """Count each API request by its outcome, time it, and log it.
+    """Count each API request by its outcome, time it, log it, and trace it.
 
     A route that ends otherwise than its status says sets `outcome` in the scope's state; one that
     generates sets `facts`, called at the end for what its log line tells.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, paths: Collection[str], trace: Trace | None
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._trace = trace
         self._paths = paths  # one label each; others share one, as clients could invent any number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +94,8 @@ class Observe:
             if tell := scope["state"].get("facts"):
                 facts |= tell()
             log.info(access_line(facts), extra={"facts": facts})
+            if self._trace is not None:
+                self._trace(scope, facts)
 
 
 class Gate:
@@ -142,9 +148,9 @@ class Drain:
 
 
 class ApiKeys:
-    """Ask for one of the keys as a bearer token, everywhere but on the open paths."""
+    """Ask for one of the keys as a bearer token, everywhere but on the paths of probes."""
 
-    open_paths = ("/health",)
+    open_paths = ("/health", "/ready")
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -170,11 +176,13 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Refuse bodies above a size, by their declared length or as they are read."""
+    """Refuse bodies above a size, by their declared length or as they are read, and those that do
+    not arrive in time."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float | None) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -184,17 +192,36 @@ class BodyLimit:
         if declared.isdecimal() and int(declared) > self._max_body_bytes:
             await self._too_large().response()(scope, receive, send)
             return
-        read_bytes = 0
+        read_bytes, more = 0, True
+        deadline_s = None
+        if self._timeout_s is not None:
+            deadline_s = asyncio.get_running_loop().time() + self._timeout_s
 
         async def receive_counting() -> Message:
-            nonlocal read_bytes
-            message = await receive()
+            nonlocal read_bytes, more
+            if not more:
+                return await receive()  # what comes behind the body is the client's leaving
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
             read_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
             if read_bytes > self._max_body_bytes:
                 raise self._too_large()
             return message
 
         await self._app(scope, receive_counting, send)
+
+    def _too_slow(self) -> APIError:
+        return APIError(
+            408,
+            f"The request body did not arrive within {self._timeout_s:g} s, the most that this "
+            "server waits for it (server.body_timeout_s).",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )
 
     def _too_large(self) -> APIError:
         return APIError(

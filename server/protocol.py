@@ -13,7 +13,6 @@ from outrider.server.fields import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGITS_PROCESSORS,
     MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
     APIRequest,
     BadWords,
     Int,
@@ -23,6 +22,7 @@ from outrider.server.fields import (
     StopStrings,
     TokenIds,
 )
+from outrider.server.settings import MAX_STOP_TOKEN_IDS
 from outrider.server.structured_outputs import ResponseFormat, StructuredOutputs
 
 log = logging.getLogger("outrider.server.protocol")
@@ -100,6 +100,7 @@ class SamplingFields(APIRequest):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     priority: Int = 0
@@ -163,23 +164,29 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
+    "logprob_token_ids": (),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
+    "stop_regex": (),
+    "structural_tag": (),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+# How other servers are asked to follow a grammar.
+OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
 
 
 def check_unknown_fields(request: APIRequest) -> None:
     """Refuse what would change the answer if it were served; raises APIError."""
     for name, value in (request.model_extra or {}).items():
-        if name.startswith("guided_"):
+        if name.startswith("guided_") or name in OTHER_GRAMMARS:
             raise unsupported(
                 name,
-                f"{name} is no longer a parameter of this API, and is not ignored: use "
+                f"{name} is no parameter of this API, and is not ignored: use "
                 "structured_outputs or response_format.",
             )
         if name not in NEUTRAL_VALUES:

@@ -16,6 +16,7 @@ from outrider.server.generation import Sample, TextOptions
 from outrider.server.metrics import Metrics
 from outrider.server.protocol import SamplingFields, check_unknown_fields
 from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
+from outrider.server.settings import ServerSettings
 from outrider.server.structured_outputs import GrammarChecker
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
@@ -32,10 +33,7 @@ class Service:
     message_format: MessageFormat
     grammars: GrammarChecker
     model_name: str
-    max_prompts_times_n: int
-    max_stop_strings: int
-    request_timeout_s: float | None
-    speculation_metrics: bool
+    settings: ServerSettings
 
     @property
     def engine_info(self) -> EngineInfo:
@@ -56,11 +54,11 @@ class Service:
         name, n = (
             ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)
         )
-        if num_prompts * n > self.max_prompts_times_n:
+        if num_prompts * n > self.settings.max_prompts_times_n:
             raise invalid_value(
                 name,
                 f"{num_prompts} prompts times {name} = {n} are {num_prompts * n} sequences; this "
-                f"server takes at most {self.max_prompts_times_n} a request "
+                f"server takes at most {self.settings.max_prompts_times_n} a request "
                 "(server.max_prompts_times_n).",
             )
         if fields.stop_strings and not fields.detokenize:
@@ -74,12 +72,18 @@ class Service:
                 "truncate_prompt_tokens",
                 "truncate_prompt_tokens must be at least 1, or -1 for as many as fit.",
             )
-        if (num_stops := len(fields.stop_strings)) > self.max_stop_strings:
-            raise invalid_value(
-                "stop",
-                f"{num_stops} stop strings are given; this server takes at most "
-                f"{self.max_stop_strings} (server.max_stop_strings).",
-            )
+        for param, given, limit in (
+            ("stop", fields.stop_strings, "max_stop_strings"),
+            ("stop_token_ids", fields.stop_token_ids, "max_stop_token_ids"),
+            ("logit_bias", fields.logit_bias, "max_logit_bias"),
+            ("bad_words", fields.bad_words, "max_bad_words"),
+        ):
+            if len(given) > (most := getattr(self.settings, limit)):
+                raise invalid_value(
+                    param,
+                    f"{param} has {len(given)} entries; this server takes at most {most} "
+                    f"(server.{limit}).",
+                )
         if fields.stream_options is not None and not fields.stream:
             raise invalid_value("stream_options", "stream_options needs stream: true.")
 
@@ -101,11 +105,13 @@ class Service:
         return await asyncio.to_thread(encode)
 
     def truncate(self, fields: SamplingFields, prompt: list[int], max_tokens: int) -> list[int]:
-        """The last tokens of a prompt, as many as the request wants kept."""
+        """The tokens of a prompt that the request wants kept: the last ones, or the first."""
         limit = fields.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.engine_info.max_model_len - max(1, max_tokens))
-        return prompt if limit is None else prompt[-limit:]
+        if limit is None:
+            return prompt
+        return prompt[:limit] if fields.truncation_side == "right" else prompt[-limit:]
 
     def samples(
         self,
@@ -181,7 +187,9 @@ class Service:
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise invalid_value(
-                    param, f"Token id {token_id} is out of vocabulary: 0 to {vocab_size - 1}."
+                    param,
+                    f"Token id {token_id} is out of vocabulary: there are {vocab_size} tokens, "
+                    f"0 to {vocab_size - 1}.",
                 )
 
     def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:

@@ -20,6 +20,7 @@ from outrider.server.models.pair import Pair, engine_config, prepare_pair
 from outrider.server.models.store import ModelError
 from outrider.server.progress import ProgressDisplay
 from outrider.server.settings import ServerSettings, Settings
+from outrider.server.tracing import TracingError
 from outrider.server.workers import WorkerError, Workers
 
 log = logging.getLogger("outrider.server")
@@ -39,7 +40,7 @@ def serve(settings: Settings) -> int:
             pair = prepare_pair(settings, progress)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, pair, listener, console))
-    except (ModelError, WorkerError, OSError) as error:
+    except (ModelError, TracingError, WorkerError, OSError) as error:
         log.error("%s", error)
         return 1
     except KeyboardInterrupt:

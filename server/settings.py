@@ -5,7 +5,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-MAX_STOP_STRINGS = 256  # however the server is set
+# However the server is set.
+MAX_STOP_STRINGS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 2**17
+MAX_BAD_WORDS = 1024
+
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
 
@@ -39,7 +44,7 @@ class ServerSettings(Section):
     )
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Bearer keys, one of which every route but /health asks for; none: open.",
+        description="Bearer keys; every route but /health and /ready asks for one. None: open.",
     )
     api_key_file: Path | None = Field(
         default=None, description="A file with further keys, one a line."
@@ -52,8 +57,20 @@ class ServerSettings(Section):
         default=None, description="PEM file; with tls_key, the server speaks HTTPS."
     )
     tls_key: Path | None = Field(default=None, description="PEM file of the certificate's key.")
+    otlp_endpoint: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where OpenTelemetry spans go, one a request, as OTLP over HTTP: "
+        "http://127.0.0.1:4318/v1/traces. Unset: where OTEL_EXPORTER_OTLP_ENDPOINT says, if "
+        "anywhere.",
+    )
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
+    )
+    body_timeout_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds in which the body of a request must have arrived; 0: any time.",
     )
     max_prompts_times_n: int = Field(
         default=128, ge=1, description="Most sequences of one request: prompts times n."
@@ -81,6 +98,15 @@ class ServerSettings(Section):
     )
     max_stop_strings: int = Field(
         default=16, ge=0, le=MAX_STOP_STRINGS, description="Most stop strings of one request."
+    )
+    max_stop_token_ids: int = Field(
+        default=128, ge=0, le=MAX_STOP_TOKEN_IDS, description="Most stop_token_ids of one request."
+    )
+    max_logit_bias: int = Field(
+        default=1024, ge=0, le=MAX_LOGIT_BIAS, description="Most tokens that logit_bias may name."
+    )
+    max_bad_words: int = Field(
+        default=128, ge=0, le=MAX_BAD_WORDS, description="Most bad_words of one request."
     )
     request_timeout_s: float = Field(
         default=0.0,

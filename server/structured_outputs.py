@@ -59,26 +59,32 @@ class StructuredOutputs(APIRequest):
 
 
 class NamedSchema(APIRequest):
-    name: str = Field(min_length=1)
+    name: str | None = Field(default=None, min_length=1)
     json_schema: JSONSchema = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(APIRequest):
-    """OpenAI's spelling. A schema is followed whether `strict` or not."""
+    """OpenAI's spelling, and llama.cpp's of a schema beside json_object. A schema is followed
+    whether `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    object_schema: JSONSchema | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and to no other")
+            raise ValueError("json_schema must be provided with type json_schema, and no other")
+        if self.object_schema is not None and self.type != "json_object":
+            raise ValueError("schema belongs to type json_object, and to no other")
         return self
 
     def to_lark(self) -> str | None:
         if self.json_schema is not None:
             return lark_of_schema(self.json_schema.json_schema)
-        return lark_of_schema({"type": "object"}) if self.type == "json_object" else None
+        if self.type == "text":
+            return None
+        return lark_of_schema(self.object_schema or {"type": "object"})
 
 
 def lark_of_schema(schema: dict[str, Any]) -> str:

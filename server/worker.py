@@ -20,6 +20,7 @@ from outrider.server.console import configure_logging
 from outrider.server.http_server import Server, load_app
 from outrider.server.middleware import Gate
 from outrider.server.settings import Settings
+from outrider.server.tracing import TracingError
 
 log = logging.getLogger("outrider.server")
 
@@ -36,7 +37,7 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_work(settings, config, endpoint, listener))
-        except OSError as error:
+        except (OSError, TracingError) as error:
             log.error("%s", error)
             sys.exit(1)
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from distributions import bound, chi_squared, total_variation
-from engines import sampling_config
+from engines import run, sampling_config
 from target_distribution import joint, sample
 
 from outrider.engine.api import ProcessorChoice, SamplingParams, Verification
+from outrider.engine.config import CacheConfig
 from outrider.engine.loop import Engine
 
 VOCAB = 4
@@ -74,3 +75,32 @@ def test_the_joint_is_the_edited_targets(
     # An engine that ignored the edit would have failed.
     assert total_variation(joint(target, PROMPT, PLAIN), counts) > bound(VOCAB**4, NUM_SAMPLES)
     assert sum(engine.stats().accepted_per_position) > 0
+
+
+@pytest.mark.parametrize("verification", ["token", "match"])
+def test_drafts_lead_into_dead_ends_as_often_as_plain_tokens_do(
+    verification: Verification, tiny_model: Callable[..., Path]
+) -> None:
+    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
+    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    # About every second answer begins with 0, and nothing may follow that.
+    params = SamplingParams(
+        max_tokens=2,
+        temperature=20.0,
+        allowed_token_ids=(0, 1),
+        bad_words=((0, 0), (0, 1)),
+        verification=verification,
+    )
+    config = replace(
+        sampling_config(target, draft, "draft_model"), cache=CacheConfig(num_pages=999)
+    )
+    num_ends = []
+    for k in (0, 3):
+        seeded = [replace(params, seed=i, num_speculative_tokens=k) for i in range(480)]
+        ends = [outputs[-1] for outputs in run(Engine(config), [PROMPT] * len(seeded), seeded)]
+        assert all(end.is_dead_end for end in ends if end.finish_reason == "error")
+        num_ends.append(sum(end.finish_reason == "error" for end in ends))
+    if verification == "match":
+        assert num_ends[0] == num_ends[1]
+    assert abs(num_ends[0] - num_ends[1]) < 4 * (480 / 2) ** 0.5  # four standard deviations
+    assert num_ends[0] > 150

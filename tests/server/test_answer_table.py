@@ -72,6 +72,7 @@ def running(tokenizer: Tokenizer) -> Iterator[Site]:
         api_keys=("key",),
         max_body_bytes=50_000,
         max_prompts_times_n=8,
+        body_timeout_s=0.3,
     )
     with on_a_socket(served) as url:
         yield Site(served, url)
@@ -162,9 +163,9 @@ def test_amounts_are_bounded(site: Site, path: str) -> None:
         {"n": 9},
         {"stop": ["x"] * 100},
         {"stop": "x" * 10_000},
-        {"stop_token_ids": list(range(300)) * 2},
-        {"bad_words": ["x"] * 1000},
-        {"logit_bias": {str(i): 1 for i in range(5000)}},
+        {"stop_token_ids": list(range(200))},
+        {"bad_words": ["x"] * 200},
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
         {"logprobs": True, "top_logprobs": 21} if "chat" in path else {"logprobs": 21},
     ):
         assert site.refusal(path, **fields)["param"] in fields
@@ -172,14 +173,14 @@ def test_amounts_are_bounded(site: Site, path: str) -> None:
         assert site.refusal(prompt=["x"] * 9)
 
 
-def test_every_route_but_health_asks_for_a_key(site: Site) -> None:
+def test_every_route_but_those_of_probes_asks_for_a_key(site: Site) -> None:
     document = site.http.get("/openapi.json").json()
     routes = [(m, p) for p, operations in document["paths"].items() for m in operations]
     assert len(routes) > 8
     for method, path in [*routes, ("get", "/openapi.json"), ("get", "/nowhere")]:
         for header in ("", "Bearer", "Bearer wrong", "Basic key"):
             reply = site.http.request(method, path, headers={"authorization": header})
-            if path == "/health":
+            if path in ("/health", "/ready"):
                 assert reply.status_code == 200
             else:
                 assert reply.status_code == 401
@@ -197,6 +198,21 @@ def test_body_too_large_is_413(site: Site, chunked: bool) -> None:
     )
     assert reply.status_code == 413
     assert error_of(reply)["code"] == "body_too_large"
+
+
+@each_endpoint
+def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+    head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n"
+    with socket.create_connection((site.http.base_url.host, site.http.base_url.port or 0)) as slow:
+        slow.sendall(head.encode())
+        for byte in b'{"pro':
+            slow.sendall(bytes([byte]))
+            time.sleep(0.01)
+        slow.settimeout(5)
+        answer = b"".join(iter(lambda: slow.recv(4096), b""))  # and the connection is closed
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"body_timeout"' in answer
 
 
 @each_endpoint
@@ -289,6 +305,7 @@ def test_first_stop_string_trims_text_ids_logprobs_and_usage(
         *chunks, last = [json.loads(event) for event in events]
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         parts = [choice.get("delta", choice) for choice in choices]
+        choices = [choice for choice in choices if "token_ids" in choice]
         text = "".join(part.get("content", part.get("text")) or "" for part in parts)
         usage = last["usage"]
     else:
@@ -337,6 +354,31 @@ def test_logprob_of_minus_infinity_is_clamped_and_nan_fails_the_request(
     assert (reply.status_code, error_of(reply)["message"]) == (500, "no finite logits")
     (event,) = site.events(path)
     assert json.loads(event)["error"]["message"] == "no finite logits"
+
+
+@each_endpoint
+@streamed_or_whole
+def test_request_that_leaves_itself_no_token_is_told_so(
+    site: Site, path: str, stream: bool
+) -> None:
+    site.served.client.play = lambda request: [
+        RequestOutput(
+            request_id=request.request_id,
+            token_ids=[],
+            finish_reason="error",
+            error="grammar: no token can go on with the text",
+            is_dead_end=True,
+        )
+    ]
+    if stream:
+        (event,) = site.events(path)
+        error = json.loads(event)["error"]
+    else:
+        reply = site.post(path)
+        assert reply.status_code == 400
+        error = error_of(reply)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "no_token_left")
+    assert error["message"] == "grammar: no token can go on with the text"
 
 
 @each_endpoint

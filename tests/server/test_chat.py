@@ -54,9 +54,11 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "token_ids": None,
             }
         ],
         "prompt_logprobs": None,
+        "prompt_token_ids": None,
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -108,9 +110,9 @@ def test_answer_of_nothing_has_a_role_and_no_text(serve: Serve) -> None:
     served = serve(lambda request: steps(request, [0], finish="stop"))
     (choice,) = chat(served).json()["choices"]
     assert choice["message"]["content"] == ""
-    (chunk,) = chat(served, stream=True).chunks
-    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chunk["choices"][0]["finish_reason"] == "stop"
+    role, end = (chunk["choices"][0] for chunk in chat(served, stream=True).chunks)
+    assert role["delta"] == {"role": "assistant", "content": ""}
+    assert (end["delta"], end["finish_reason"]) == ({}, "stop")
 
 
 def test_parameters_reach_the_engine(serve: Serve) -> None:
@@ -184,7 +186,7 @@ def test_token_ids_come_along_when_asked_for(
 ) -> None:
     reply = chat(serve(), return_token_ids=True, stream=stream)
     parts = reply.chunks if stream else [reply.json()]
-    ids = [i for part in parts for choice in part["choices"] for i in choice["token_ids"]]
+    ids = [i for part in parts for choice in part["choices"] for i in choice.get("token_ids", ())]
     assert ids == tokenizer.encode(" Hello world", add_special_tokens=False)
     prompts = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
     assert prompts == [tokenizer.encode(PROMPT, add_special_tokens=False)]
@@ -233,6 +235,11 @@ def test_last_message_can_be_continued(serve: Serve) -> None:
         assert prompt == "<user>Hi<eos>\n<assistant>Hel"
     prompt = prompt_of(served, messages=messages, add_generation_prompt=False)
     assert prompt == "<user>Hi<eos>\n<assistant>Hel<eos>\n"
+    echoing = {"messages": messages, "continue_final_message": True, "echo": True}
+    assert chat(served, **echoing).json()["choices"][0]["message"]["content"] == "Hel Hello world"
+    chunks = chat(served, stream=True, **echoing).chunks
+    texts = [choice["delta"].get("content", "") for c in chunks for choice in c["choices"]]
+    assert "".join(texts) == "Hel Hello world"
 
 
 def test_variables_reach_the_template(serve: Serve) -> None:

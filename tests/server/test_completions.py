@@ -43,6 +43,8 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
                 "finish_reason": "length",
                 "stop_reason": None,
                 "prompt_logprobs": None,
+                "prompt_token_ids": None,
+                "token_ids": None,
             }
         ],
         "usage": {

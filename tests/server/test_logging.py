@@ -48,6 +48,7 @@ def test_each_answer_is_a_line_with_its_numbers(
         "completion_tokens": 3,
         "draft_tokens": 4,
         "accepted_tokens": 1,
+        "queue_s": 0.0,
     }
     assert re.search(
         rf"POST /v1/completions 200 ok in 0\.\d+ s, {num_prompt_tokens} \(1 cached\) \+ 3 tokens, "

@@ -130,11 +130,20 @@ def test_a_scored_prompt_without_new_tokens_costs_none(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "kept"), [(2, [72, 73]), (9, [70, 71, 72, 73]), (-1, [70, 71, 72, 73])]
+    ("limit", "side", "kept"),
+    [
+        (2, "left", [72, 73]),
+        (2, "right", [70, 71]),
+        (9, "left", [70, 71, 72, 73]),
+        (-1, None, [70, 71, 72, 73]),
+    ],
 )
-def test_a_prompt_keeps_its_last_tokens(serve: Serve, limit: int, kept: list[int]) -> None:
+def test_a_prompt_keeps_its_last_tokens_or_its_first(
+    serve: Serve, limit: int, side: str, kept: list[int]
+) -> None:
     served = serve()
     body = {"prompt": [70, 71, 72, 73], "truncate_prompt_tokens": limit, "echo": True}
+    body["truncation_side"] = side
     answer = post(served.app, body).json()
     assert served.client.submitted[0][0].prompt_token_ids == kept
     assert answer["usage"]["prompt_tokens"] == len(kept)
