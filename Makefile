@@ -23,8 +23,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 GPU_PYTHON ?= python3
 TARGET ?=
 DRAFT ?=
-GPU_TESTS := tests/kernels $(addprefix tests/engine/test_,fused_layers.py losslessness.py loop.py \
-	paged_model.py phases.py)
+GPU_TESTS := tests/kernels $(addprefix tests/engine/test_,edit_losslessness.py fused_layers.py losslessness.py \
+	loop.py memory.py paged_model.py phases.py)
 
 .PHONY: gpu help serve test sweep clients check format-check lint types mutate format clean
 

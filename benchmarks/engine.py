@@ -34,6 +34,7 @@ from outrider.engine.loop import Engine
 from outrider.engine.paged_model import PagedModel
 
 PARTS = {"draft": "propose", "target": "score", "verify": "verify"}
+PAGE_TOKENS = 16
 HOST_GAP_US = 5.0
 SEARCH_TOKENS = 64  # decoded for each k that is tried
 PARTS_TOKENS = 64  # decoded while parts and idle time are measured
@@ -42,14 +43,19 @@ PROFILED_STEPS = 6
 
 def build(args: argparse.Namespace) -> Engine:
     k = max(*args.k, args.best_of)
+    # As many as the batches need: counting what fits would take a step of its own at every start.
+    longest = args.prompt_tokens + max(args.new_tokens, PARTS_TOKENS) + 4 * (k + 1)
+    num_pages = 1 + max(args.batch) * (longest // PAGE_TOKENS + 1)
     return Engine(
         EngineConfig(
             target=ModelConfig(path=args.target, dtype=args.dtype),
             draft=ModelConfig(path=args.draft, dtype=args.dtype) if k else None,
             device=args.device,
             enforce_eager=args.enforce_eager,
-            max_model_len=4096,
-            cache=CacheConfig(prefix_caching=False),
+            max_model_len=longest,
+            cache=CacheConfig(
+                page_size_tokens=PAGE_TOKENS, num_pages=num_pages, prefix_caching=False
+            ),
             scheduler=SchedulerConfig(max_num_seqs=max(args.batch), max_num_batched_tokens=8192),
             speculation=SpeculationConfig(num_speculative_tokens=k, adaptive=False),
         )

@@ -14,7 +14,13 @@ import sys
 import torch
 
 from outrider.engine.api import NewRequest, SamplingParams, TokenLogprobs
-from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from outrider.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from outrider.engine.loop import Engine
 
 
@@ -50,12 +56,14 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=256)
     args = parser.parse_args()
+    longest = 20 + 3 * args.prompts + args.new_tokens + 4 * (max(args.k) + 1)
     engine = Engine(
         EngineConfig(
             target=ModelConfig(path=args.target, dtype=args.dtype),
             draft=ModelConfig(path=args.draft, dtype=args.dtype),
             device=args.device,
-            max_model_len=2048,
+            max_model_len=longest,
+            cache=CacheConfig(num_pages=1 + args.prompts * (longest // 16 + 1)),
             scheduler=SchedulerConfig(max_num_seqs=args.prompts, max_num_batched_tokens=4096),
             speculation=SpeculationConfig(num_speculative_tokens=max(args.k), adaptive=False),
         )

@@ -87,12 +87,14 @@ class FusedLayer:
 def fuse_layers(model: PreTrainedModel, specs: list[LayerSpec]) -> int:
     """Fuse each decoder layer that has the structure and computes the same; returns how many."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    spec_of = {id(spec.module): spec for spec in specs}
+    # No list of all modules: it would keep the weights that the layers drop.
+    layer_of: dict[int, Any] = {
+        id(layer.self_attn): layer for layer in model.modules() if hasattr(layer, "self_attn")
+    }
     num_fused = 0
-    layer: Any
-    for layer in list(model.modules()):
-        spec = spec_of.get(id(getattr(layer, "self_attn", None)))
-        if spec is None or rotary is None or not _matches(layer, spec):
+    for spec in specs:
+        layer = layer_of.get(id(spec.module))
+        if layer is None or rotary is None or not _matches(layer, spec):
             continue
         fused = FusedLayer(layer, spec)
         if all(_agrees(layer, fused, spec, rotary, n) for n in (1, 5, 40)):

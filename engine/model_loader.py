@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
 from transformers.utils import logging as transformers_logging
 
 from outrider.engine.attention import (
@@ -58,7 +64,7 @@ def load_model(
     )
     try:
         check_config(hf_config)
-        with _weights_counted(progress):
+        with _weights_counted(progress), _weights_apart():
             model = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 config=hf_config,
@@ -93,6 +99,22 @@ def _weights_counted(progress: Callable[[int, int], None]) -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_tqdm_hook(previous)
+
+
+@contextlib.contextmanager
+def _weights_apart() -> Iterator[None]:
+    """Give each weight on a GPU memory of its own.
+
+    transformers would reserve one block for all: where weights are merged then, the old ones leave
+    holes in it, half of the model's size in all, that nothing else fits and nobody can give back.
+    """
+    name = "caching_allocator_warmup"
+    reserve = getattr(modeling_utils, name, None)
+    setattr(modeling_utils, name, lambda *arguments: None)
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, name, reserve)
 
 
 def _counted(items: Collection[Any], progress: Callable[[int, int], None]) -> Iterator[Any]:

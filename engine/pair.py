@@ -69,11 +69,18 @@ class ModelPair:
     def bind(self, num_pages: int, slots: Slots) -> None:
         """Let both models take their rows from these slots, and keep KV in so many new pages.
 
-        Pages and graphs of before are freed first.
+        Pages and graphs of before are freed first. Raises ValueError where a GPU has no room.
         """
         for model in self._models.values():
             model.bind_slots(slots)
             model.free_cache()
         torch.cuda.empty_cache()
-        for model in self._models.values():
-            model.bind_cache(num_pages, self.page_size)
+        try:
+            for model in self._models.values():
+                model.bind_cache(num_pages, self.page_size)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"a KV cache of {num_pages} pages takes {num_pages * self.page_bytes / 2**30:.2f} "
+                f"GiB, which the GPU does not have; lower cache.num_pages, if it is set, or "
+                f"engine.gpu_memory_utilization ({error})"
+            ) from None
