@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.packed_linear import pack_weight, packed_linear
+from outrider.kernels.packed_linear import PackedWeight, pack_weight, packed_linear
 
 
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference on a CPU, over a weight from `pack_weight`."""
 
-    def __init__(self, packed_weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
-        self.packed_weight = packed_weight
+        self.packed_weight = weight
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -19,8 +19,9 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module) -> int:
-    """Replace each plain linear layer by its packed form where that computes the same.
+def pack_linears(model: nn.Module, *, rounds: bool = False) -> int:
+    """Replace each plain linear layer by its packed form where that computes the same, or, with
+    `rounds`, the same of weights in 8 bits.
 
     Returns how many were replaced: none where oneDNN lacks the dtype or this torch the operator.
     """
@@ -28,7 +29,10 @@ def pack_linears(model: nn.Module) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # A subclass may mean something else by its forward.
-            if type(child) is nn.Linear and (packed := pack_weight(child.weight)) is not None:
+            if type(child) is not nn.Linear:
+                continue
+            packed = pack_weight(child.weight, rounds=rounds)
+            if packed is not None:
                 setattr(parent, name, PackedLinear(packed, child.bias))
                 num_packed += 1
     return num_packed

@@ -27,7 +27,7 @@ from outrider.engine.attention import (
 from outrider.engine.batch import ForwardBatch
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.linear import Norm, linear
-from outrider.kernels.packed_linear import pack_weight
+from outrider.kernels.packed_linear import PackedWeight, pack_weight
 from outrider.kernels.rope import rope_and_store
 
 log = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class FusedLayer:
     """Stands in for `forward` of a matched decoder layer."""
 
-    def __init__(self, layer: Any, spec: LayerSpec) -> None:
+    def __init__(self, layer: Any, spec: LayerSpec, rounds: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._spec = spec
-        self._qkv = _merged(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._o = _merged(attention.o_proj)
-        self._gate_up = _merged(mlp.gate_proj, mlp.up_proj)
-        self._down = _merged(mlp.down_proj)
+        self._qkv = _merged([attention.q_proj, attention.k_proj, attention.v_proj], rounds)
+        self._o = _merged([attention.o_proj], rounds)
+        self._gate_up = _merged([mlp.gate_proj, mlp.up_proj], rounds)
+        self._down = _merged([mlp.down_proj], rounds)
         self._num_heads = len(attention.q_proj.weight) // spec.head_dim
         self._input_norm = _norm(layer.input_layernorm)
         self._post_norm = _norm(layer.post_attention_layernorm)
@@ -84,8 +84,13 @@ class FusedLayer:
 
 
 @torch.inference_mode()
-def fuse_layers(model: PreTrainedModel, specs: list[LayerSpec]) -> int:
-    """Fuse each decoder layer that has the structure and computes the same; returns how many."""
+def fuse_layers(
+    model: PreTrainedModel, specs: list[LayerSpec], *, rounds_on_cpu: bool = False
+) -> int:
+    """Fuse each decoder layer that has the structure and computes the same; returns how many.
+
+    With `rounds_on_cpu` their weights are rounded to 8 bits where a CPU gains by it.
+    """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     # No list of all modules: it would keep the weights that the layers drop.
     layer_of: dict[int, Any] = {
@@ -96,7 +101,7 @@ def fuse_layers(model: PreTrainedModel, specs: list[LayerSpec]) -> int:
         layer = layer_of.get(id(spec.module))
         if layer is None or rotary is None or not _matches(layer, spec):
             continue
-        fused = FusedLayer(layer, spec)
+        fused = FusedLayer(layer, spec, rounds_on_cpu)
         if all(_agrees(layer, fused, spec, rotary, n) for n in (1, 5, 40)):
             _replace(layer, fused)
             num_fused += 1
@@ -104,16 +109,17 @@ def fuse_layers(model: PreTrainedModel, specs: list[LayerSpec]) -> int:
     return num_fused
 
 
-def _merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _merged(
+    linears: list[nn.Linear], rounds_on_cpu: bool
+) -> tuple[Tensor | PackedWeight, Tensor | None]:
     """One weight and bias over all outputs, as the kernels want them."""
     weight: Tensor = linears[0].weight
     bias: Tensor | None = linears[0].bias
     if len(linears) > 1:
         weight = torch.cat([one.weight for one in linears])
         bias = torch.cat([one.bias for one in linears]) if bias is not None else None
-    if not uses_triton(weight) and (packed := pack_weight(weight)) is not None:
-        weight = packed
-    return weight, bias
+    packed = None if uses_triton(weight) else pack_weight(weight, rounds=rounds_on_cpu)
+    return weight if packed is None else packed, bias
 
 
 def _replace(layer: Any, fused: FusedLayer) -> None:

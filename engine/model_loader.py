@@ -48,12 +48,17 @@ REFUSED_MODEL_TYPES = {
 
 
 def load_model(
-    config: ModelConfig, device: torch.device, progress: Callable[[int, int], None] | None = None
+    config: ModelConfig,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    rounds_on_cpu: bool = False,
 ) -> tuple[PreTrainedModel, list[LayerSpec]]:
     """Load a model directory onto a device, in evaluation mode, ready for the paged KV cache.
 
-    `progress` is told how many of how many parameters are there. Returns the model and its
-    attention layers in order. Raises UnsupportedModelError saying why.
+    With `rounds_on_cpu` its linear layers get 8-bit weights where a CPU gains by it. `progress` is
+    told how many of how many parameters are there. Returns the model and its attention layers in
+    order. Raises UnsupportedModelError saying why.
     """
     progress = progress or (lambda done, total: None)
     progress(0, 0)
@@ -76,9 +81,9 @@ def load_model(
             )
         model.eval().requires_grad_(False)
         layers = dry_run(model)
-        fuse_layers(model, layers)
+        fuse_layers(model, layers, rounds_on_cpu=rounds_on_cpu)
         if device.type == "cpu":
-            pack_linears(model)
+            pack_linears(model, rounds=rounds_on_cpu)
         return model, layers
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(

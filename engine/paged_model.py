@@ -22,8 +22,10 @@ class PagedModel:
         config: ModelConfig,
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        rounds_on_cpu: bool = False,
     ) -> None:
-        self.model, self._layers = load_model(config, device, progress)
+        self.model, self._layers = load_model(config, device, progress, rounds_on_cpu=rounds_on_cpu)
         self.max_positions = max_positions(self.model.config)
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)

@@ -26,7 +26,13 @@ class ModelPair:
         self.target = PagedModel(config.target, device, partial(report, "loading the target"))
         self.draft: PagedModel | None = None
         if proposer == "draft_model" and config.draft is not None:
-            self.draft = PagedModel(config.draft, device, partial(report, "loading the draft"))
+            self.draft = PagedModel(
+                config.draft,
+                device,
+                partial(report, "loading the draft"),
+                # Any draft is lossless: one whose dtype is left open is rounded where that pays.
+                rounds_on_cpu=config.draft.dtype == "auto",
+            )
         self._models = {"target": self.target}
         if self.draft is not None:
             self._models["draft"] = self.draft

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.packed_linear import packed_linear
+from outrider.kernels.packed_linear import PackedWeight, packed_linear
 
 _MAX_NARROW_ROWS = 16
 _MAX_NARROW_WEIGHTS = 1 << 22  # measured: up to here the library leaves multiprocessors idle
@@ -31,7 +31,7 @@ class Norm(NamedTuple):
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -61,6 +61,7 @@ def linear(
     if not uses_triton(x):
         return linear_reference(x, weight, bias, norm=norm, gated=gated, residual=residual)
     assert x.stride(-1) == 1
+    assert isinstance(weight, Tensor)
     assert weight.is_contiguous()
     if len(x) == 1:
         return _fused(x, weight, bias, norm, gated, residual)
@@ -78,7 +79,7 @@ def linear(
 
 def linear_reference(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -87,7 +88,10 @@ def linear_reference(
 ) -> Tensor:
     if norm is not None:
         x = rms_norm_reference(x, norm)
-    y = (packed_linear if weight.is_mkldnn else F.linear)(x, weight, bias)
+    if isinstance(weight, PackedWeight):
+        y = packed_linear(x, weight, bias)
+    else:
+        y = F.linear(x, weight, bias)
     if gated:
         y = silu_mul_reference(y)
     return y if residual is None else residual.add_(y)

@@ -45,3 +45,17 @@ def test_a_linear_layer_with_a_meaning_of_its_own_is_left_alone() -> None:
 
     model = nn.Sequential(Scaled(8, 8))
     assert pack_linears(model) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_rounded_rows_are_those_of_weights_in_8_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 160).to(dtype)
+    x = torch.randn(1, 20, 96, dtype=dtype)
+    model = nn.Sequential(linear)
+    assert pack_linears(model, rounds=True) == 1
+    few, many = model(x[:, :4]), model(x)
+    torch.testing.assert_close(few, many[:, :4], rtol=0, atol=8 * torch.finfo(dtype).eps)
+    error = (many - linear(x)).norm() / linear(x).norm()
+    assert 0.001 < error < 0.02

@@ -16,6 +16,7 @@ from outrider.engine.config import ModelConfig
 from outrider.engine.fused_layers import FusedLayer, fuse_layers
 from outrider.engine.model_loader import dry_run
 from outrider.engine.paged_model import PagedModel
+from outrider.kernels.packed_linear import PackedWeight
 
 Tiny = Callable[..., Path]
 FUSED = {"llama", "mistral", "qwen2", "qwen3"}
@@ -64,4 +65,5 @@ def test_a_fused_layer_holds_its_weights_once(dtype: torch.dtype, tiny_model: Ti
     fuse_layers(model, dry_run(model))
     norms = sum(p.numel() for p in layers.parameters())
     merged = [getattr(layer.forward, name)[0] for layer in layers for name in PRODUCTS]
-    assert norms + sum(weight.numel() for weight in merged) == before
+    weights = [w.reordered if isinstance(w, PackedWeight) else w for w in merged]
+    assert norms + sum(weight.numel() for weight in weights) == before
