@@ -39,6 +39,23 @@ def row_index_reference(cu_rows: torch.Tensor, drafts: Drafts) -> torch.Tensor:
     return cu_rows[:-1, None].long() + torch.minimum(offset, drafts.num_drafts[:, None].long())
 
 
+def emit_reference(
+    drafts: Drafts, accepted: torch.Tensor, last: torch.Tensor, bad: torch.Tensor
+) -> Verified:
+    """The drafts that stand, then the last token.
+
+    Shape: accepted, last [B] int64; bad [B, K + 1] bool, of each row.
+    """
+    num_columns = bad.shape[1]
+    offset = torch.arange(num_columns, device=last.device)
+    is_bad = (bad & (offset <= accepted[:, None])).any(-1)
+    token_ids = torch.full(bad.shape, -1, dtype=torch.int64, device=last.device)
+    if num_columns > 1:
+        token_ids[:, :-1] = torch.where(offset[:-1] < accepted[:, None], drafts.token_ids, -1)
+    token_ids.scatter_(1, accepted[:, None], torch.where(is_bad, 0, last)[:, None])
+    return Verified(token_ids, (accepted + 1).int(), is_bad)
+
+
 @triton.jit
 def rows_of(request, cu_rows_ptr, num_drafts_ptr):
     """Drafts and first row of a request."""

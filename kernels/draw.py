@@ -14,6 +14,7 @@ from outrider.kernels.drafts import (
     Drafts,
     Verified,
     emit,
+    emit_reference,
     row_index_reference,
     rows_of,
 )
@@ -60,8 +61,7 @@ def draw_reference(
     words: torch.Tensor | None = None,
 ) -> Verified:
     """Tokens of every request; `position` [B] is that of a request's row 0."""
-    batch, k_max = drafts.token_ids.shape
-    requests = torch.arange(batch, device=logits.device)
+    k_max = drafts.token_ids.shape[1]
     offset = torch.arange(k_max + 1, device=logits.device)
     k = drafts.num_drafts.long()
     row_index = row_index_reference(cu_rows, drafts)
@@ -88,14 +88,7 @@ def draw_reference(
             logits, stats, rows, drafts, plan, mass, sampling, anchor, position, purpose,
             vocab_size, words, sampled, accepted[sampled], row[sampled],
         )  # fmt: skip
-    bad_rows = rows.state[row_index, STATE_LOG_Z].isnan() & (offset <= accepted[:, None])
-    is_bad = bad_rows.any(-1)
-    last = torch.where(is_bad, 0, last)
-    token_ids = torch.full((batch, k_max + 1), -1, dtype=torch.int64, device=logits.device)
-    if k_max:
-        token_ids[:, :-1] = torch.where(offset[:-1] < accepted[:, None], drafts.token_ids, -1)
-    token_ids[requests, accepted] = last
-    return Verified(token_ids, (accepted + 1).int(), is_bad)
+    return emit_reference(drafts, accepted, last, rows.state[row_index, STATE_LOG_Z].isnan())
 
 
 def _block_mass_reference(

@@ -21,7 +21,7 @@ def accept_blocks_reference(
     """Accepted drafts once Z is known: of `block`, the last i with u_i <= h_i. Shape: [B]."""
     accepted = plan.num_accepted.long()
     k_max = drafts.token_ids.shape[1]
-    if k_max == 0:
+    if k_max == 0 or not bool((sampling.rule == Rule.BLOCK).any()):
         return accepted
     offset = torch.arange(1, k_max, device=accepted.device)
     u = uniform_reference(accept_words_reference(sampling, anchor, k_max, words))[:, :-1]

@@ -11,7 +11,7 @@ import torch
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.decide import Worklist, decide, decide_reference
-from outrider.kernels.drafts import Drafts, Verified
+from outrider.kernels.drafts import Drafts, Verified, emit_reference, row_index_reference
 from outrider.kernels.draw import draw, draw_reference
 from outrider.kernels.philox import Purpose
 from outrider.kernels.residual import residual, residual_reference
@@ -134,6 +134,8 @@ def verify(
             f"vocab_size {vocab_size} exceeds the {target_logits.shape[1]} target logits of a row"
         )
     drafts = Drafts(draft_token_ids, num_drafts, draft_logits, draft_state)
+    if not samples and not uses_triton(target_logits):
+        return _verify_greedy(target_logits[:, :vocab_size], cu_rows, drafts)
     return _sample(
         target_logits,
         cu_rows,
@@ -198,6 +200,19 @@ def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
     return DraftSample(
         token_ids, logits.new_full((len(logits), STATE_WIDTH), torch.nan, dtype=torch.float32)
     )
+
+
+def _verify_greedy(logits: torch.Tensor, cu_rows: torch.Tensor, drafts: Drafts) -> Verified:
+    """First choices again, and no state. Shape: logits [T, V]."""
+    best, token_ids = logits.max(dim=1)
+    bad = ~best.isfinite()
+    row_index = row_index_reference(cu_rows, drafts)
+    own = token_ids.where(~bad, 0)[row_index]
+    offset = torch.arange(drafts.token_ids.shape[1], device=own.device)
+    stands = (own[:, :-1] == drafts.token_ids) & (offset < drafts.num_drafts[:, None])
+    accepted = stands.long().cumprod(-1).sum(-1)
+    last = own.gather(1, accepted[:, None]).squeeze(1)
+    return emit_reference(drafts, accepted, last, bad[row_index])
 
 
 def _sample_reference(
