@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-ACCEPTANCE_WEIGHT = 1 / 48  # of one step in the running acceptance
-NUM_TIMES, MIN_TIMES = 7, 2  # latest steps of a batch size and k: those kept, those needed
+PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # what is thought of a text at first, and how firmly
+ACCEPTANCE_WEIGHT = 1 / 48  # of one step in the running acceptance, once it is known
+NUM_TIMES, MIN_TIMES = 9, 4  # latest steps of a batch size and k: those kept, those needed
 MIN_GAIN = 1.02  # what another k must promise, so that noise alone moves nothing
-SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = 32, 256  # between trials; doubles while k stays
-TRIAL_STEPS = 6
+SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = 48, 256  # between trials; doubles while k stays
+TRIAL_STEPS = 4
 
 
 class AdaptiveSpeculation:
@@ -21,9 +22,10 @@ class AdaptiveSpeculation:
 
     def __init__(self, max_k: int) -> None:
         self._max_k = max_k
-        # [max_k] P(draft j stands | those before it stood)
-        self._acceptance = [0.7] * max_k
-        self._times: dict[tuple[int, int], _StepTime] = {}  # by (batch bucket, k)
+        # [max_k] P(draft j stands | those before it stood), and the steps that told it
+        self._acceptance = [PRIOR_ACCEPTANCE] * max_k
+        self._num_seen = [PRIOR_STEPS] * max_k
+        self._costs: dict[int, _StepCosts] = {}  # by batch bucket
         self._chosen = max_k
         self._previous_k = max_k
         self._interval_steps = self._steps_until_trial = SHORTEST_INTERVAL_STEPS
@@ -32,17 +34,17 @@ class AdaptiveSpeculation:
 
     def choose(self, num_seqs: int) -> int:
         """k for a step that decodes `num_seqs` sequences."""
-        bucket = _bucket(num_seqs)
+        costs = self._costs_of(num_seqs)
         # From the top down: no step has a gap to catch up with.
         for k in range(self._max_k, -1, -1):
-            if not self._time(bucket, k).is_known:
+            if not costs.is_known(k):
                 return k
         if not self._trial:
-            self._update_choice(bucket)
+            self._update_choice(costs)
             if self._steps_until_trial > 0:
                 self._steps_until_trial -= 1
                 return self._chosen
-            self._start_trial(bucket)
+            self._start_trial(costs)
         return self._trial.pop()
 
     def observe(
@@ -56,25 +58,28 @@ class AdaptiveSpeculation:
             reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
             if reached:
                 share = sum(a > j for a in reached) / len(reached)
-                self._acceptance[j] += ACCEPTANCE_WEIGHT * (share - self._acceptance[j])
+                self._num_seen[j] += 1
+                weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
+                self._acceptance[j] += weight * (share - self._acceptance[j])
         k = wanted[0]
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
         self._previous_k = k
         if elapsed_s is not None and not catches_up and all(w == k for w in wanted):
-            self._time(_bucket(len(wanted)), k).observe(elapsed_s)
+            self._costs_of(len(wanted)).observe(k, elapsed_s, sets_pace=k == self._chosen)
 
     def expect_change(self) -> None:
-        """Other text comes than before: look soon whether another k suits it better."""
-        self._interval_steps = SHORTEST_INTERVAL_STEPS
-        self._steps_until_trial = min(self._steps_until_trial, SHORTEST_INTERVAL_STEPS)
+        """Other text comes than before: look soon whether more drafts suit it better."""
+        if self._chosen < self._max_k:
+            self._tries_more = False  # so that the next trial does
+            self._steps_until_trial = min(self._steps_until_trial, SHORTEST_INTERVAL_STEPS)
 
-    def _update_choice(self, bucket: int) -> None:
-        best = max(range(self._max_k + 1), key=lambda k: self._rate(bucket, k))
-        if self._rate(bucket, best) > MIN_GAIN * self._rate(bucket, self._chosen):
+    def _update_choice(self, costs: "_StepCosts") -> None:
+        best = max(range(self._max_k + 1), key=lambda k: self._rate(costs, k))
+        if self._rate(costs, best) > MIN_GAIN * self._rate(costs, self._chosen):
             self._chosen = best
             self._interval_steps = SHORTEST_INTERVAL_STEPS
 
-    def _start_trial(self, bucket: int) -> None:
+    def _start_trial(self, costs: "_StepCosts") -> None:
         """Try the other k that promises most on one side of the chosen one, in turn."""
         self._tries_more = self._chosen == 0 or (
             self._chosen < self._max_k and not self._tries_more
@@ -82,39 +87,53 @@ class AdaptiveSpeculation:
         others = (
             range(self._chosen + 1, self._max_k + 1) if self._tries_more else range(self._chosen)
         )
-        self._trial = [max(others, key=lambda k: self._rate(bucket, k))] * TRIAL_STEPS
+        self._trial = [max(others, key=lambda k: self._rate(costs, k))] * TRIAL_STEPS
         self._steps_until_trial = self._interval_steps
         self._interval_steps = min(2 * self._interval_steps, LONGEST_INTERVAL_STEPS)
+        if self._chosen == self._max_k:  # fewer drafts teach nothing but their time
+            self._steps_until_trial = LONGEST_INTERVAL_STEPS
 
-    def _rate(self, bucket: int, k: int) -> float:
-        """Tokens a second of one sequence."""
+    def _rate(self, costs: "_StepCosts", k: int) -> float:
+        """Tokens of one sequence for the cost of a step."""
         num_tokens = survival = 1.0
         for j in range(k):
             survival *= self._acceptance[j]
             num_tokens += survival
-        return num_tokens / self._time(bucket, k).typical_s
+        return num_tokens / costs.of(k)
 
-    def _time(self, bucket: int, k: int) -> "_StepTime":
-        return self._times.setdefault((bucket, k), _StepTime())
+    def _costs_of(self, num_seqs: int) -> "_StepCosts":
+        return self._costs.setdefault(_bucket(num_seqs), _StepCosts())
 
 
-class _StepTime:
-    """What a step took lately, for one batch bucket and k; a step held up does not show."""
+class _StepCosts:
+    """What a step costs with each k, for one batch bucket, in units of a common pace.
+
+    Whatever slows the machine down, or a longer context, slows the steps of every k: the steady
+    steps tell the pace, and the others are compared with those just before them.
+    """
 
     def __init__(self) -> None:
-        self._latest_s: deque[float] = deque(maxlen=NUM_TIMES)
-        self._warmed = False
-        self.typical_s = 0.0
+        self._pace_s: deque[float] = deque(maxlen=NUM_TIMES)
+        self._latest: dict[int, deque[float]] = {}  # by k, in units of the pace
+        self._warmed: set[int] = set()
 
-    @property
-    def is_known(self) -> bool:
-        return len(self._latest_s) >= MIN_TIMES
+    def is_known(self, k: int) -> bool:
+        return len(self._latest.get(k, ())) >= MIN_TIMES
 
-    def observe(self, elapsed_s: float) -> None:
-        if self._warmed:
-            self._latest_s.append(elapsed_s)
-            self.typical_s = median(self._latest_s)
-        self._warmed = True  # the first step allocates and chooses kernels: not counted
+    def of(self, k: int) -> float:
+        return median(self._latest[k])
+
+    def observe(self, k: int, elapsed_s: float, *, sets_pace: bool) -> None:
+        if k not in self._warmed:  # the first step allocates and chooses kernels: not counted
+            self._warmed.add(k)
+            return
+        if not self._pace_s or (sets_pace and self.is_known(k)):
+            cost = self.of(k) if self.is_known(k) else 1.0
+            self._pace_s.append(elapsed_s / cost)
+            if self.is_known(k):
+                return
+        latest = self._latest.setdefault(k, deque(maxlen=NUM_TIMES))
+        latest.append(elapsed_s / median(self._pace_s))
 
 
 def _bucket(num_seqs: int) -> int:

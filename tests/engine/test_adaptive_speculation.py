@@ -96,6 +96,15 @@ def test_a_step_that_was_held_up_does_not_move_the_choice() -> None:
     assert adaptive.choose(1) == k
 
 
+def test_a_machine_that_slows_down_does_not_move_the_choice() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    decode(adaptive, memory_bound, 0.8)
+    k = adaptive.choose(1)
+    for _ in range(20):
+        adaptive.observe([k], [k], 2 * memory_bound(1, k))
+        assert adaptive.choose(1) == k
+
+
 def test_a_step_without_a_time_teaches_acceptance_only() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     for _ in range(50):
