@@ -90,12 +90,12 @@ class Answer(ABC):
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
         async for delta in generation:
-            self._count(delta)
-            for choice in self._next_choices(delta):
-                chunk = self._answer([choice])
-                if self._include_usage:
-                    chunk.usage = self._usage() if self._continuous_usage else None
-                yield self._event(chunk)
+            choices = self._next_choices(delta)
+            for choice in choices[:-1]:
+                yield self._chunk(choice)
+            self._count(delta)  # its tokens come with the last of its chunks
+            for choice in choices[-1:]:
+                yield self._chunk(choice)
         if self._include_usage:
             last = self._answer([])
             last.usage = self._usage()
@@ -148,6 +148,12 @@ class Answer(ABC):
                 }
             )
         return told
+
+    def _chunk(self, choice: APIResponse) -> str:
+        chunk = self._answer([choice])
+        if self._include_usage:
+            chunk.usage = self._usage() if self._continuous_usage else None
+        return self._event(chunk)
 
     def _event(self, chunk: GenerationResponse) -> str:
         if not self._include_obfuscation:

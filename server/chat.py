@@ -204,6 +204,10 @@ class _ChatAnswer(Answer):
         said: list[dict[str, Any]] = []
         for part in parts:
             if isinstance(part, Text):
+                if self._body.must_call:  # a call that was cut off
+                    continue
+                if part.reasoning and not self._body.include_reasoning:
+                    continue
                 name = "reasoning_content" if part.reasoning else "content"
                 if said and name in said[-1]:
                     said[-1][name] += part.text

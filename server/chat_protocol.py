@@ -135,6 +135,8 @@ class Message(APIRequest):
     def for_template(self) -> dict[str, Any]:
         """With its content as one text, which every template of a model of text can take."""
         message = self.model_dump(exclude_unset=True)
+        if self.content is None and self.tool_calls:
+            message["content"] = ""  # many templates write it in any case
         if isinstance(self.content, list):
             message["content"] = "\n".join(part.text for part in self.content)
         return message
@@ -169,6 +171,7 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True  # where it is told apart
     echo: bool = False
     reasoning_effort: str | None = None
 

@@ -137,7 +137,7 @@ class Drain:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self.always_open:
+        if scope["type"] != "http" or scope["path"].rstrip("/") in self.always_open:
             await self._app(scope, receive, send)
         elif self._gate.open:
             with self._gate:
@@ -157,7 +157,8 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self.open_paths or self._admits(scope):
+        is_open = scope["type"] != "http" or scope["path"].rstrip("/") in self.open_paths
+        if is_open or self._admits(scope):
             await self._app(scope, receive, send)
             return
         error = APIError(

@@ -95,8 +95,10 @@ def test_stream_usage_comes_last_and_only_when_asked(serve: Serve) -> None:
     assert last["choices"] == []
     assert last["usage"] == chat(serve()).json()["usage"]
     options = {"include_usage": True, "continuous_usage_stats": True}
-    first, *_ = chat(serve(), stream=True, stream_options=options).chunks
-    assert first["usage"]["completion_tokens"] == 1
+    chunks = chat(serve(), stream=True, stream_options=options).chunks
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[:3] == [0, 1, 2]  # the first chunk is the role
+    assert counts[-1] == counts[-2] == last["usage"]["completion_tokens"]
 
 
 def test_stop_string_ends_the_message(serve: Serve, tokenizer: Tokenizer) -> None:

@@ -252,6 +252,8 @@ def test_reasoning_is_a_field_of_its_own_if_the_server_says_so(
     deltas = [c["choices"][0]["delta"] for c in chat(served, tools=None, stream=True).chunks]
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Hm."
     assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
+    message = chat(served, tools=None, include_reasoning=False).json()["choices"][0]["message"]
+    assert ("reasoning_content" in message, message["content"]) == (False, "Yes.")
 
 
 def test_markers_that_are_special_tokens_are_seen(byte_fallback: Tokenizer) -> None:

@@ -114,6 +114,23 @@ def test_answer_is_made_of_calls_alone(
     assert choices[-1]["finish_reason"] == reason
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_call_that_is_cut_off_is_no_content(
+    served: Served, tokenizer: Tokenizer, stream: bool
+) -> None:
+    ids = tokenizer.encode(f"[{CALL_ADD}"[:12], add_special_tokens=False)
+    served.client.play = lambda request: steps(request, ids)
+    reply = chat(served, tool_choice="required", stream=stream)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in reply.chunks]
+        assert not any(choice["delta"].get("content") for choice in choices)
+        assert choices[-1]["finish_reason"] == "length"
+    else:
+        (choice,) = reply.json()["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+        assert "tool_calls" not in choice["message"]
+
+
 def test_definitions_of_all_tools_are_found(
     served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
