@@ -12,6 +12,7 @@ from tiny_models import DEVICE, VOCAB
 from outrider.engine.batch import HostBatch
 from outrider.engine.loop import Engine
 from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes, run_largest_step
+from outrider.engine.paged_model import PagedModel
 
 Tiny = Callable[..., Path]
 GIB = 2**30
@@ -81,6 +82,17 @@ def test_no_memory_left_is_told_in_numbers(gpu: Gpu) -> None:
         OutOfDeviceMemoryError, match=r"allows 24\.00 GiB.* take 20\.00 .* step 5\.00; 59\.00"
     ):
         left_bytes(gpu(59, 20), 0.3, step_bytes=5 * GIB, freed_bytes=0)
+
+
+def test_a_cache_that_does_not_fit_is_told_in_numbers(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("nothing is free")
+
+    monkeypatch.setattr(PagedModel, "bind_cache", full)
+    with pytest.raises(ValueError, match=r"512 pages takes 0\.00 GiB.*num_pages.*nothing is free"):
+        Engine(engine_config(tiny_model("llama", seed=0)))
 
 
 @pytest.mark.gpu
