@@ -30,13 +30,12 @@ class PackedWeight(NamedTuple):
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`F.linear` over a packed weight. Shape: x [..., T, K] -> [..., T, N]."""
-    num_rows = x.shape[-2]
     if weight.rounded is None or weight.scale is None:
         return _reordered_linear(x, weight.reordered, bias)
-    if num_rows <= _MAX_ROUNDED_ROWS and x.numel() == num_rows * x.shape[-1]:
-        rows = x.reshape(num_rows, -1)
+    rows = x.flatten(0, -2)
+    if 0 < len(rows) <= _MAX_ROUNDED_ROWS:
         out = torch._weight_int8pack_mm(rows, weight.rounded, weight.scale)
-        out = out.view(*x.shape[:-1], -1)
+        out = out.view(*x.shape[:-1], out.shape[-1])
     else:
         out = _reordered_linear(x, weight.reordered, None).mul_(weight.scale)
     return out if bias is None else out.add_(bias)

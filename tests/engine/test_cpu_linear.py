@@ -57,5 +57,6 @@ def test_rounded_rows_are_those_of_weights_in_8_bits(dtype: torch.dtype) -> None
     assert pack_linears(model, rounds=True) == 1
     few, many = model(x[:, :4]), model(x)
     torch.testing.assert_close(few, many[:, :4], rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert model(x[:, :0]).shape == (1, 0, 160)  # a prompt's chunk wants no logits
     error = (many - linear(x)).norm() / linear(x).norm()
     assert 0.001 < error < 0.02
