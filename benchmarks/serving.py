@@ -27,6 +27,11 @@ class Serving:
     engine: psutil.Process
     log: Path
 
+    @property
+    def front(self) -> list[psutil.Process]:
+        """All processes but the engine's."""
+        return [self.http, *self.workers]
+
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"http://{self.host}:{self.port}{path}", timeout=30)
 
