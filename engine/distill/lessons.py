@@ -20,6 +20,7 @@ class Lessons:
     """Conversations, one behind the other, on the device that trains; T tokens in all."""
 
     token_ids: Tensor  # [T] int32
+    conversation_of: Tensor  # [T] int32
     top_ids: Tensor  # [T, K] int32, likeliest first
     top_log_probs: Tensor  # [T, K] bfloat16
     starts_np: np.ndarray  # [conversations] int64
@@ -38,9 +39,11 @@ def read(
     lengths_np = np.array([len(c) for c in conversations], dtype=np.int64)
     starts_np = np.cumsum(lengths_np) - lengths_np
     num_tokens = int(lengths_np.sum())
+    conversation_of_np = np.repeat(np.arange(len(lengths_np), dtype=np.int32), lengths_np)
     num_top = min(NUM_TOP, target.config.get_text_config().vocab_size)
     lessons = Lessons(
         torch.cat(conversations).to(device, torch.int32),
+        torch.from_numpy(conversation_of_np).to(device),
         torch.empty(num_tokens, num_top, dtype=torch.int32, device=device),
         torch.empty(num_tokens, num_top, dtype=torch.bfloat16, device=device),
         starts_np,

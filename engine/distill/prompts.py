@@ -15,30 +15,49 @@ from outrider.engine.distill.recipe import DistillError
 _MARK = "\u241e"  # a sign that no template contains
 _MAX_PROMPTS = 200_000
 
-# How user turns may begin; the target goes on from there. The empty one is what it says unasked.
-OPENINGS = (
-    *[""] * 24,
-    "What is", "How do I", "How does", "Why do", "Explain", "Can you explain", "Tell me about",
-    "What are the main differences between", "Give me some advice on", "List five", "Describe",
-    "Write a short story about", "Write a poem", "Write an email to", "Help me plan",
-    "I have been feeling", "Who was", "Translate", "Which", "Compare",
-    "Solve the following problem:", "Calculate", "If I have", "A train", "What would happen if",
-    "Write a Python function that", "Write a Python function to", "Write a program that",
-    "Write a function in JavaScript that", "Here is my Python code:\n\n```python\n",
-    "How do I use Python to", "Explain what this code does:\n\n```python\n",
-    "Write a SQL query that", "Write a class in Python",
-    "Fix the bug in this code:\n\n```python\n", "Implement", "Write a bash script", "def ",
-    "Summarize the following text:\n\n", "Summarise this article in two sentences:\n\n",
-    "Summarize the key points of the following passage:\n\n",
-    "Write a one-sentence summary of:\n\n", "Here is a paragraph. Give me a summary.\n\n",
-    "Provide a concise summary of the text below.\n\n",
-    "Rewrite the following to make it more concise:\n\n",
-    "Extract the main ideas from this text:\n\n", "What is the main argument of this text?\n\n",
-    "Return a JSON object with the keys", "Give me a JSON array of", "Convert this to JSON:\n\n",
-    "Extract the names and dates from this text as JSON:\n\n", "Write a JSON schema for",
-    "Output a JSON object that describes", "Generate sample JSON data for", "Answer in JSON:",
-    "Create a JSON document for a", 'Fill in this JSON: {"',
+# How user turns may begin, by kind; the target goes on from there.
+_UNASKED = ("",)
+_CHAT = (
+    "What is", "What are", "What causes", "What should I", "What would happen if", "How do I",
+    "How does", "How can I", "Why do", "Why is", "When", "Who was", "Which", "Can you", "Could you",
+    "Is it", "If I have", "A train", "My", "I", "I am", "I have been feeling", "I would like to",
+    "We are", "Explain", "Explain to a child how", "Explain the difference between",
+    "Tell me about", "Give me some advice on", "Give me a plan for", "Help me plan", "List five",
+    "Describe", "Compare", "Recommend", "Translate", "Calculate", "Solve the following problem:",
+    "Write a short story about", "Write a poem", "Write an email to", "Write a letter", "Write",
 )  # fmt: skip
+_CODE = (
+    "Write a Python function that", "Write a Python function to", "Write a program that",
+    "Write a function in JavaScript that", "Write a JavaScript", "Write a C function",
+    "Write a SQL query that", "Write a class in Python", "Write a bash script", "Write a regular",
+    "Write unit tests for", "Implement", "Create an HTML page", "How do I use Python to", "def ",
+    "Fix the bug in this code:\n\n```python\n", "Here is my Python code:\n\n```python\n",
+    "Explain what this code does:\n\n```python\n", "Refactor this function:\n\n```python\ndef ",
+)  # fmt: skip
+_OF_TEXT = tuple(
+    f"{task}\n\n{start}"
+    for task in (
+        "Summarize the following text:", "Summarise this in two sentences.",
+        "Summarize this email.", "Write a one-sentence summary of the text below.",
+        "What is this passage about?", "Give me the main points of this article.",
+        "Summarize the key points of the passage:", "What does the author of this text argue?",
+        "Rewrite the following to make it more concise:",
+        "Answer the question at the end of this text.",
+    )
+    for start in (
+        "", "The", "In", "A", "Many", "When", "Last", "People", "Researchers", "Our", "Hi",
+        "Dear", "It", "Since", "For", "At", "This", "On", "After",
+    )
+)  # fmt: skip
+_JSON = (
+    "Return a JSON object with the keys", "Return a JSON object with", "Give me a JSON array of",
+    "Convert this to JSON:\n\n", "Convert this to JSON:\n\nname:", "Convert this table to JSON:",
+    "Extract the names and dates from this text as JSON:\n\n", "Write a JSON schema for",
+    "Extract the products and prices from this sentence as JSON:", "Output a JSON object that",
+    "Generate sample JSON data for", "Answer in JSON:", "Create a JSON document for a",
+    "Describe in JSON", 'Fill in this JSON: {"',
+)  # fmt: skip
+OPENINGS = (_UNASKED, _UNASKED, _CHAT, _CHAT, _CODE, _OF_TEXT, _JSON)  # alike often
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ class Rows:
     """An endless, seeded stream of rows of `row_tokens` positions in the lessons.
 
     Every row starts where a conversation starts, as requests do; what is cut off at its end comes
-    up again in another pass, in another place. There is no padding and no mask.
+    up again in another pass, in another place. There is no padding.
     """
 
     def __init__(self, lessons: Lessons, row_tokens: int, seed: int) -> None:

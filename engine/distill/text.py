@@ -29,7 +29,7 @@ from outrider.engine.loop import Engine
 
 _MAX_BATCHED_TOKENS = 16384
 _GREEDY_SHARE = 0.5
-_COOLEST, _WARMEST = 0.6, 1.0
+_COOLEST, _COOLEST_USER, _WARMEST = 0.6, 0.7, 1.0
 _USER_TOP_P = 0.95  # the far tail of a user's turn is noise that no user types
 
 
@@ -72,8 +72,9 @@ class Writer:
     def _ask(self, rng: np.random.Generator) -> list[list[int]]:
         """Prompts: user turns as given, or written by the target itself, inside the template."""
         recipe, num_seqs = self._recipe, self._recipe.conversations_per_shard
-        source = self._turns or OPENINGS
-        chosen = [source[i] for i in rng.integers(len(source), size=num_seqs)]
+        kinds = [self._turns] if self._turns else OPENINGS
+        kinds = [kinds[i] for i in rng.integers(len(kinds), size=num_seqs)]
+        chosen = [kind[rng.integers(len(kind))] for kind in kinds]
         turns = [encode(self._tokenizer, text)[: recipe.max_prompt_tokens] for text in chosen]
         after = self._frame.after
         if after is None:
@@ -84,10 +85,16 @@ class Writer:
                 [
                     SamplingParams(
                         max_tokens=max(1, recipe.max_prompt_tokens - len(turn)),
+                        temperature=float(temperature),
                         top_p=_USER_TOP_P,
                         seed=int(seed),
                     )
-                    for turn, seed in zip(turns, _seeds(rng, num_seqs), strict=True)
+                    for turn, temperature, seed in zip(
+                        turns,
+                        rng.uniform(_COOLEST_USER, _WARMEST, num_seqs),
+                        _seeds(rng, num_seqs),
+                        strict=True,
+                    )
                 ],
             )
             eos = self._frame.eos_token_ids

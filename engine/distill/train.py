@@ -64,9 +64,9 @@ class Trainer:
                 recipe.divergence,
                 lessons.top_ids[flat],
                 lessons.top_log_probs[flat],
-                self._logits(lessons.token_ids[micro]),
+                self._logits(lessons.token_ids[micro], _mask(lessons.conversation_of[micro])),
+                len(micro) / len(rows) / self._world,
             )
-            part = part * (len(micro) / len(rows) / self._world)
             part.backward()
             loss += part.detach()
         if self._world > 1:
@@ -79,11 +79,13 @@ class Trainer:
         self.step += 1
         return loss
 
-    def _logits(self, token_ids: Tensor) -> Tensor:
-        """[B, L] -> [B * L, V]."""
+    def _logits(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B, L] -> [B * L, V]; without a mask each row is one conversation."""
         enabled = self._dtype != torch.float32
         with torch.autocast(self.device.type, self._dtype, enabled=enabled):
-            logits: Tensor = self.draft(token_ids.long(), use_cache=False).logits
+            logits: Tensor = self.draft(
+                token_ids.long(), attention_mask=mask, use_cache=False
+            ).logits
         return logits.flatten(0, 1)
 
     @torch.no_grad()
@@ -157,6 +159,12 @@ def time_step(trainer: Trainer, lessons: Lessons, rows: Rows, rows_per_step: int
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     return (time.perf_counter() - start_s) / _TIMED_STEPS
+
+
+def _mask(conversation_of: Tensor) -> Tensor:
+    """What each position may look at, its own conversation so far: [B, L] -> [B, 1, L, L]."""
+    same = conversation_of[:, None, :, None] == conversation_of[:, None, None, :]
+    return same.tril()
 
 
 def _rate_at(step: int, progress: float) -> float:
