@@ -92,7 +92,7 @@ class Recipe:
     passes: int = 4  # over the text
     # Training.
     row_tokens: int = 1024
-    batch_tokens: int = 8192
+    batch_tokens: int = 2048
     micro_batch_rows: int = 1
     learning_rate: float = 8e-3
 
