@@ -40,7 +40,7 @@ class Writer:
         self._recipe = recipe
         self._tokenizer = load_tokenizer(recipe.target)
         self._frame: Frame = frame(self._tokenizer, recipe.target)
-        self._turns = user_turns(recipe.prompts) if recipe.prompts else None
+        self._turns = (tuple(user_turns(recipe.prompts)),) if recipe.prompts else None
         num_seqs = recipe.conversations_per_shard
         framing = len(self._frame.before) + len(self._frame.after or [])
         self._engine = Engine(
@@ -72,9 +72,10 @@ class Writer:
     def _ask(self, rng: np.random.Generator) -> list[list[int]]:
         """Prompts: user turns as given, or written by the target itself, inside the template."""
         recipe, num_seqs = self._recipe, self._recipe.conversations_per_shard
-        kinds = [self._turns] if self._turns else OPENINGS
-        kinds = [kinds[i] for i in rng.integers(len(kinds), size=num_seqs)]
-        chosen = [kind[rng.integers(len(kind))] for kind in kinds]
+        kinds = self._turns or OPENINGS
+        chosen = [
+            kinds[i][rng.integers(len(kinds[i]))] for i in rng.integers(len(kinds), size=num_seqs)
+        ]
         turns = [encode(self._tokenizer, text)[: recipe.max_prompt_tokens] for text in chosen]
         after = self._frame.after
         if after is None:
