@@ -26,8 +26,12 @@ def distill_command(
         ),
     ] = None,
     size: Annotated[
-        str, typer.Option(metavar="LAYERSxWIDTH", help="Shape of the draft.")
+        str, typer.Option(metavar="LAYERSxWIDTH", help="Shape of a new draft.")
     ] = "3x256",
+    start: Annotated[
+        Path | None,
+        typer.Option(help="Go on from this draft's directory; its shape stays as it is."),
+    ] = None,
     budget: Annotated[
         str, typer.Option(help="Time in all (90s, 10m, 2h), or training tokens (500K, 50M, 1B).")
     ] = "10m",
@@ -55,6 +59,7 @@ def distill_command(
                 out=str(out),
                 prompts=prompts,
                 size=size,
+                start=str(start) if start else None,
                 budget=budget,
                 divergence=loss,
                 seed=seed,

@@ -16,9 +16,9 @@ tags: [speculative-decoding, draft]
 
 # A draft for {target}
 
-A small Llama ({size}: layers x width) with the tokenizer of {target}, for speculative decoding: it
-proposes, the target verifies. Made by `outrider distill`; it is not meant to be used alone. The
-target's licence and notices, where it came with any, lie beside this file and hold for the draft.
+A small model with the tokenizer of {target}, for speculative decoding: it proposes, the target
+verifies. Made by `outrider distill`; it is not meant to be used alone. The target's licence and
+notices, where it came with any, lie beside this file and hold for the draft.
 
 | on held-out text of the target | |
 |---|---|
@@ -34,7 +34,7 @@ No other text was used.
 
 ## Training
 
-Embedding (tied to the head) from the target's, along its strongest axes; layers from random.
+{start}
 Loss: {divergence} to the target's distribution at every token; Muon for matrices, AdamW for the
 rest; one linear rise and half a cosine, {num_steps} steps over {num_shards} shards of text. The
 recipe, whole:
@@ -53,15 +53,21 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
         else "Conversations that the target wrote by itself: the user's turn, from nothing or from "
         "a few words, and the answer."
     )
+    start = (
+        f"Went on from `{recipe.start}`."
+        if recipe.start
+        else f"New, {recipe.size} (layers x width): a Llama, its embedding (tied to the head) the\n"
+        "target's along its strongest axes, its layers from random."
+    )
     settings = asdict(recipe) | {"target": target, "out": Path(recipe.out).name}
     (folder / "README.md").write_text(
         _CARD.format(
             target=target,
-            size=recipe.size,
             greedy=held_out.greedy_agreement,
             sampled=held_out.sampled_acceptance,
             num_tokens=held_out.num_tokens,
             data=data,
+            start=start,
             num_steps=plan.num_steps,
             num_shards=plan.num_shards,
             divergence=recipe.divergence.replace("_", " "),

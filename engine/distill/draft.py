@@ -2,13 +2,31 @@
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.engine.distill.recipe import Size
+from outrider.engine.distill.recipe import DistillError, Recipe, Size
 from outrider.engine.model_loader import max_positions
 
 _MLP_RATIO = 4  # wide layers rather than many: on few rows a layer's launches cost most
 _WEIGHT_STD = 0.02
+
+
+def starting_draft(
+    target: PreTrainedModel, recipe: Recipe, device: torch.device
+) -> PreTrainedModel:
+    """The recipe's own start, or a new draft; float32."""
+    if recipe.start is None:
+        return new_draft(target, Size.parse(recipe.size), recipe.seed, device)
+    draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        recipe.start, dtype=torch.float32, device_map={"": device}, local_files_only=True
+    )
+    sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise DistillError(
+            f"start: {recipe.start} has a vocabulary of {sizes[0]} tokens, the target one of "
+            f"{sizes[1]}; go on from a draft with the target's tokenizer"
+        )
+    return draft
 
 
 def new_draft(

@@ -79,6 +79,7 @@ class Recipe:
     target: str  # a local model directory
     out: str
     size: str = "3x256"
+    start: str | None = None  # a draft's directory to go on from, of whatever size; None: a new one
     budget: str = "10m"
     prompts: str | None = None  # a file or data set of user turns; None: the target writes them
     divergence: Divergence = "forward_kl"

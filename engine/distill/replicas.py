@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import ReportProgress
-from outrider.engine.distill.draft import new_draft
+from outrider.engine.distill.draft import starting_draft
 from outrider.engine.distill.lessons import read
-from outrider.engine.distill.recipe import Plan, Recipe, Size
+from outrider.engine.distill.recipe import Plan, Recipe
 from outrider.engine.distill.rows import Rows
 from outrider.engine.distill.text import load_shards, shard_path
 from outrider.engine.distill.train import HeldOut, Trainer, time_step, train
@@ -85,7 +85,7 @@ def _train_replica(
     lessons = read(target, mine, batch_tokens, lambda n, m: report("the target reads", n, m))
 
     def new_trainer() -> Trainer:
-        draft = new_draft(target, Size.parse(recipe.size), recipe.seed, device)
+        draft = starting_draft(target, recipe, device)
         if world > 1:
             for parameter in draft.parameters():
                 dist.broadcast(parameter.data, src=0)

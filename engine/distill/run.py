@@ -64,6 +64,8 @@ def _check(recipe: Recipe, out: Path) -> None:
     target = Path(recipe.target)
     if not (target / "config.json").is_file():
         raise DistillError(f"{target} is no model directory: it has no config.json")
+    if recipe.start is not None and not (Path(recipe.start) / "config.json").is_file():
+        raise DistillError(f"start: {recipe.start} is no model directory: it has no config.json")
     if out.exists():
         raise DistillError(f"{out} exists already; name a directory that does not, or remove it")
     if not out.parent.is_dir():

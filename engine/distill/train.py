@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from outrider.engine.distill.divergence import agreement, mean_divergence
 from outrider.engine.distill.lessons import Lessons
@@ -38,7 +38,7 @@ class HeldOut:
 class Trainer:
     """A draft in training; with several replicas, each brings its own rows to every step."""
 
-    def __init__(self, recipe: Recipe, draft: LlamaForCausalLM, dtype: torch.dtype) -> None:
+    def __init__(self, recipe: Recipe, draft: PreTrainedModel, dtype: torch.dtype) -> None:
         self.recipe = recipe
         self.draft = draft
         self.device = draft.device
@@ -174,11 +174,12 @@ def _rate_at(step: int, progress: float) -> float:
     return min((step + 1) / _WARMUP_STEPS, falling)
 
 
-def _optimizers(draft: LlamaForCausalLM, learning_rate: float) -> list[Optimizer]:
+def _optimizers(draft: PreTrainedModel, learning_rate: float) -> list[Optimizer]:
     """Muon for the layers' matrices; AdamW for the embedding and the norms."""
     matrices: list[Tensor] = []
     rest: list[Tensor] = []
     for name, parameter in draft.named_parameters():
-        (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
+        is_table = "embed" in name or "lm_head" in name
+        (matrices if parameter.ndim == 2 and not is_table else rest).append(parameter)
     muon = Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     return [muon, AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]

@@ -107,9 +107,27 @@ def test_training_lowers_the_loss(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
+def test_a_draft_can_go_on_from_where_another_ended(
+    recipe: Recipe, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "train_step", _without_a_change)
+        again = run(replace(recipe, start=recipe.out, size="2x64", out=str(tmp_path / "again")))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    other = save_tiny_model_with_tokenizer(tmp_path / "other", vocab_size=1024)
+    with pytest.raises(DistillError, match="vocabulary of 1024"):
+        run(replace(recipe, start=str(other), out=str(tmp_path / "third")))
+
+
+def _without_a_change(trainer: train.Trainer, *args: object) -> None:
+    trainer.step += 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"start": "/nowhere"}, "start: /nowhere is no model directory"),
         ({"target": "/nowhere"}, "no config.json"),
         ({"out": "/nowhere/draft"}, "no directory"),
         ({"size": "small"}, "LAYERSxWIDTH"),
