@@ -9,6 +9,7 @@ import torch
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import EngineConfig
 from outrider.engine.pair import ModelPair
+from outrider.engine.scheduler import MAX_PROMPT_LOGITS
 from outrider.engine.validation import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) 
 
 
 def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) -> None:
-    """All seats but one decode, with every draft and with all that copies logits; the last takes a
-    chunk of a prompt that fills the step. On the way, kernels are compiled for which the first
-    requests would have to wait.
+    """Prompts that fill a step, alone; then such prompts beside seats that decode with every draft,
+    and one that asks for its prompt's logprobs. All ask for what copies logits. On the way, kernels
+    are compiled for which the first requests would have to wait.
     """
     num_rows, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     k = engine.info.num_speculative_tokens
@@ -104,18 +105,36 @@ def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) ->
         num_speculative_tokens=k,
         ignore_eos=True,
     )
-    rest_asks = replace(asks_all, prompt_logprobs=MAX_LOGPROBS)
-    rest_tokens = min(num_rows, pair.max_model_len - 1)
-    num_pages = 1 + pair.num_pages_of(rest_tokens + asks_all.max_tokens)
-    num_pages += num_seqs * pair.num_pages_of(1 + asks_all.max_tokens)
-    engine.allocate(num_pages, pair.max_model_len)
-    ids = [str(i) for i in range(num_seqs)]
-    *decoding, rest = ids
-    engine.submit(
-        [NewRequest(request_id=i, prompt_token_ids=[0], params=asks_all) for i in decoding]
+    longest = pair.max_model_len - 1
+    lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)][:num_seqs]
+    alone = _requests("alone", lens, asks_all)
+    decoding = _requests("decoding", [1] * max(0, num_seqs - len(lens) - 1), asks_all)
+    scored_len = min(longest, MAX_PROMPT_LOGITS + 1)
+    scored = _requests("scored", [scored_len], replace(asks_all, prompt_logprobs=MAX_LOGPROBS))
+    beside = (scored + _requests("beside", lens, asks_all))[: num_seqs - len(decoding)]
+    num_pages = max(
+        sum(pair.num_pages_of(len(new.prompt_token_ids) + asks_all.max_tokens) for new in together)
+        for together in (alone, [*decoding, *beside])
     )
+    engine.allocate(num_pages + 1, pair.max_model_len)  # one is a dummy
+    engine.submit(alone)
     engine.step()
-    prompt = [0] * rest_tokens
-    engine.submit([NewRequest(request_id=rest, prompt_token_ids=prompt, params=rest_asks)])
+    engine.abort([new.request_id for new in alone])
+    engine.submit(decoding)
     engine.step()
-    engine.abort(ids)
+    engine.submit(beside)
+    engine.step()
+    engine.abort([new.request_id for new in [*decoding, *beside]])
+
+
+def _requests(name: str, prompt_lens: list[int], params: SamplingParams) -> list[NewRequest]:
+    """Sequences that share no pages."""
+    return [
+        NewRequest(
+            request_id=f"{name} {i}",
+            prompt_token_ids=[0] * prompt_len,
+            params=params,
+            cache_salt=f"{name} {i}",
+        )
+        for i, prompt_len in enumerate(prompt_lens)
+    ]

@@ -9,6 +9,7 @@ import torch
 from engines import GREEDY, engine_config, prompts, run
 from tiny_models import DEVICE, VOCAB
 
+from outrider.engine import memory, scheduler
 from outrider.engine.batch import HostBatch
 from outrider.engine.loop import Engine
 from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes, run_largest_step
@@ -18,24 +19,29 @@ Tiny = Callable[..., Path]
 GIB = 2**30
 
 
-@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(6, 64), (1, 16)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "expected"),
+    [
+        # Of 6 seats 4 decode with 3 drafts, one has its prompt of 17 scored, one fills the step.
+        (6, 120, [(1, 64, 1), (4, 16, 16), (6, 64, 4 * 4 + 16 + 4)]),
+        # A prompt holds 29 tokens: three fill a step, or two beside the others.
+        (6, 30, [(3, 64, 3), (2, 8, 8), (5, 64, 2 * 4 + 16 + 4 + 1)]),
+        (1, 120, [(1, 64, 1), (1, 20, 16 + 4)]),
+    ],
+)
 def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     tiny_model: Tiny,
     monkeypatch: pytest.MonkeyPatch,
     max_num_seqs: int,
-    max_num_batched_tokens: int,
+    max_model_len: int,
+    expected: list[tuple[int, int, int]],
 ) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 16)
+    monkeypatch.setattr(memory, "MAX_PROMPT_LOGITS", 16)
     target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
-    config = engine_config(
-        target,
-        draft,
-        k=3,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_queue_len=0,
-    )
-    engine = Engine(config)
-    shapes = []
+    config = engine_config(target, draft, k=3, max_num_seqs=max_num_seqs, max_queue_len=0)
+    engine = Engine(replace(config, max_model_len=max_model_len))
+    shapes = []  # sequences, rows and logits of the target's passes
     forward = engine.target._model.forward
 
     def recorded(batch: HostBatch) -> torch.Tensor:
@@ -44,9 +50,7 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
 
     monkeypatch.setattr(engine.target._model, "forward", recorded)
     run_largest_step(engine, engine._pair, config)
-    num_seqs, num_rows, num_logits = shapes[-1]
-    assert (num_seqs, num_rows) == (max_num_seqs, max_num_batched_tokens)
-    assert num_logits == num_rows  # of drafts, or of a prompt whose logprobs are asked for
+    assert shapes == expected
     assert not engine.has_work()
     engine.check_integrity()
 
