@@ -47,7 +47,7 @@ class Workers:
     def __init__(self, settings: Settings, config: EngineConfig, engine: ProcessEngine) -> None:
         self.leaving = False
         self._settings = settings
-        self._lines = [_to_json(settings), msgspec.json.encode(config)]
+        self._lines = [to_json(settings), msgspec.json.encode(config)]
         self._engine = engine
         self._context = zmq.asyncio.Context()
         self._living: dict[ChildProcess, Sharer] = {}
@@ -143,7 +143,7 @@ class Workers:
             child.kill()
 
 
-def _to_json(settings: Settings) -> bytes:
+def to_json(settings: Settings) -> bytes:
     """With their secrets: this goes to a process of ours, by a pipe."""
 
     def plain(value: object) -> str:

@@ -16,6 +16,9 @@ from running_server import RunningServer, events_of, running_server
 from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_wrapper
 
+from outrider.server.settings import Settings
+from outrider.server.workers import to_json
+
 pytestmark = pytest.mark.slow
 
 SHORT = {"prompt": "x", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
@@ -158,6 +161,12 @@ def test_all_drain_and_leave_nothing(server: RunningServer, clients: list[httpx.
     assert error_in(list(events[1])[-1])["code"] == "engine_unavailable"
     assert server.stop() == 0
     assert not [process for process in processes if process.is_running()]
+
+
+def test_settings_reach_the_workers_with_their_secrets(tmp_path: Path) -> None:
+    server = {"api_keys": ("secret",), "api_key_file": tmp_path, "cors_origins": ("*",), "port": 1}
+    settings = Settings.model_validate({"server": server, "engine": {"logits_processors": ("a",)}})
+    assert Settings.model_validate_json(to_json(settings)) == settings
 
 
 def test_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
