@@ -187,7 +187,7 @@ def _agrees(layer: Any, fused: FusedLayer, spec: LayerSpec, rotary: Any, num_row
         "position_embeddings": position_embeddings,
         "use_cache": False,
     }
-    with attention_context(PagedContext(_one_prompt(positions))):
+    with attention_context(PagedContext(one_prompt(positions))):
         expected = layer(hidden_states.clone(), **arguments).float()
         got = fused(hidden_states.clone(), **arguments).float()
     # Both round: the residual stream to its dtype, what the layer adds to it several times over.
@@ -196,7 +196,7 @@ def _agrees(layer: Any, fused: FusedLayer, spec: LayerSpec, rotary: Any, num_row
     return bool((got - expected).norm() <= tolerance)
 
 
-def _one_prompt(positions: Tensor) -> ForwardBatch:
+def one_prompt(positions: Tensor) -> ForwardBatch:
     """A whole prompt in one page."""
     length = len(positions)
     return ForwardBatch(

@@ -9,7 +9,8 @@ from torch import Tensor
 from outrider.engine.attention import PagedContext, UnsupportedModelError, attention_context
 from outrider.engine.batch import ForwardBatch, HostBatch
 from outrider.engine.config import ModelConfig
-from outrider.engine.model_loader import load_model, max_positions, run_model
+from outrider.engine.fused_model import fuse_model
+from outrider.engine.model_loader import load_model, max_positions
 from outrider.engine.phase import Phase, padded_sizes
 from outrider.engine.slots import Slots
 
@@ -26,6 +27,7 @@ class PagedModel:
         rounds_on_cpu: bool = False,
     ) -> None:
         self.model, self._layers = load_model(config, device, progress, rounds_on_cpu=rounds_on_cpu)
+        self._compute = fuse_model(self.model, self._layers)
         self.max_positions = max_positions(self.model.config)
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
@@ -110,7 +112,7 @@ class PagedModel:
     def _run(self, packed: Tensor, shape: tuple[int, int, int]) -> Tensor:
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         with attention_context(PagedContext(batch)):
-            return run_model(self.model, batch.input_ids, batch.positions, batch.logits_rows)
+            return self._compute(batch.input_ids, batch.positions, batch.logits_rows)
 
 
 def _holds(shape: tuple[int, int, int], wanted: tuple[int, int, int]) -> bool:

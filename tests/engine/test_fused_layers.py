@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import ModelConfig
 from outrider.engine.fused_layers import FusedLayer, fuse_layers
+from outrider.engine.fused_model import FusedModel, fuse_model
 from outrider.engine.model_loader import dry_run
 from outrider.engine.paged_model import PagedModel
 from outrider.kernels.packed_linear import PackedWeight
@@ -36,6 +37,7 @@ def test_layers_of_the_common_shape_are_fused(architecture: str, tiny_model: Tin
     model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
     fused = [m for m in model.model.modules() if isinstance(m.__dict__.get("forward"), FusedLayer)]
     assert len(fused) == (2 if architecture in FUSED else 0)
+    assert isinstance(model._compute, FusedModel) == (bool(fused) and DEVICE.type == "cpu")
     if fused:
         check_against_eager(model, path)
 
@@ -55,6 +57,23 @@ def test_a_layer_that_computes_something_else_keeps_its_own_code(tiny_model: Tin
     assert fuse_layers(model, dry_run(model)) == 1
     assert "forward" not in first.__dict__
     assert "forward" in second.__dict__
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU keeps the models' own code")
+def test_a_model_that_does_more_than_its_layers_keeps_its_own_code(tiny_model: Tiny) -> None:
+    model = load(tiny_model("llama"))
+    layers = dry_run(model)
+    fuse_layers(model, layers)
+    assert isinstance(fuse_model(model, layers), FusedModel)
+    forward = model.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = 1.01 * output.logits
+        return output
+
+    model.forward = scaled
+    assert not isinstance(fuse_model(model, layers), FusedModel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

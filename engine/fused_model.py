@@ -1,0 +1,69 @@
+"""A causal LM whose decoder layers are all fused, run without its own code around them.
+
+What transformers does between the layers and around the model (configurations merged, masks asked
+for, outputs wrapped) takes a small draft on a CPU as long as one of its layers, at every pass.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.engine.attention import LayerSpec, PagedContext, attention_context
+from outrider.engine.fused_layers import FusedLayer, one_prompt
+from outrider.engine.model_loader import run_model
+
+log = logging.getLogger(__name__)
+
+# (input_ids [T], positions [T], logits_rows [N]) -> logits [N, V]
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_NUM_CHECKED_ROWS = 5
+
+
+class FusedModel:
+    """Embedding, fused layers, norm and head."""
+
+    def __init__(self, model: Any, layers: list[FusedLayer]) -> None:
+        decoder = model.get_decoder()
+        self._embed = model.get_input_embeddings()
+        self._rotary = decoder.rotary_emb
+        self._layers = layers
+        self._norm = decoder.norm
+        self._head = model.get_output_embeddings()
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        hidden_states = self._embed(input_ids[None])
+        position_embeddings = self._rotary(hidden_states, positions[None])
+        for layer in self._layers:
+            hidden_states = layer(hidden_states, position_embeddings=position_embeddings)
+        logits: Tensor = self._head(self._norm(hidden_states[:, logits_rows]))[0]
+        return logits
+
+
+def fuse_model(model: PreTrainedModel, specs: list[LayerSpec]) -> Run:
+    """The whole forward pass: on a CPU without the model's own code where that does the same."""
+    own = partial(run_model, model)
+    if model.device.type != "cpu":  # a GPU replays its launches: what is around them costs nothing
+        return own
+    layers = [m.__dict__["forward"] for m in model.modules() if "forward" in m.__dict__]
+    if len(layers) < len(specs) or not all(isinstance(layer, FusedLayer) for layer in layers):
+        return own
+    if not hasattr(model.get_decoder(), "norm"):
+        return own
+    fused = FusedModel(model, layers)
+    return fused if _agrees(own, fused, model.device) else own
+
+
+@torch.inference_mode()
+def _agrees(own: Run, fused: Run, device: torch.device) -> bool:
+    """Whether both give the same logits, over the caches that the layers were checked with."""
+    positions = torch.arange(_NUM_CHECKED_ROWS, device=device)
+    with attention_context(PagedContext(one_prompt(positions))):
+        expected = own(positions, positions, positions[2:]).float()
+        got = fused(positions, positions, positions[2:]).float()
+    return bool((got - expected).norm() <= 1e-3 * expected.norm())
