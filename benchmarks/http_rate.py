@@ -1,0 +1,81 @@
+"""Tokens a second that streaming clients see, by their number and k: the engine's, less HTTP.
+
+    python benchmarks/http_rate.py [--clients 1 8 32 64] [--k 0 4] -- ARGUMENTS OF SERVE
+
+Every client streams one completion of random token ids, 128 in and 128 out, at temperature 1. The
+clock starts when all have their first token, as in the table of `benchmarks/engine.py`. Every line
+is measured twice, the second time over cached prompts and kernels that are there.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from serving import Serving, serving
+
+PROMPT_TOKENS = NEW_TOKENS = 128
+
+
+async def stream(server: Serving, seed: int, k: int) -> float:
+    """Read a stream to its end; returns when the first token came."""
+    prompt = random.Random(seed).choices(range(2, 30_000), k=PROMPT_TOKENS)
+    body = json.dumps(
+        {
+            "prompt": prompt,
+            "max_tokens": NEW_TOKENS,
+            "ignore_eos": True,
+            "seed": seed,
+            "stream": True,
+            "speculation": {"num_speculative_tokens": k},
+        }
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(head.encode() + body)
+    await reader.readuntil(b"data: ")
+    first_s = time.perf_counter()
+    rest = await reader.read(-1)
+    writer.close()
+    if b"data: [DONE]" not in rest:
+        raise RuntimeError(f"a stream broke off: {rest[-500:]!r}")
+    return first_s
+
+
+async def rate(server: Serving, clients: int, k: int) -> tuple[float, float]:
+    """Tokens a second, and the longest wait for a first token in seconds."""
+    start_s = time.perf_counter()
+    firsts_s = await asyncio.gather(*(stream(server, seed, k) for seed in range(clients)))
+    end_s = time.perf_counter()
+    return clients * (NEW_TOKENS - 1) / (end_s - max(firsts_s)), max(firsts_s) - start_s
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--k", type=int, nargs="+", default=[0, 4])
+    args = parser.parse_args(sys.argv[1:at])
+    log = Path(tempfile.mkdtemp(prefix="outrider-rate-")) / "serve.log"
+    columns = ["tokens/s", "first token after"]
+    table = Table("k", "clients", *columns, *columns)
+    with serving(log, sys.argv[at + 1 :]) as server:
+        for k in args.k:
+            for clients in args.clients:
+                cells = []
+                for _ in range(2):
+                    tokens_per_s, first_s = asyncio.run(rate(server, clients, k))
+                    cells += [f"{tokens_per_s:.0f}", f"{first_s:.3f} s"]
+                table.add_row(str(k), str(clients), *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
