@@ -26,8 +26,9 @@ from outrider.engine.attention import (
 )
 from outrider.engine.batch import ForwardBatch
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.linear import Norm, linear
+from outrider.kernels.linear import linear
 from outrider.kernels.packed_linear import PackedWeight, pack_weight
+from outrider.kernels.rms_norm import Norm, rms_norm
 from outrider.kernels.rope import rope_and_store
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,16 @@ class FusedLayer:
         return linear(gated, *self._down, residual=x)[None]
 
 
+class FusedNorm:
+    """Stands in for `forward` of the norm behind the layers."""
+
+    def __init__(self, module: Any) -> None:
+        self._norm = _norm(module)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states.flatten(0, -2), self._norm).view_as(hidden_states)
+
+
 @torch.inference_mode()
 def fuse_layers(
     model: PreTrainedModel, specs: list[LayerSpec], *, rounds_on_cpu: bool = False
@@ -105,6 +116,9 @@ def fuse_layers(
         if all(_agrees(layer, fused, spec, rotary, n) for n in (1, 5, 40)):
             _replace(layer, fused)
             num_fused += 1
+    last_norm: Any = getattr(model.get_decoder(), "norm", None)
+    if num_fused and _epsilon(last_norm) is not None and uses_triton(last_norm.weight):
+        _fuse_norm(last_norm)
     log.info("%s: %d of %d layers are fused", model.config.model_type, num_fused, len(specs))
     return num_fused
 
@@ -194,6 +208,16 @@ def _agrees(layer: Any, fused: FusedLayer, spec: LayerSpec, rotary: Any, num_row
     eps = torch.finfo(weight.dtype).eps
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - hidden_states).norm()
     return bool((got - expected).norm() <= tolerance)
+
+
+def _fuse_norm(module: Any) -> None:
+    """Fuse the norm behind the layers, if that computes the same."""
+    weight, fused = module.weight, FusedNorm(module)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(1, 5, len(weight), generator=generator, device=weight.device).to(weight.dtype)
+    expected, got = module(x).float(), fused(x).float()
+    if (got - expected).norm() <= 4 * torch.finfo(weight.dtype).eps * expected.norm():
+        module.forward = fused
 
 
 def one_prompt(positions: Tensor) -> ForwardBatch:

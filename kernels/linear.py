@@ -3,30 +3,30 @@
     y = epilogue(rmsnorm(x) W^T + b),     rmsnorm(x)_k = x_k w_k / sqrt(mean(x^2) + eps)
 
 Decoding has few rows, so a layer's time is that of reading W once, and every launch beside it
-counts. For a single row one launch does it all. With up to 16 a small W is still read by a kernel
-of ours; for the rest the library's matrix product is ahead.
+counts. For one row, or two where W is small, one launch does it all. Up to 32 rows a small W and a
+large one are still read by kernels of ours; for the rest the library's matrix product is ahead.
 """
 
-from typing import NamedTuple
-
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels._dispatch import uses_triton
+from outrider.kernels._dispatch import num_programs, uses_triton
+from outrider.kernels.dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
 from outrider.kernels.packed_linear import PackedWeight, packed_linear
+from outrider.kernels.rms_norm import Norm, rms_norm, rms_norm_reference
+from outrider.kernels.silu_mul import silu_mul, silu_mul_reference
 
-_MAX_NARROW_ROWS = 16
-_MAX_NARROW_WEIGHTS = 1 << 22  # measured: up to here the library leaves multiprocessors idle
-
-
-class Norm(NamedTuple):
-    """An RMSNorm."""
-
-    weight: Tensor  # [K]
-    eps: float
+# Measured on an H200; between the two sizes, and beyond these rows, the library is ahead.
+_MAX_ROWS = 32
+_MAX_SMALL_WEIGHTS = 1 << 22
+_MIN_LARGE_WEIGHTS = 1 << 24
+_MAX_PAIR_WEIGHTS = 1 << 23  # that two rows are multiplied with as one is
 
 
 def linear(
@@ -63,13 +63,18 @@ def linear(
     assert x.stride(-1) == 1
     assert isinstance(weight, Tensor)
     assert weight.is_contiguous()
-    if len(x) == 1:
+    num_rows, num_weights = len(x), weight.numel()
+    if num_rows == 1 or (num_rows == 2 and num_weights <= _MAX_PAIR_WEIGHTS):
         return _fused(x, weight, bias, norm, gated, residual)
     if norm is not None:
         x = rms_norm(x, norm)
-    if residual is not None and bias is None:
-        if len(x) <= _MAX_NARROW_ROWS and weight.numel() <= _MAX_NARROW_WEIGHTS:
+    if num_rows <= _MAX_ROWS and bias is None:
+        if residual is not None and num_weights <= _MAX_SMALL_WEIGHTS:
             return _add_product(residual, x, weight)
+        if num_weights >= _MIN_LARGE_WEIGHTS and weight.element_size() == 2:
+            y = _large_product(x, weight, residual)
+            return silu_mul(y) if gated else y
+    if residual is not None and bias is None:
         return residual.addmm_(x, weight.t())
     y = F.linear(x, weight, bias)
     if gated:
@@ -97,17 +102,6 @@ def linear_reference(
     return y if residual is None else residual.add_(y)
 
 
-def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
-    """Shape: [T, K] -> [T, K]."""
-    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
-
-
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """Shape: [T, 2 N] -> [T, N]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
 def _fused(
     x: Tensor,
     weight: Tensor,
@@ -116,13 +110,14 @@ def _fused(
     gated: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    num_in = x.shape[1]
+    num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
-    out = x.new_empty(1, num_out) if residual is None else residual
-    # Measured: long rows want several blocks asked for before the first is used.
-    block_k = min(1024, triton.next_power_of_2(num_in))
-    unroll = 4 if num_in >= 4096 else 1
-    _fused_kernel[(triton.cdiv(num_out, 4),)](
+    out = x.new_empty(num_rows, num_out) if residual is None else residual
+    # Measured: as many weights a program as registers hold, all asked for at once.
+    block_k = min(4096, triton.next_power_of_2(num_in))
+    num_at_once = 4096 if num_rows == 1 and weight.numel() <= _MAX_PAIR_WEIGHTS else 8192
+    block_n = max(1, num_at_once // block_k // (2 if gated else 1))
+    _fused_kernel[(triton.cdiv(num_out, block_n),)](
         out,
         x,
         weight,
@@ -131,85 +126,105 @@ def _fused(
         residual,
         num_out,
         norm.eps if norm is not None else 0.0,
+        x.stride(0),
+        out.stride(0),
+        NUM_ROWS=num_rows,
         NUM_IN=num_in,
-        BLOCK_N=4,
+        BLOCK_N=block_n,
         BLOCK_K=block_k,
-        UNROLL=unroll,
         GATED=gated,
-        num_warps=max(1, min(4 if unroll > 1 else 8, block_k // 128)),
+        num_warps=max(1, min(4, num_rows * block_k // 1024)),
+        **dependent_launch(x.device),
     )
     return out
 
 
 @triton.jit
-def _product(x_ptr, norm_ptr, weight_rows, is_out, k0, NUM_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Terms of the outputs' sums: [BLOCK_N, BLOCK_K], of BLOCK_K inputs from k0 on."""
-    k = k0 + tl.arange(0, BLOCK_K)
-    weight = tl.load(weight_rows + k, mask=is_out & (k < NUM_IN)[None, :], other=0.0)
-    x = tl.load(x_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
-    if norm_ptr is not None:
-        x *= tl.load(norm_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
-    return weight.to(tl.float32) * x[None, :]
-
-
-@triton.jit
 def _fused_kernel(
-    out_ptr,  # [num_out]
-    x_ptr,  # [NUM_IN]
+    out_ptr,  # [NUM_ROWS, num_out]
+    x_ptr,  # [NUM_ROWS, NUM_IN]
     weight_ptr,  # [num_out or 2 * num_out, NUM_IN]
     bias_ptr,  # [num_out or 2 * num_out] or None
     norm_ptr,  # [NUM_IN] or None
     residual_ptr,  # as out, or None
     num_out,
     eps,
+    x_stride,
+    out_stride,
+    NUM_ROWS: tl.constexpr,
     NUM_IN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
     GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of one row. Sums meet across threads only at the end."""
+    """One program: BLOCK_N outputs of every row, a block of weights asked for ahead of its use."""
+    start_next_kernel(DEPENDENT)
+    # [NUM_ROWS, BLOCK_N, BLOCK_K]
+    row = tl.arange(0, NUM_ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < num_out
-    is_out = inside[:, None]
-    weight_rows = weight_ptr + n.to(tl.int64)[:, None] * NUM_IN
-    up_rows = weight_rows + num_out.to(tl.int64) * NUM_IN
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    square = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(0, NUM_IN, UNROLL * BLOCK_K):
-        for i in tl.static_range(UNROLL):
-            k0 = start + i * BLOCK_K
-            acc += _product(x_ptr, norm_ptr, weight_rows, is_out, k0, NUM_IN, BLOCK_K)
-            if GATED:
-                acc_up += _product(x_ptr, norm_ptr, up_rows, is_out, k0, NUM_IN, BLOCK_K)
-            if norm_ptr is not None:
-                k = k0 + tl.arange(0, BLOCK_K)
-                x = tl.load(x_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
-                square += x * x
-    y = tl.sum(acc, 1)
-    up = tl.sum(acc_up, 1)
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    is_out = (n < num_out)[None, :, None]
+    weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * NUM_IN + k
+    up_at = weight_at + num_out.to(tl.int64) * NUM_IN
+    weight = tl.load(weight_at, mask=is_out & (k < NUM_IN), other=0.0)
+    up_weight = weight
+    if GATED:
+        up_weight = tl.load(up_at, mask=is_out & (k < NUM_IN), other=0.0)
+    norm = 1.0
     if norm_ptr is not None:
-        # The row's own scale is a factor of the whole sum: it can wait until here.
-        scale = tl.rsqrt(tl.sum(square, 0) / NUM_IN + eps)
+        norm = tl.load(norm_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
+    at = row[:, None] * out_stride + n[None, :]
+    inside = (n < num_out)[None, :]
+    wait_for_inputs(DEPENDENT)
+    residual = 0.0
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.zeros([NUM_ROWS, BLOCK_N], tl.float32)
+    up = tl.zeros([NUM_ROWS, BLOCK_N], tl.float32)
+    square = tl.zeros([NUM_ROWS, 1], tl.float32)
+    for start in tl.static_range(0, NUM_IN, BLOCK_K):
+        in_x = start + k < NUM_IN
+        x_at = x_ptr + row[:, None, None] * x_stride + start + k
+        x = tl.load(x_at, mask=in_x, other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            if start > 0:
+                norm = tl.load(norm_ptr + start + k, mask=in_x, other=0.0).to(tl.float32)
+            square += tl.sum(x * x, 2)
+            x *= norm
+        terms = weight.to(tl.float32) * x
+        up_terms = terms
+        if GATED:
+            up_terms = up_weight.to(tl.float32) * x
+        if start + BLOCK_K < NUM_IN:
+            in_next = is_out & (start + BLOCK_K + k < NUM_IN)
+            weight = tl.load(weight_at + start + BLOCK_K, mask=in_next, other=0.0)
+            if GATED:
+                up_weight = tl.load(up_at + start + BLOCK_K, mask=in_next, other=0.0)
+        y += tl.sum(terms, 2)
+        if GATED:
+            up += tl.sum(up_terms, 2)
+    if norm_ptr is not None:
+        # A row's own scale is a factor of the whole sum: it can wait until here.
+        scale = tl.rsqrt(square / NUM_IN + eps)
         y *= scale
         up *= scale
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + n[None, :], mask=inside, other=0.0).to(tl.float32)
     if GATED:
         if bias_ptr is not None:
-            up += tl.load(bias_ptr + num_out + n, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + num_out + n[None, :], mask=inside, other=0.0).to(tl.float32)
         y = y / (1.0 + tl.exp(-y)) * up
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + at, (y + residual).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     num_rows, num_in = x.shape
     num_out = len(weight)
-    block_k = min(512, triton.next_power_of_2(num_in))
-    num_warps = max(1, min(4, block_k // 32))
+    block_m = 16 if num_rows <= 16 else 32
+    bytes_at_once = 2048 if block_m == 16 else 1024
+    block_k = min(bytes_at_once // weight.element_size(), triton.next_power_of_2(num_in))
+    num_warps = max(1, min(8, block_k // 128))
     _add_product_kernel[(triton.cdiv(num_out, 8),)](
         residual,
         x,
@@ -219,12 +234,13 @@ def _add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         x.stride(0),
         residual.stride(0),
         NUM_IN=num_in,
-        BLOCK_M=16,
+        BLOCK_M=block_m,
         BLOCK_N=8,
         BLOCK_K=block_k,
         SPLITS=num_warps,
         num_warps=num_warps,
         num_stages=4,
+        **dependent_launch(x.device),
     )
     return residual
 
@@ -243,8 +259,10 @@ def _add_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program: BLOCK_N outputs of every row; each warp sums a share of every BLOCK_K."""
+    start_next_kernel(DEPENDENT)
     SHARE: tl.constexpr = BLOCK_K // SPLITS
     EVEN: tl.constexpr = NUM_IN % BLOCK_K == 0
     # [SPLITS, BLOCK_M or BLOCK_N, SHARE]
@@ -256,6 +274,10 @@ def _add_product_kernel(
     weight_rows = weight_ptr + n[None, :, None] * NUM_IN
     x_rows = x_ptr + m[None, :, None] * x_stride
     acc = tl.zeros([SPLITS, BLOCK_M, BLOCK_N], tl.float32)
+    offset = m[:, None] * out_stride + n
+    mask = (m < num_rows)[:, None] & (n < num_out)[None, :]
+    wait_for_inputs(DEPENDENT)
+    residual = tl.load(out_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     for start in range(0, NUM_IN, BLOCK_K):
         k = start + share
         in_x, in_weight = is_row, is_out
@@ -264,49 +286,70 @@ def _add_product_kernel(
         weight = tl.load(weight_rows + k, mask=in_weight, other=0.0)
         x = tl.load(x_rows + k, mask=in_x, other=0.0)
         acc += tl.dot(x, tl.trans(weight, 0, 2, 1), input_precision="ieee")
-    offset = m[:, None] * out_stride + n
-    mask = (m < num_rows)[:, None] & (n < num_out)[None, :]
-    y = tl.sum(acc, 0) + tl.load(out_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    y = tl.sum(acc, 0) + residual
     tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Shape: [T, K], rows dense -> [T, K]."""
-    num_rows, width = x.shape
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(num_rows,)](
-        out, x, norm.weight, norm.eps, x.stride(0), width, BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
-    )  # fmt: skip
+def _large_product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+    num_rows, num_in = x.shape
+    num_out = len(weight)
+    out = x.new_empty(num_rows, num_out) if residual is None else residual
+    grid = triton.cdiv(num_out, 64)
+    # Programs that are fewer than multiprocessors must each have more under way.
+    few = grid <= num_programs(x.device, 1)
+    _large_product_kernel[(grid,)](
+        out,
+        x,
+        weight,
+        residual,
+        num_rows,
+        num_out,
+        x.stride(0),
+        out.stride(0),
+        NUM_IN=num_in,
+        BLOCK_M=16 if num_rows <= 16 else 32,
+        BLOCK_N=64,
+        BLOCK_K=256 if few else 128,
+        num_warps=4,
+        num_stages=4 if few else 3,
+        **dependent_launch(x.device),
+    )
     return out
 
 
-@triton.jit
-def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, eps, x_stride, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + k, mask=k < width, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
-    tl.store(out_ptr + row * width + k, y.to(out_ptr.dtype.element_ty), mask=k < width)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Shape: [T, 2 N], dense -> [T, N]."""
-    num_rows, width = len(gate_up), gate_up.shape[1] // 2
-    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(num_rows, triton.cdiv(width, block))](out, gate_up, width, BLOCK=block)
-    return out
-
-
-@triton.jit
-def _silu_mul_kernel(out_ptr, gate_up_ptr, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate_ptr = gate_up_ptr + row * 2 * width + n
-    gate = tl.load(gate_ptr, mask=n < width, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + width, mask=n < width, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * width + n, y.to(out_ptr.dtype.element_ty), mask=n < width)
+@triton.jit(do_not_specialize=["num_rows"])
+def _large_product_kernel(
+    out_ptr,  # [num_rows, num_out]
+    x_ptr,  # [num_rows, NUM_IN]
+    weight_ptr,  # [num_out, NUM_IN]
+    residual_ptr,  # as out, or None
+    num_rows,
+    num_out,
+    x_stride,
+    out_stride,
+    NUM_IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One program: BLOCK_N outputs of every row, outputs along the tensor cores' long side."""
+    start_next_kernel(DEPENDENT)
+    m = tl.arange(0, BLOCK_M)[None, :]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    k = tl.arange(0, BLOCK_K)
+    is_row, is_out = m < num_rows, n < num_out
+    weight_at = weight_ptr + n.to(tl.int64) * NUM_IN + k[None, :]
+    x_at = x_ptr + m * x_stride + k[:, None]
+    at = m * out_stride + n
+    mask = is_row & is_out
+    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_inputs(DEPENDENT)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    for start in range(0, NUM_IN, BLOCK_K):
+        inside = start + k < NUM_IN
+        x = tl.load(x_at + start, mask=is_row & inside[:, None], other=0.0)
+        weight = tl.load(weight_at + start, mask=is_out & inside[None, :], other=0.0)
+        y = tl.dot(weight, x, y)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -8,7 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.linear import Norm, rms_norm_reference
+from outrider.kernels.dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from outrider.kernels.rms_norm import Norm, rms_norm_reference
 
 _HEADS_PER_PROGRAM = 8
 
@@ -71,6 +76,7 @@ def rope_and_store(
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
         HEADS=_HEADS_PER_PROGRAM,
         num_warps=4,
+        **dependent_launch(qkv.device),
     )
     return qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
 
@@ -123,8 +129,10 @@ def _rope_and_store_kernel(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program: HEADS heads of one row, of whatever kind."""
+    start_next_kernel(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, HALF_PAD)[None, :]
@@ -134,28 +142,31 @@ def _rope_and_store_kernel(
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
     given = (is_query | is_key | is_value) & in_head
 
+    if q_norm_ptr is not None:
+        q_a = tl.load(q_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        q_b = tl.load(q_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+        k_a = tl.load(k_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        k_b = tl.load(k_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos_ptr + row * cos_stride + d, mask=in_head, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + row * cos_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + row * sin_stride + d, mask=in_head, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + row * sin_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+    wait_for_inputs(DEPENDENT)
+
     at = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF + head * 2 * HALF + d
     raw_a = tl.load(at, mask=given, other=0.0)
     raw_b = tl.load(at + HALF, mask=given, other=0.0)
     a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)
     if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-        q_a = tl.load(q_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
-        q_b = tl.load(q_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
-        k_a = tl.load(k_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
-        k_b = tl.load(k_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
         a *= scale * tl.where(is_query, q_a, k_a)
         b *= scale * tl.where(is_query, q_b, k_b)
-    cos_a = tl.load(cos_ptr + row * cos_stride + d, mask=in_head, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + row * cos_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + row * sin_stride + d, mask=in_head, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + row * sin_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
     rotated_a = (a * cos_a - b * sin_a).to(raw_a.dtype)
     rotated_b = (b * cos_b + a * sin_b).to(raw_a.dtype)
     tl.store(at, rotated_a, mask=is_query & in_head)
     tl.store(at + HALF, rotated_b, mask=is_query & in_head)
 
-    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
     key_head = slot * NUM_KV_HEADS + head - NUM_HEADS
     key_at = k_ptr + key_head * 2 * HALF + d
     tl.store(key_at, rotated_a, mask=is_key & in_head)

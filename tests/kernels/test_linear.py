@@ -4,12 +4,14 @@ import pytest
 import torch
 from verification import HAS_KERNELS
 
-from outrider.kernels.linear import Norm, linear, linear_reference
+from outrider.kernels import linear as module
+from outrider.kernels.linear import linear, linear_reference
+from outrider.kernels.rms_norm import Norm
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 17])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 17, 33])
 @pytest.mark.parametrize(("num_in", "num_out"), [(96, 50), (1100, 17)])
 @pytest.mark.parametrize(
     ("with_norm", "gated", "with_residual", "with_bias"),
@@ -54,3 +56,37 @@ def test_kernel_equals_reference(
     out = linear(x, weight, bias, norm=norm, gated=gated, residual=residual)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert residual is None or out.data_ptr() == residual.data_ptr()
+
+
+@pytest.mark.parametrize("num_rows", [3, 20])
+@pytest.mark.parametrize(
+    ("with_norm", "gated", "with_residual"),
+    [(True, False, False), (True, True, False), (False, False, True)],
+)
+def test_large_weights_are_multiplied_the_same(
+    num_rows: int,
+    with_norm: bool,
+    gated: bool,
+    with_residual: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MAX_SMALL_WEIGHTS", 0)
+    monkeypatch.setattr(module, "_MIN_LARGE_WEIGHTS", 0)
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).half().to(device)
+
+    x, weight = randn(num_rows, 300), randn(2 * 70 if gated else 70, 300) / 16
+    residual = randn(num_rows, 70) if with_residual else None
+    norm = Norm(randn(300), 1e-5) if with_norm else None
+    expected = linear_reference(
+        x.float(),
+        weight.float(),
+        norm=Norm(norm.weight.float(), norm.eps) if norm is not None else None,
+        gated=gated,
+        residual=residual.float() if residual is not None else None,
+    )
+    out = linear(x, weight, norm=norm, gated=gated, residual=residual)
+    torch.testing.assert_close(out.float(), expected, rtol=4e-3, atol=4e-3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from verification import HAS_KERNELS
 
-from outrider.kernels.linear import Norm
+from outrider.kernels.rms_norm import Norm
 from outrider.kernels.rope import rope_and_store, rope_and_store_reference
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
