@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from outrider.engine.batch import ForwardBatch
 from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.attention_items import AttentionItems, list_items
 from outrider.kernels.paged_attention import attention_mask as build_mask
 from outrider.kernels.paged_attention import paged_attention, paged_attention_reference
 
@@ -64,6 +65,16 @@ class PagedContext:
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._items: dict[int, AttentionItems] = {}
+
+    def items(self, group: int) -> AttentionItems:
+        """The kernel's work, listed once a forward and shared by the layers of a group size."""
+        if group not in self._items:
+            batch = self.batch
+            self._items[group] = list_items(
+                batch.cu_seqlens_q, batch.seq_lens, batch.slots, len(batch.positions), group
+            )
+        return self._items[group]
 
     @functools.cached_property
     def sequences(self) -> list[SequenceRows]:
@@ -181,9 +192,7 @@ def attend(
             rows,
             k_cache,
             v_cache,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            batch.slots,
+            context.items(rows.shape[1] // k_cache.shape[2]),
             batch.block_table,
             scale,
             window,

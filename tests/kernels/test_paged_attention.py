@@ -4,6 +4,7 @@ import pytest
 import torch
 from verification import HAS_KERNELS
 
+from outrider.kernels.attention_items import list_items
 from outrider.kernels.paged_attention import (
     attention_mask,
     paged_attention,
@@ -87,13 +88,12 @@ def check(
     sinks = randn(num_heads) if with_sinks else None
     cu = torch.tensor([0, *(rows for rows, _ in batch)]).cumsum(0).int().to(device)
     scale = head_dim**-0.5
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     out = paged_attention(
         query,
         k_cache,
         v_cache,
-        cu,
-        torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        slots,
+        list_items(cu, lens, slots, num_rows, num_heads // num_kv_heads),
         table,
         scale,
         window,
