@@ -15,21 +15,24 @@ PARTS = ("schedule", "propose", "score", "verify", "commit")
 
 @contextmanager
 def timed_parts(engine: Engine, *, synchronize: bool = False) -> Iterator[dict[str, list[float]]]:
-    """Seconds of every call by part, and of whole steps, one list entry a step.
+    """Seconds by part, and of whole steps, one list entry a step.
 
     With `synchronize`, each call waits for the GPU, so that its own work is what is counted.
     """
     spent: dict[str, list[float]] = defaultdict(list)
-    owners: list[tuple[Any, str]] = [
-        (engine.scheduler, "schedule"),
-        (engine.proposer, "propose"),
-        (engine.target, "score"),
-        (engine.verifier, "verify"),
-        (engine.scheduler, "commit"),
-        (engine, "step"),
+    in_step = dict.fromkeys(PARTS, 0.0)
+    calls: list[tuple[Any, str, str]] = [
+        (engine.scheduler, "schedule", "schedule"),
+        (engine.proposer, "propose", "propose"),
+        (engine.target, "score", "score"),
+        (engine.verifier, "verify", "verify"),
+        (engine.proposer, "propose_ahead", "propose"),
+        (engine.verifier, "read", "verify"),
+        (engine.scheduler, "commit", "commit"),
+        (engine, "step", "step"),
     ]
 
-    def wrap(owner: Any, name: str) -> None:
+    def wrap(owner: Any, name: str, part: str) -> None:
         call = getattr(owner, name)
 
         def timed(*args: Any) -> Any:
@@ -37,15 +40,22 @@ def timed_parts(engine: Engine, *, synchronize: bool = False) -> Iterator[dict[s
             result = call(*args)
             if synchronize:
                 torch.cuda.synchronize()
-            spent[name].append(time.perf_counter() - start_s)
+            elapsed_s = time.perf_counter() - start_s
+            if part == "step":
+                spent[part].append(elapsed_s)
+                for name_of in PARTS:
+                    spent[name_of].append(in_step[name_of])
+                    in_step[name_of] = 0.0
+            else:
+                in_step[part] += elapsed_s
             return result
 
         setattr(owner, name, timed)
 
-    for owner, name in owners:
-        wrap(owner, name)
+    for each in calls:
+        wrap(*each)
     try:
         yield spent
     finally:
-        for owner, name in owners:
+        for owner, name, _ in calls:
             delattr(owner, name)  # the class's own method shows again

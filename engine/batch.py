@@ -29,6 +29,8 @@ class HostBatch:
     cu_seqlens_q_np: np.ndarray
     # [num_logits] rows whose logits are wanted
     logits_rows_np: np.ndarray
+    # positions and lengths count from the sequences' known tokens, whose number the device knows
+    is_relative: bool = False
 
     @staticmethod
     def build(
@@ -36,10 +38,14 @@ class HostBatch:
         starts_np: np.ndarray,
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
+        *,
+        is_relative: bool = False,
     ) -> "HostBatch":
         """Rows `starts[i] : starts[i] + query_lens[i]` of each sequence, read from its slot.
 
-        All arguments: [B]. Logits are wanted of the last `num_logits[i]` rows of sequence i.
+        Arrays: [B]. Logits are wanted of the last `num_logits[i]` rows of sequence i. With
+        `is_relative` a start of 0 is the first position behind those that the last verification
+        left known.
         """
         ends_np = np.cumsum(query_lens_np)
         return HostBatch(
@@ -49,6 +55,7 @@ class HostBatch:
             seq_lens_np=starts_np + query_lens_np,
             cu_seqlens_q_np=np.concatenate(([0], ends_np)),
             logits_rows_np=ragged_arange(ends_np - num_logits_np, num_logits_np),
+            is_relative=is_relative,
         )
 
     @property
@@ -69,6 +76,7 @@ class HostBatch:
                 _pad(self.seq_lens_np, num_seqs, 0),
                 _pad(self.cu_seqlens_q_np, num_seqs + 1, len(self.positions_np)),
                 _pad(self.logits_rows_np, num_logits, 0),
+                np.array([self.is_relative], dtype=np.int64),
             ]
         )
 
@@ -103,17 +111,27 @@ class ForwardBatch:
     @staticmethod
     def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
         num_seqs, num_rows, num_logits = shape
-        sizes = [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits]
-        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = packed.split(sizes)
-        input_ids, slot_mapping = read_rows(
-            slot_of_row, positions, slots.token_ids, slots.block_table, slots.page_size
+        sizes = [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits, 1]
+        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows, is_relative = (
+            packed.split(sizes)
+        )
+        rows = read_rows(
+            slot_of_row,
+            positions,
+            slot,
+            seq_lens,
+            is_relative,
+            slots.num_tokens,
+            slots.token_ids,
+            slots.block_table,
+            slots.page_size,
         )
         return ForwardBatch(
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
+            input_ids=rows.token_ids,
+            positions=rows.positions,
+            slot_mapping=rows.slot_mapping,
             slots=slot,
-            seq_lens=seq_lens,
+            seq_lens=rows.seq_lens,
             cu_seqlens_q=cu_seqlens_q,
             logits_rows=logits_rows,
             block_table=slots.block_table,

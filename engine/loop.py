@@ -108,6 +108,9 @@ class Engine:
         self.scheduler = Scheduler(
             config.scheduler, self._kv_cache, self._slots, k, max_model_len, adaptive
         )
+        # On a CPU nothing would overlap.
+        drafts = self.info.proposer == "draft_model"
+        self.scheduler.plans_ahead = drafts and self._slots.device.type == "cuda"
         self.info = replace(
             self.info,
             max_model_len=max_model_len,
@@ -131,7 +134,9 @@ class Engine:
             return []
         proposals = self.proposer.propose(plan)
         logits = self.target.score(plan, proposals)
-        verified = self.verifier.verify(plan, proposals, logits)
+        drawn = self.verifier.verify(plan, proposals, logits)
+        self.proposer.propose_ahead(plan)  # a GPU goes on while the host reads and commits
+        verified = self.verifier.read(plan, proposals, logits, drawn)
         outputs = self.scheduler.commit(plan, verified)
         for output in outputs:
             if output.finish_reason is not None:

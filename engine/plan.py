@@ -17,6 +17,7 @@ class ScheduledRequest:
     request: Request
     num_new_tokens: int  # known tokens that the target computes
     num_drafts: int  # at most this many proposals are scored behind them
+    num_drafts_ahead: int = 0  # there is room for so many more behind whatever the step draws
     # Of the prompt tokens that this step scores; the target's part of the step fills it.
     prompt_logprobs: list[TokenLogprobs] | None = None
 

@@ -50,6 +50,7 @@ class Request:
         scores_prompt = new.params.prompt_logprobs is not None
         self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
         self.num_draft_computed_tokens = 0
+        self.num_drafts_ahead = 0  # drawn before the host knew the tokens in front of them
         self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
         self._first_parent_hash = _salt_hash(new.cache_salt)
         self.num_recorded_pages = 0  # leading pages already offered to the prefix cache
@@ -147,7 +148,7 @@ class Request:
     def forget_computed(self) -> None:
         """All pages are gone: the sequence must be computed again from its tokens."""
         self.pages.clear()
-        self.num_computed_tokens = self.num_draft_computed_tokens = 0
+        self.num_computed_tokens = self.num_draft_computed_tokens = self.num_drafts_ahead = 0
         self.num_recorded_pages = self.num_recorded_draft_pages = 0
 
 

@@ -66,6 +66,7 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens  # of requests that leave it open
         self._adaptive = adaptive
         self._max_model_len = max_model_len
+        self.plans_ahead = False  # whether plans leave room for the drafts of the step after
         self.waiting: list[Request] = []  # the next first
         self.running: list[Request] = []
         self._arrivals = count()
@@ -119,6 +120,9 @@ class Scheduler:
             plan.scheduled.append(scheduled)
             prefilling.append(request)
             budget -= scheduled.num_new_tokens + scheduled.num_drafts
+        if self.plans_ahead:
+            for scheduled in plan.sampled:
+                scheduled.num_drafts_ahead = self._num_drafts_ahead(scheduled)
         return plan
 
     def wait_for_grammars(self, timeout_s: float) -> None:
@@ -254,7 +258,7 @@ class Scheduler:
         scheduled = self._share(request, budget, plan)
         if scheduled.num_new_tokens == 0:
             return None
-        while not self._grow(scheduled):
+        while not self._grow(request, scheduled.end + scheduled.num_drafts):
             if scheduled.num_drafts:
                 scheduled.num_drafts = 0  # drafts are never worth a neighbour's pages
                 continue
@@ -288,9 +292,9 @@ class Scheduler:
         self.running.append(request)
         self._slots.seat(request)
         scheduled = self._share(request, budget, plan)
-        if not self._grow(scheduled):
+        if not self._grow(request, scheduled.end + scheduled.num_drafts):
             scheduled.num_drafts = 0
-            self._grow(scheduled)
+            self._grow(request, scheduled.end)
         return scheduled
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
@@ -324,10 +328,15 @@ class Scheduler:
         pinned = params.reproducible and not self._slots.draws_are_fixed(params)
         return self._max_speculative_tokens if pinned else self._num_speculative_tokens
 
-    def _grow(self, scheduled: ScheduledRequest) -> bool:
-        request = scheduled.request
+    def _num_drafts_ahead(self, scheduled: ScheduledRequest) -> int:
+        """As many as now, if there is room for them behind all that this step may draw."""
+        k = scheduled.num_drafts
+        end = scheduled.end + k + 1 + k
+        return k if end <= self._max_model_len and self._grow(scheduled.request, end) else 0
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
         first = len(request.pages)
-        if not self._kv_cache.allocate(request, scheduled.end + scheduled.num_drafts):
+        if not self._kv_cache.allocate(request, num_tokens):
             return False
         if len(request.pages) > first:
             self._slots.write_pages(request, first)

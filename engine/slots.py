@@ -12,6 +12,7 @@ from outrider.engine.api import SamplingParams, Verification
 from outrider.engine.logit_edits import LogitEdits
 from outrider.engine.request import Request
 from outrider.kernels.sampling import Rule, Sampling
+from outrider.kernels.take_sampling import take_sampling
 
 RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
 
@@ -40,6 +41,8 @@ class Slots:
         self.device = device
         # [num_slots, width]
         self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
+        # [num_slots] known tokens, once verified: ahead of the host until it has read them
+        self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # [num_slots, pages of width]
         self.block_table = torch.zeros(
             num_slots, -(-width // page_size), dtype=torch.int32, device=device
@@ -87,24 +90,29 @@ class Slots:
 
     def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
         """Copy tokens from the host into the request's row, from `position` on."""
-        self.token_ids[request.slot, position : position + len(token_ids)] = torch.tensor(
-            token_ids, dtype=torch.int32
-        )
+        _upload(token_ids, self.token_ids[request.slot, position : position + len(token_ids)])
 
     def write_pages(self, request: Request, first: int) -> None:
         """Copy the request's pages from index `first` on into its block table."""
-        pages = torch.tensor(request.pages[first:], dtype=torch.int32)
-        self.block_table[request.slot, first : len(request.pages)] = pages
+        _upload(request.pages[first:], self.block_table[request.slot, first : len(request.pages)])
 
     def sampling_of(self, slots: Tensor) -> Sampling:
         """Sampling parameters by batch row; `slots`: [B], batch_idx -> slot."""
-        return Sampling(*(field[slots] for field in self.sampling))
+        return take_sampling(self.sampling, slots)
 
     def check_integrity(self, live_requests: list[Request]) -> None:
         """Every slot is free or held by one request; raises RuntimeError otherwise."""
         held = [request.slot for request in live_requests if request.slot is not None]
         if sorted([*self._free, *held]) != list(range(len(self.token_ids) - 1)):
             raise RuntimeError(f"slots do not add up: free {self._free}, held {held}")
+
+
+def _upload(values: list[int], destination: Tensor) -> None:
+    """Copy to the device behind all that is launched already, without waiting for it."""
+    source = torch.tensor(values, dtype=destination.dtype)
+    if destination.is_cuda:
+        source = source.pin_memory()
+    destination.copy_(source, non_blocking=True)
 
 
 def _as_int64(seed: int) -> int:

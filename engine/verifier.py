@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import TokenLogprobs
+from outrider.engine.host_copy import HostCopy
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
 from outrider.engine.plan import Plan, Verified, slots_of
@@ -41,7 +42,7 @@ class Verifier:
         for size in sizes:
             for num_columns in sorted({max_drafts, 0}, reverse=True):
                 q = [] if distributions is None or num_columns == 0 else [*distributions]
-                tensors = (logits[: size * (num_columns + 1)], *(x[:size] for x in q))
+                tensors = (logits[: size * (num_columns + 1)], *q)
                 for kind in SAMPLING_KINDS:
                     nobody = np.zeros(0, dtype=np.int64)
                     self._phase.capture(
@@ -52,14 +53,15 @@ class Verifier:
         self._sizes = sizes[::-1]
         self._dtypes = {like.dtype} | ({distributions.logits.dtype} if distributions else set())
 
-    def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> Verified:
+    def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> HostCopy | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
-        The drawn tokens also go into the slots, behind each sequence's known ones.
+        The drawn tokens go into the slots, behind each sequence's known ones, and on to the host,
+        for `read`.
         """
         sampled = plan.sampled
         if not sampled:
-            return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
+            return None
         num_drafts_np = proposals.num_drafts_np
         slots_np = slots_of(sampled)
         anchors_np = np.array([s.request.num_tokens for s in sampled])
@@ -77,14 +79,22 @@ class Verifier:
             (size, num_columns, *sampling_kind(sampled)),
             *tensors,
         )
-        # The one copy to the host a step.
-        host = drawn[: len(sampled)].cpu().numpy()
-        token_ids_np, is_bad_np = host[:, :-1], host[:, -1].astype(bool)
-        token_ids = [row[row >= 0].tolist() for row in token_ids_np]
+        return HostCopy(drawn[: len(sampled)])  # the one copy to the host a step
+
+    def read(
+        self, plan: Plan, proposals: Proposals, logits: Tensor, drawn: HostCopy | None
+    ) -> Verified:
+        """What `verify` drew from these logits, once it is on the host."""
+        if drawn is None:
+            return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
+        host_np = drawn.numpy()
+        token_ids = [row[row >= 0].tolist() for row in host_np[:, :-1]]
+        num_drafts_np = proposals.num_drafts_np
+        cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
         return Verified(
             token_ids=token_ids,
             num_drafts=num_drafts_np.tolist(),
-            is_bad=is_bad_np.tolist(),
+            is_bad=host_np[:, -1].astype(bool).tolist(),
             logprobs=self._logprobs(plan, logits, token_ids, cu_rows_np),
         )
 
@@ -98,11 +108,15 @@ class Verifier:
     ) -> Tensor:
         """Verify, and write what was drawn into the slots.
 
-        Shape: integers [4, B + 1], see `_pack`; logits [T, V]; draft_logits [B, K, V'], draft_state
-        [B, K, 4]; returns [B, K + 2], the tokens (padded with -1) and whether the logits were bad.
+        Shape: integers [4, B + 1], see `_pack`; logits [T, V]; draft_logits [num_slots, K, V'],
+        draft_state [num_slots, K, 4]; returns [B, K + 2], the tokens (padded with -1) and whether
+        the logits were bad.
         """
         _, num_columns, filters, samples = shape
         cu_rows, (slot, num_drafts, anchor) = integers[0], integers[1:, :-1].unbind()
+        if draft_logits is not None and draft_state is not None:
+            draft_logits = draft_logits[slot] if samples else None
+            draft_state = draft_state[slot] if samples else None
         # [B, K + 1] where a step's tokens lie in the slots
         positions = anchor[:, None] + torch.arange(num_columns + 1, device=anchor.device)
         drawn = verify(
@@ -118,6 +132,7 @@ class Verifier:
             filters=bool(filters),
             samples=bool(samples),
         )
+        self._slots.num_tokens[slot] = anchor + drawn.num_tokens
         self._slots.token_ids[slot[:, None], positions] = drawn.token_ids.clamp_min(0).int()
         return torch.cat((drawn.token_ids, drawn.is_bad[:, None]), dim=1)
 

@@ -49,6 +49,10 @@ class LogitEdits:
         # [num_slots] whether the request asks for more than bans
         self._reweighs_np = np.zeros(len(token_ids), dtype=bool)
 
+    def __bool__(self) -> bool:
+        """Whether any seated request asks for any."""
+        return bool(self._slots)
+
     def seat(self, request: Request) -> None:
         """Take up what a request asks for; its tokens are in its slot already."""
         assert request.slot is not None

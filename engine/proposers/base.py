@@ -27,20 +27,20 @@ def sampling_kind(sampled: list[ScheduledRequest]) -> tuple[bool, bool]:
 
 
 class DraftDistributions(NamedTuple):
-    """What drafts were drawn from, as verification needs it; rows from k_i on are undefined."""
+    """What the drafts in each slot were drawn from; rows from k_i on are undefined."""
 
-    # [B, K, V'] raw, in the head's dtype
+    # [num_slots, K, V'] raw, in the head's dtype
     logits: Tensor
-    # [B, K, 4] row states of the draft sampler
+    # [num_slots, K, 4] row states of the draft sampler
     state: Tensor
 
     @staticmethod
     def empty(
-        num_seqs: int, num_drafts: int, width: int, dtype: torch.dtype, device: torch.device
+        num_slots: int, num_drafts: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> "DraftDistributions":
         return DraftDistributions(
-            torch.empty(num_seqs, num_drafts, width, dtype=dtype, device=device),
-            torch.empty(num_seqs, num_drafts, STATE_WIDTH, device=device),
+            torch.empty(num_slots, num_drafts, width, dtype=dtype, device=device),
+            torch.empty(num_slots, num_drafts, STATE_WIDTH, device=device),
         )
 
 
@@ -74,12 +74,25 @@ class Proposer(ABC):
             log.exception("drafting failed; this step decodes plainly")
             return Proposals.none(plan)
 
+    def propose_ahead(self, plan: Plan) -> None:
+        """Draft for the step after this plan's while the host does not know yet what it drew.
+
+        What comes of it is proposed by the next `propose`, where it still fits.
+        """
+        try:
+            self._propose_ahead(plan)
+        except Exception:
+            log.exception("drafting ahead failed; the next step drafts later")
+
     def capture(self, report: ReportProgress) -> DraftDistributions | None:
         """Capture what it runs on a GPU; returns what its proposals' distributions are views of."""
         return None
 
     @abstractmethod
     def _propose(self, plan: Plan) -> Proposals: ...
+
+    def _propose_ahead(self, plan: Plan) -> None:
+        return
 
 
 class NoProposer(Proposer):

@@ -51,10 +51,7 @@ class Top1Proposer(Proposer):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._phase = Phase(self._draw, slots.device)
         self._sizes: list[int] = []  # captured, ascending
-        # One row more than there are sequences: padding writes there.
-        self._kept = DraftDistributions.empty(
-            slots.max_num_seqs + 1, slots.max_drafts, draft.vocab_size, draft.dtype, slots.device
-        )
+        self._kept = self._empty(draft.vocab_size, draft.dtype)
 
     def capture(self, report: ReportProgress) -> DraftDistributions:
         """Capture the draft's steps, its catch-ups of two rows, and its sampling."""
@@ -63,7 +60,7 @@ class Top1Proposer(Proposer):
         logits = self._kept.logits.new_zeros(sizes[0], self._draft.vocab_size)
         for size in sizes:
             for kind in SAMPLING_KINDS:
-                integers_np = self._pad(np.zeros((4, 0), dtype=np.int64), size)
+                integers_np = self._pad(np.zeros((5, 0), dtype=np.int64), size)
                 tensors = (logits[:size], self._kept.logits, self._kept.state)
                 self._phase.capture(integers_np, (size, *kind), tensors)
         self._sizes = sizes[::-1]
@@ -77,8 +74,38 @@ class Top1Proposer(Proposer):
         logits = self._catch_up([share for share in shares if share.num_unseen > 0])
         if not num_drafts_np.any():
             return Proposals(num_drafts_np)
-        distributions = self._run_ahead(plan.sampled, num_drafts_np, logits)
-        return Proposals(num_drafts_np, distributions)
+        kept = self._kept
+        drafting = [share for share in shares if share.num_unseen > 0 and share.num_drafts > 0]
+        if drafting:
+            scheduled = [share.scheduled for share in drafting]
+            wanted_np = np.array([share.num_drafts for share in drafting])
+            anchors_np = np.array([s.request.num_tokens for s in scheduled])
+            kept = self._draft_for(scheduled, wanted_np, anchors_np, logits)
+            for share in drafting:
+                share.scheduled.request.num_draft_computed_tokens += share.num_drafts - 1
+        return Proposals(num_drafts_np, kept)
+
+    def _propose_ahead(self, plan: Plan) -> None:
+        if self._slots.edits:  # they need the tokens on the host
+            return
+        ahead = [s for s in plan.sampled if self._can_go_ahead(s)]
+        if not ahead:
+            return
+        wanted_np = np.array([scheduled.num_drafts_ahead for scheduled in ahead])
+        zeros_np = np.zeros_like(wanted_np)
+        # Of what will be known the draft has seen all but one or two tokens: it computes two.
+        logits = self._forward(
+            slots_of(ahead), zeros_np - 2, zeros_np + 2, zeros_np + 1, is_relative=True
+        )
+        self._draft_for(ahead, wanted_np, zeros_np, logits, is_relative=True)
+        for scheduled in ahead:
+            scheduled.request.num_drafts_ahead = scheduled.num_drafts_ahead
+
+    def _can_go_ahead(self, scheduled: ScheduledRequest) -> bool:
+        request, k = scheduled.request, scheduled.num_drafts_ahead
+        # Where the draft ran in this step, it lags by one or two tokens behind its outcome.
+        follows = request.num_draft_computed_tokens >= request.num_tokens
+        return k > 0 and follows and request.num_tokens + 2 * k + 1 <= self._draft.max_positions
 
     def _divide(self, plan: Plan) -> list[_Share]:
         """Separate the sequences that can be drafted for from those that decode plainly."""
@@ -86,6 +113,11 @@ class Top1Proposer(Proposer):
         shares = []
         for scheduled in plan.scheduled:
             request = scheduled.request
+            num_ahead, request.num_drafts_ahead = request.num_drafts_ahead, 0
+            if 0 < scheduled.num_drafts <= num_ahead and not self._slots.edits:
+                request.num_draft_computed_tokens = request.num_tokens + num_ahead - 1
+                shares.append(_Share(scheduled, 0, scheduled.num_drafts))
+                continue
             # The last draft is never fed back, so k drafts take k - 1 positions behind the known.
             room = self._draft.max_positions - request.num_tokens + 1
             num_drafts = max(0, min(scheduled.num_drafts, room))
@@ -115,50 +147,58 @@ class Top1Proposer(Proposer):
             share.scheduled.request.num_draft_computed_tokens += share.num_unseen
         return logits
 
-    def _run_ahead(
-        self, sampled: list[ScheduledRequest], num_drafts_np: np.ndarray, logits: Tensor
+    def _draft_for(
+        self,
+        scheduled: list[ScheduledRequest],
+        num_drafts_np: np.ndarray,
+        anchors_np: np.ndarray,
+        logits: Tensor,
+        *,
+        is_relative: bool = False,
     ) -> DraftDistributions:
-        """Draw k_i drafts for each sampled sequence, writing them behind its known tokens."""
-        slots_np = slots_of(sampled)
-        anchors_np = np.array([s.request.num_tokens for s in sampled])
-        rows_np = np.flatnonzero(num_drafts_np > 0)  # batch_idx of each logits row
-        logits = self._edited(logits, slots_np[rows_np], anchors_np[rows_np])
+        """Draw k_i drafts for each sequence, writing them behind its known tokens.
+
+        Arguments: [B] positions of the first drafts, and the logits [B, V'] in front of them.
+        """
+        slots_np = slots_of(scheduled)
+        logits = self._edited(logits, slots_np, anchors_np)
         kept = self._kept
         if logits.dtype != kept.logits.dtype:  # edited: rounding would make it another distribution
-            kept = DraftDistributions.empty(
-                len(sampled), self._slots.max_drafts, logits.shape[1], logits.dtype, logits.device
-            )
-        kind = sampling_kind(sampled)
+            kept = self._empty(logits.shape[1], logits.dtype)
+        kind = sampling_kind(scheduled)
         for j in range(int(num_drafts_np.max())):
-            slot_np, anchor_np = slots_np[rows_np], anchors_np[rows_np]
-            kept_np = rows_np * kept.logits.shape[1] + j
-            integers_np = np.stack((slot_np, anchor_np + j, anchor_np, kept_np))
-            size = len(rows_np)
+            kept_np = slots_np * self._slots.max_drafts + j
+            relative_np = np.full_like(slots_np, is_relative)
+            integers_np = np.stack((slots_np, anchors_np + j, anchors_np, kept_np, relative_np))
+            size = len(slots_np)
             if kept is self._kept:
                 size = padded_size(size, self._sizes)
             self._phase(
                 self._pad(integers_np, size), (size, *kind), logits, kept.logits, kept.state
             )
-            rows_np = rows_np[num_drafts_np[rows_np] > j + 1]
-            if len(rows_np):
-                ones = np.ones_like(rows_np)
-                position_np = anchors_np[rows_np] + j
-                logits = self._forward(slots_np[rows_np], position_np, ones, ones)
-                logits = self._edited(logits, slots_np[rows_np], position_np + 1)
-        for scheduled, num_drafts in zip(sampled, num_drafts_np.tolist(), strict=True):
-            scheduled.request.num_draft_computed_tokens += max(0, num_drafts - 1)
-        return DraftDistributions(kept.logits[: len(sampled)], kept.state[: len(sampled)])
+            goes_on_np = num_drafts_np > j + 1
+            if not goes_on_np.any():
+                break
+            slots_np, anchors_np = slots_np[goes_on_np], anchors_np[goes_on_np]
+            num_drafts_np, ones_np = num_drafts_np[goes_on_np], np.ones_like(slots_np)
+            logits = self._forward(
+                slots_np, anchors_np + j, ones_np, ones_np, is_relative=is_relative
+            )
+            logits = self._edited(logits, slots_np, anchors_np + j + 1)
+        return kept
 
     def _draw(
         self, integers: Tensor, shape: Shape, logits: Tensor, kept_logits: Tensor, state: Tensor
     ) -> Tensor:
         """Draw one draft a row, write it to its slot, and keep what it was drawn from.
 
-        Shape: integers [4, N], of each row its slot, position, the step's first, and where to keep
-        it; logits [N, V']; kept_logits [B, K, V'], state [B, K, 4].
+        Shape: integers [5, N], of each row its slot, position, the step's first, where to keep it,
+        and whether positions count from the slot's known tokens; logits [N, V']; kept_logits
+        [num_slots, K, V'], state [num_slots, K, 4].
         """
         _, filters, samples = shape
-        slot, position, anchor, kept = integers.unbind()
+        slot, kept, is_relative = integers[0], integers[3], integers[4]
+        position, anchor = integers[1:3] + is_relative * self._slots.num_tokens[slot]
         drawn = draft_sample(
             logits,
             self._slots.sampling_of(slot),
@@ -169,17 +209,23 @@ class Top1Proposer(Proposer):
             samples=bool(samples),
         )
         self._slots.token_ids[slot, position] = drawn.token_ids.int()
-        kept_logits.flatten(0, 1).index_copy_(0, kept, logits.to(kept_logits.dtype))
-        state.flatten(0, 1).index_copy_(0, kept, drawn.state)
+        if samples:  # greedy requests are verified without
+            kept_logits.flatten(0, 1).index_copy_(0, kept, logits.to(kept_logits.dtype))
+            state.flatten(0, 1).index_copy_(0, kept, drawn.state)
         return drawn.token_ids
 
     def _pad(self, integers_np: np.ndarray, size: int) -> np.ndarray:
-        """Shape: [4, N] -> [4, size]; the rows behind are those of nobody."""
-        padded = np.zeros((4, size), dtype=np.int64)
+        """Shape: [5, N] -> [5, size]; the rows behind are those of nobody."""
+        padded = np.zeros((5, size), dtype=np.int64)
         padded[0] = self._slots.dummy
-        padded[3] = self._slots.max_num_seqs * self._slots.max_drafts
+        padded[3] = self._slots.dummy * self._slots.max_drafts
         padded[:, : integers_np.shape[1]] = integers_np
         return padded
+
+    def _empty(self, width: int, dtype: torch.dtype) -> DraftDistributions:
+        slots = self._slots
+        num_slots = slots.max_num_seqs + 1
+        return DraftDistributions.empty(num_slots, slots.max_drafts, width, dtype, slots.device)
 
     def _edited(self, logits: Tensor, slots_np: np.ndarray, positions_np: np.ndarray) -> Tensor:
         """As the requests of the rows want them. Shape: [N, V'], positions_np [N]."""
@@ -191,6 +237,10 @@ class Top1Proposer(Proposer):
         starts_np: np.ndarray,
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
+        *,
+        is_relative: bool = False,
     ) -> Tensor:
-        batch = HostBatch.build(slots_np, starts_np, query_lens_np, num_logits_np)
+        batch = HostBatch.build(
+            slots_np, starts_np, query_lens_np, num_logits_np, is_relative=is_relative
+        )
         return self._draft.forward(batch)

@@ -1,0 +1,25 @@
+"""A copy from the device to the host that the host need not wait for at once."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Starts to copy a tensor behind all that is launched already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._done = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def numpy(self) -> np.ndarray:
+        """Wait until the copy is there; not for what was launched after it."""
+        if self._done is not None:
+            self._done.synchronize()
+        array: np.ndarray = self._host.numpy()
+        return array
