@@ -5,6 +5,7 @@ latencies those that vLLM gives. A span is made once its request has ended, with
 times: the packages are needed only where spans are sent (`pip install outrider[tracing]`).
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from starlette.types import Scope
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+
+log = logging.getLogger("outrider.server")
 
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
@@ -38,7 +41,7 @@ Trace = Callable[[Scope, Mapping[str, Any]], None]
 
 
 class TracingError(RuntimeError):
-    """Spans are to be sent, and the packages that send them are not there."""
+    """The settings ask for spans, and the packages that send them are not there."""
 
 
 def make_trace(endpoint: str | None, model_name: str) -> Trace | None:
@@ -50,10 +53,16 @@ def make_trace(endpoint: str | None, model_name: str) -> Trace | None:
     try:
         return _Spans(_provider(endpoint), model_name)
     except ImportError as error:
-        raise TracingError(
-            f"server.otlp_endpoint (or {_ENDPOINT_VARIABLES[1]}) asks for traces, which need "
-            f"further packages: pip install 'outrider[tracing]' ({error})"
-        ) from None
+        wanted_by = "server.otlp_endpoint" if endpoint else _ENDPOINT_VARIABLES[1]
+        told = (
+            f"{wanted_by} asks for traces, which need further packages: "
+            f"pip install 'outrider[tracing]' ({error})"
+        )
+        if endpoint is not None:
+            raise TracingError(told) from None
+        # Clusters set the variables for whatever runs there: no reason not to serve.
+        log.warning("no traces are sent: %s", told)
+        return None
 
 
 def _provider(endpoint: str | None) -> "TracerProvider":

@@ -111,7 +111,8 @@ def test_failures_are_marked_and_other_routes_are_spans_too(
     assert (other.name, other.status.code) == ("GET /v1", 0)
 
 
-def test_missing_packages_are_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     import_module = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -120,5 +121,18 @@ def test_missing_packages_are_told(serve: Serve, monkeypatch: pytest.MonkeyPatch
         return import_module(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+@pytest.mark.usefixtures("no_packages")
+def test_traces_that_the_settings_ask_for_need_their_packages(serve: Serve) -> None:
     with pytest.raises(TracingError, match=r"pip install 'outrider\[tracing\]'"):
         serve(otlp_endpoint="http://127.0.0.1:1/v1/traces")
+
+
+@pytest.mark.usefixtures("no_packages")
+def test_an_environment_that_asks_for_traces_only_warns(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    assert get(serve().app, "/v1/models").status == 200
+    assert "pip install 'outrider[tracing]'" in caplog.text
