@@ -42,7 +42,9 @@ def build(config: dict[str, Any], dtype: str) -> Engine:
         path=str(obtain(BUILTINS["smollm2-135m-instruct"], ignore_progress)), dtype=dtype
     )
     draft = ModelConfig(
-        path=str(obtain(BUILTINS["smollm2-135m-instruct-draft"], ignore_progress)), dtype=dtype
+        path=str(obtain(BUILTINS["smollm2-135m-instruct-draft"], ignore_progress)),
+        # As in the default config: rounded where that pays.
+        dtype="auto" if dtype == "bfloat16" else dtype,
     )
     return Engine(
         EngineConfig(

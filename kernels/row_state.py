@@ -40,7 +40,8 @@ def row_state_reference(
     logits: torch.Tensor, stats: BlockStats, sampling: Sampling, vocab_size: int
 ) -> RowStates:
     """States of rows under their own parameters. Shape: logits [N, V], sampling [N]."""
-    row_max, argmax = logits[:, :vocab_size].float().max(-1)
+    row_max, argmax = logits[:, :vocab_size].max(-1)
+    row_max = row_max.float()
     inv_t = sampling.inverse_temperature()
     relative = torch.exp((stats.max - row_max[:, None]) * inv_t[:, None])
     z = (stats.total.double() * relative).sum(-1)

@@ -13,6 +13,7 @@ from outrider.kernels.sampling import BLOCK, GROUP, Sampling, block_width, is_fi
 _INTERPRET = tl.constexpr(INTERPRET)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _PROGRAMS_PER_SM = 32
+_NUM_CACHED = 1 << 16
 
 
 class BlockStats(NamedTuple):
@@ -26,7 +27,7 @@ def blocks_reference(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
     Shape: [N, V] -> [N, num_blocks, block_width].
     """
-    x = logits[:, :vocab_size].float()
+    x = logits[:, :vocab_size].to(torch.float32, copy=True)
     shape = (len(x), num_blocks(vocab_size), block_width(vocab_size))
     pad = shape[1] * shape[2] - x.shape[1]
     if pad:
@@ -36,20 +37,32 @@ def blocks_reference(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def scan_reference(logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> BlockStats:
     """Stats of each row under its own parameters. Shape: logits [N, V], sampling [N]."""
+    is_sampled, inv_t = sampling.temperature > 0, sampling.inverse_temperature()
+    # As many rows at a time as a processor's cache holds: what is made of them then stays there.
+    num_rows = max(1, _NUM_CACHED // vocab_size)
+    parts = [
+        _scan_rows(*rows, vocab_size)
+        for rows in zip(
+            logits.split(num_rows), is_sampled.split(num_rows), inv_t.split(num_rows), strict=True
+        )
+    ]
+    block_max, total = (torch.cat(stats) for stats in zip(*parts, strict=True))
+    return BlockStats(block_max, total, None)
+
+
+def _scan_rows(
+    logits: torch.Tensor, is_sampled: torch.Tensor, inv_t: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     x = blocks_reference(logits, vocab_size)
     block_max = x.amax(-1)
     total = torch.zeros_like(block_max)
-    sampled = (sampling.temperature > 0).nonzero().squeeze(-1)
-    if len(sampled):
-        if len(sampled) < len(x):
-            x, inv_t = x[sampled], sampling.inverse_temperature()[sampled]
-        else:
-            inv_t = sampling.inverse_temperature()
+    if bool(is_sampled.any()):
         # An empty block's own maximum, -inf, would make NaN of it.
-        safe_max = block_max[sampled].clamp_min(torch.finfo(torch.float32).min)
-        weight = torch.exp((x - safe_max[..., None]).mul_(inv_t[:, None, None]))
-        total[sampled] = weight.mul_(FIXED_ONE).long().sum(-1).float() / FIXED_ONE
-    return BlockStats(block_max, total, None)
+        safe_max = block_max[..., None].clamp_min(torch.finfo(torch.float32).min)
+        weight = x.sub_(safe_max).mul_(inv_t[:, None, None]).exp_()
+        weight = weight.mul_(FIXED_ONE).long().sum(-1).float() / FIXED_ONE
+        total = torch.where(is_sampled[:, None], weight, total)
+    return block_max, total
 
 
 @triton.jit

@@ -185,7 +185,11 @@ class DraftSettings(_ModelSettings):
         description="As target.model, with the same tokenizer. Unset: the default target's "
         "own; any other target needs a draft of its own.",
     )
-    dtype: Dtype | None = Field(default=None, description="Unset: target.dtype.")
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Unset: target.dtype. With auto, a draft on cpu also gets 8-bit weights where "
+        "that is faster; whatever it proposes, the target decides.",
+    )
     device: Device | None = Field(
         default=None, description="The target's, which it must equal: both share one page table."
     )
