@@ -94,6 +94,21 @@ class ChildProcess:
             self._hear(await self.socket.recv())
 
 
+class Restarts:
+    """Whether a child that died is started again, and when."""
+
+    def __init__(self) -> None:
+        self._deaths_in_a_row = 0
+
+    def delay_s(self, ready_s: float) -> float | None:
+        """How long to wait after a death, for a child that had been ready so long; None: it keeps
+        dying, and another start is no use."""
+        self._deaths_in_a_row = 1 if ready_s >= HEALTHY_S else self._deaths_in_a_row + 1
+        if self._deaths_in_a_row > len(RESTART_DELAYS_S):
+            return None
+        return RESTART_DELAYS_S[self._deaths_in_a_row - 1]
+
+
 def describe_exit(exit_code: int) -> str:
     if exit_code < 0:
         return f"killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"

@@ -12,12 +12,7 @@ import msgspec
 import zmq.asyncio
 
 from outrider.engine.api import ReportProgress
-from outrider.engine.child_process import (
-    HEALTHY_S,
-    RESTART_DELAYS_S,
-    ChildProcess,
-    describe_exit,
-)
+from outrider.engine.child_process import ChildProcess, Restarts, describe_exit
 from outrider.engine.client import Dispatcher
 from outrider.engine.config import EngineConfig
 from outrider.engine.messages import FromEngine, Ready, Shutdown, ToEngine
@@ -76,7 +71,7 @@ class ProcessEngine(Dispatcher):
         self._context.destroy(linger=0)
 
     async def _supervise(self) -> None:
-        deaths_in_a_row = 0
+        restarts = Restarts()
         while True:
             try:
                 cause = await self._run_child()
@@ -87,14 +82,14 @@ class ProcessEngine(Dispatcher):
             if self.info is None:
                 self._down("failed", f"the engine could not start: {cause}")
                 return
-            healthy = self.state == "ready" and time.monotonic() - self._ready_at_s >= HEALTHY_S
-            deaths_in_a_row = 1 if healthy else deaths_in_a_row + 1
+            ready_s = time.monotonic() - self._ready_at_s if self.state == "ready" else 0.0
+            delay_s = restarts.delay_s(ready_s)
             log.error("the engine died: %s", cause)
-            if deaths_in_a_row > len(RESTART_DELAYS_S):
+            if delay_s is None:
                 self._down("failed", f"the engine keeps dying: {cause}")
                 return
             self._down("restarting", f"the engine died: {cause}; it is being restarted")
-            await asyncio.sleep(RESTART_DELAYS_S[deaths_in_a_row - 1])
+            await asyncio.sleep(delay_s)
 
     async def _run_child(self) -> str:
         """Start a child and hear it out to its end; returns what ended it."""

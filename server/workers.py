@@ -15,12 +15,7 @@ import msgspec
 import zmq.asyncio
 from pydantic import SecretStr
 
-from outrider.engine.child_process import (
-    HEALTHY_S,
-    RESTART_DELAYS_S,
-    ChildProcess,
-    describe_exit,
-)
+from outrider.engine.child_process import ChildProcess, Restarts, describe_exit
 from outrider.engine.config import EngineConfig
 from outrider.engine.process_engine import ProcessEngine
 from outrider.engine.relay import Sharer
@@ -82,7 +77,7 @@ class Workers:
     async def _keep_up(
         self, up: asyncio.Event, listener: socket.socket, environment: dict[str, str]
     ) -> None:
-        deaths_in_a_row = 0
+        restarts = Restarts()
         while not self.leaving:
             started_s = time.monotonic()
             cause = describe_exit(await self._run(up, listener, environment))
@@ -91,11 +86,10 @@ class Workers:
             log.error("an HTTP process died: %s", cause)
             if not up.is_set():
                 raise WorkerError(f"an HTTP process could not start: {cause}")
-            healthy = time.monotonic() - started_s >= HEALTHY_S
-            deaths_in_a_row = 1 if healthy else deaths_in_a_row + 1
-            if deaths_in_a_row > len(RESTART_DELAYS_S):
+            delay_s = restarts.delay_s(time.monotonic() - started_s)
+            if delay_s is None:
                 raise WorkerError(f"an HTTP process keeps dying: {cause}")
-            await asyncio.sleep(RESTART_DELAYS_S[deaths_in_a_row - 1])
+            await asyncio.sleep(delay_s)
 
     async def _run(
         self, up: asyncio.Event, listener: socket.socket, environment: dict[str, str]

@@ -20,7 +20,7 @@ import uvloop
 from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
 from engine_clients import scripted_request as request
 
-from outrider.engine import process_engine
+from outrider.engine import child_process, process_engine
 from outrider.engine.client import EngineUnavailableError
 from outrider.engine.messages import Submit
 
@@ -111,7 +111,7 @@ async def test_a_program_that_is_not_there_cannot_start(monkeypatch: pytest.Monk
 async def test_the_third_death_in_a_row_is_the_last(
     client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_engine, "RESTART_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(child_process, "RESTART_DELAYS_S", (0.0, 0.0))
     for state in ("restarting", "restarting", "failed"):
         await state_becomes(client, "ready")
         os.kill(pid(client), signal.SIGKILL)
@@ -123,7 +123,7 @@ async def test_the_third_death_in_a_row_is_the_last(
 async def test_deaths_after_good_health_are_not_counted(
     client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_engine, "HEALTHY_S", 0.0)
+    monkeypatch.setattr(child_process, "HEALTHY_S", 0.0)
     for _ in range(4):
         await state_becomes(client, "ready")
         os.kill(pid(client), signal.SIGKILL)
@@ -209,7 +209,7 @@ async def test_stop_does_not_wait_for_loading() -> None:
 async def test_stop_does_not_wait_for_a_restart(
     client: ScriptedProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_engine, "RESTART_DELAYS_S", (0.0, 60.0))
+    monkeypatch.setattr(child_process, "RESTART_DELAYS_S", (0.0, 60.0))
     for _ in range(2):
         await state_becomes(client, "ready")
         os.kill(pid(client), signal.SIGKILL)
