@@ -1,4 +1,4 @@
-"""Time each of the five calls of an engine's step, from outside."""
+"""Time each of the five parts of an engine's step, from outside."""
 
 import time
 from collections import defaultdict

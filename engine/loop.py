@@ -1,4 +1,4 @@
-"""The engine: five calls a step."""
+"""The engine: schedule, propose, score, verify, commit."""
 
 import gc
 import os
