@@ -16,31 +16,27 @@ class ScheduledRequest:
 
     request: Request
     num_new_tokens: int  # known tokens that the target computes
-    num_drafts: int  # at most this many proposals are scored behind them
+    num_drafts: int = 0  # at most this many proposals are scored behind them
     num_drafts_ahead: int = 0  # there is room for so many more behind whatever the step draws
     # Of the prompt tokens that this step scores; the target's part of the step fills it.
     prompt_logprobs: list[TokenLogprobs] | None = None
+    end: int = field(init=False)  # position behind the last known token that this step computes
+    samples: bool = field(init=False)  # reaches the last known token, so that new ones are drawn
+    # Rows, the last ones of the prompt's, that tell the next prompt token's logprob.
+    num_prompt_logits: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        """Position behind the last known token that this step computes."""
-        return self.request.num_computed_tokens + self.num_new_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last known token, so that new ones are drawn."""
-        return self.end == self.request.num_tokens
+    def __post_init__(self) -> None:
+        request = self.request
+        self.end = request.num_computed_tokens + self.num_new_tokens
+        self.samples = self.end == request.num_tokens
+        first = max(request.num_computed_tokens, request.num_scored_tokens)
+        self.num_prompt_logits = max(0, min(self.end, request.num_prompt_tokens - 1) - first)
 
     @property
     def has_nan(self) -> bool:
-        return any(isnan(entry.logprob) for entry in self.prompt_logprobs or ())
-
-    @property
-    def num_prompt_logits(self) -> int:
-        """Rows, the last ones of the prompt's, that tell the next prompt token's logprob."""
-        request = self.request
-        first = max(request.num_computed_tokens, request.num_scored_tokens)
-        return max(0, min(self.end, request.num_prompt_tokens - 1) - first)
+        return self.prompt_logprobs is not None and any(
+            isnan(entry.logprob) for entry in self.prompt_logprobs
+        )
 
 
 @dataclass(slots=True)

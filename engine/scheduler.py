@@ -299,12 +299,13 @@ class Scheduler:
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = min(request.num_uncomputed_tokens, budget)
-        scheduled = ScheduledRequest(request, num_new, num_drafts=0)
+        scheduled = ScheduledRequest(request, num_new)
         if scheduled.num_prompt_logits:
             num_left = MAX_PROMPT_LOGITS - plan.num_prompt_logits
             if scheduled.num_prompt_logits > num_left:
                 num_told = max(0, request.num_scored_tokens - request.num_computed_tokens)
-                num_new = scheduled.num_new_tokens = num_told + num_left
+                num_new = num_told + num_left
+                scheduled = ScheduledRequest(request, num_new)
         if scheduled.samples:
             request.follow_grammar()
             # The last token needs no draft: verification emits one more than it accepts.

@@ -88,7 +88,9 @@ class Verifier:
         if drawn is None:
             return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
         host_np = drawn.numpy()
-        token_ids = [row[row >= 0].tolist() for row in host_np[:, :-1]]
+        drawn_np = host_np[:, :-1]  # padded with -1
+        lens = (drawn_np >= 0).sum(1).tolist()
+        token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
         num_drafts_np = proposals.num_drafts_np
         cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
         return Verified(
