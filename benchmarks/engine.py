@@ -1,26 +1,28 @@
-"""Tokens a second of a pair, and where a step's time goes, by batch size and k.
+"""Tokens a second of a pair, and where a step's time goes, by batch size and k, on a GPU.
 
     python benchmarks/engine.py TARGET DRAFT [--batch 1 8 32 64] [--k 0 4] [--best-of 8]
 
 Needs torch, triton and transformers only. Prompts are random token ids, 128 of them, and 256 tokens
-are decoded, as in the tables of other engines this is compared with. One engine serves all k, which
-every request names for itself; the best k of each line is found by measuring all up to --best-of.
+are decoded, as in the tables of other engines this is compared with. Every line decodes the same
+sequences, `--sequences` at least, one batch after the other: how many drafts stand varies from one
+sequence to the next (by 0.07 at k = 4). One engine serves all k, which every request names for
+itself; the best k of each line is found by measuring all up to --best-of.
 
-The floor is that of the weights that a step reads once. Draft, target and verify are timed one
-after the other, so that what the step takes less than their sum is host time that the GPU hid.
-Idle is the share of a stretch of steps that the GPU, in a profile of its kernels, waited for the
-host: gaps of 5 us and more, since a graph leaves up to 2 us between any two of its kernels.
+The floor is that of the weights that a step reads once. A step's time is that of steps whose batch
+is full. Draft, target and verify are the GPU's time for their graphs in such steps, measured in a
+second pass over the same text with a pause in front of each graph, so that no launch is waited for.
+Idle is the rest of the step: the host's, and that of copies between the graphs.
 """
 
 import argparse
-import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from step_parts import timed_parts
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import (
@@ -33,25 +35,22 @@ from outrider.engine.config import (
 from outrider.engine.loop import Engine
 from outrider.engine.paged_model import PagedModel
 
-PARTS = {"draft": "propose", "target": "score", "verify": "verify"}
+PARTS = ("draft", "target", "verify")
 PAGE_TOKENS = 16
-HOST_GAP_US = 5.0
 SEARCH_TOKENS = 64  # decoded for each k that is tried
-PARTS_TOKENS = 64  # decoded while parts and idle time are measured
-PROFILED_STEPS = 6
+PAUSE_CYCLES = 1_000_000  # about half a millisecond, in which a graph is launched
 
 
 def build(args: argparse.Namespace) -> Engine:
     k = max(*args.k, args.best_of)
     # As many as the batches need: counting what fits would take a step of its own at every start.
-    longest = args.prompt_tokens + max(args.new_tokens, PARTS_TOKENS) + 4 * (k + 1)
+    longest = args.prompt_tokens + max(args.new_tokens, SEARCH_TOKENS) + 4 * (k + 1)
     num_pages = 1 + max(args.batch) * (longest // PAGE_TOKENS + 1)
     return Engine(
         EngineConfig(
             target=ModelConfig(path=args.target, dtype=args.dtype),
             draft=ModelConfig(path=args.draft, dtype=args.dtype) if k else None,
-            device=args.device,
-            enforce_eager=args.enforce_eager,
+            device="cuda",
             max_model_len=longest,
             cache=CacheConfig(
                 page_size_tokens=PAGE_TOKENS, num_pages=num_pages, prefix_caching=False
@@ -63,49 +62,57 @@ def build(args: argparse.Namespace) -> Engine:
 
 
 class Measured:
-    """Batches of one size, temperature and k, in an engine that does nothing else."""
+    """Sequences of one batch size, temperature and k, in an engine that does nothing else."""
 
     def __init__(
-        self, engine: Engine, batch: int, temperature: float, k: int, prompt_tokens: int
+        self,
+        engine: Engine,
+        args: argparse.Namespace,
+        batch: int,
+        temperature: float,
+        k: int,
     ) -> None:
         self._engine = engine
-        self._batch = batch
-        self._temperature = temperature
-        self._k = k
-        self._prompt_tokens = prompt_tokens
+        self._batch, self._temperature, self._k = batch, temperature, k
+        self._prompt_tokens = args.prompt_tokens
+        self._firsts = range(0, args.sequences, batch)  # of each batch
         self.tokens_per_s = self.step_s = self.acceptance = 0.0
 
     def decode(self, new_tokens: int) -> None:
-        """Decode a batch to its end; the clock starts once the prompts are computed."""
-        self._start(new_tokens)
-        before = self._engine.stats()
-        start_s = time.perf_counter()
-        while self._engine.has_work():
-            self._engine.step()
-        spent_s = time.perf_counter() - start_s
-        after = self._engine.stats()
-        drafted = sum(after.drafted_per_position) - sum(before.drafted_per_position)
-        accepted = sum(after.accepted_per_position) - sum(before.accepted_per_position)
-        self.tokens_per_s = (after.generation_tokens - before.generation_tokens) / spent_s
-        self.step_s = spent_s / (after.steps - before.steps)
-        self.acceptance = accepted / max(1, drafted)
-
-    def parts(self) -> tuple[dict[str, float], float | None]:
-        """Median seconds of each part alone, and the GPU's idle share of steps as they come."""
-        self._start(PARTS_TOKENS)
-        on_gpu = self._engine.info.device != "cpu"
-        idle = idle_share(self._engine) if on_gpu else None
-        with timed_parts(self._engine, synchronize=on_gpu) as spent:
+        """Decode all to their ends; the clock runs once a batch's prompts are computed."""
+        num_tokens = num_drafted = num_accepted = num_full_steps = 0
+        spent_s = full_s = 0.0
+        for first in self._firsts:
+            self._start(first, new_tokens)
+            before, start_s = self._engine.stats(), time.perf_counter()
+            num_full_steps += self._step_while_full()
+            full_s += time.perf_counter() - start_s
             while self._engine.has_work():
                 self._engine.step()
-        return {name: statistics.median(spent[call]) for name, call in PARTS.items()}, idle
+            spent_s += time.perf_counter() - start_s
+            after = self._engine.stats()
+            num_tokens += after.generation_tokens - before.generation_tokens
+            num_drafted += sum(after.drafted_per_position) - sum(before.drafted_per_position)
+            num_accepted += sum(after.accepted_per_position) - sum(before.accepted_per_position)
+        self.tokens_per_s = num_tokens / spent_s
+        self.step_s = full_s / num_full_steps
+        self.acceptance = num_accepted / max(1, num_drafted)
 
-    def _start(self, new_tokens: int) -> None:
+    def parts(self, new_tokens: int) -> dict[str, float]:
+        """Seconds that each part takes of the GPU in a step of a full batch."""
+        self._start(self._firsts[0], new_tokens)
+        with graph_times(self._engine) as spent_s:
+            num_steps = self._step_while_full()
+        self._engine.abort([str(i) for i in range(self._firsts[0], self._batch)])
+        return {part: sum(spent_s[part]) / num_steps for part in PARTS}
+
+    def _start(self, first: int, new_tokens: int) -> None:
         engine = self._engine
-        generator = torch.Generator().manual_seed(self._batch)
-        vocab = engine.info.vocab_size
-        for i in range(self._batch):
-            prompt = torch.randint(2, vocab, (self._prompt_tokens,), generator=generator).tolist()
+        for i in range(first, first + self._batch):
+            generator = torch.Generator().manual_seed(i)
+            prompt = torch.randint(
+                2, engine.info.vocab_size, (self._prompt_tokens,), generator=generator
+            ).tolist()
             params = SamplingParams(
                 max_tokens=new_tokens,
                 temperature=self._temperature,
@@ -114,28 +121,61 @@ class Measured:
                 num_speculative_tokens=self._k,
             )
             engine.submit([NewRequest(request_id=str(i), prompt_token_ids=prompt, params=params)])
-        first = engine.stats().generation_tokens
-        while engine.stats().generation_tokens < first + self._batch:
+        num_before = engine.stats().generation_tokens
+        while engine.stats().generation_tokens < num_before + self._batch:
             engine.step()
 
+    def _step_while_full(self) -> int:
+        """Step until the first sequence of the batch ends; returns the number of steps."""
+        num_steps, ended = 0, False
+        while not ended:
+            ended = any(output.finish_reason for output in self._engine.step())
+            num_steps += 1
+        return num_steps
 
-def idle_share(engine: Engine) -> float:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(PROFILED_STEPS):
-            engine.step()
+
+@contextmanager
+def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
+    """Seconds that the GPU takes for each graph that is replayed, by the part of the step."""
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+    spent_s: dict[str, list[float]] = defaultdict(list)
+    current = ""
+    replay = torch.cuda.CUDAGraph.replay
+    calls: list[tuple[Any, str, str]] = [
+        (engine.proposer, "propose", "draft"),
+        (engine.proposer, "propose_ahead", "draft"),
+        (engine.target, "score", "target"),
+        (engine.verifier, "verify", "verify"),
+    ]
+
+    def labelled(call: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal current
+            current = part
+            return call(*args)
+
+        return run
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(PAUSE_CYCLES)
+        before.record()
+        replay(graph)
+        after.record()
+        spans[current].append((before, after))
+
+    for owner, name, part in calls:
+        setattr(owner, name, labelled(getattr(owner, name), part))
+    torch.cuda.CUDAGraph.replay = timed
+    try:
+        yield spent_s
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+        for owner, name, _ in calls:
+            delattr(owner, name)  # the class's own method shows again
         torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profiled.events()
-        if event.device_type == DeviceType.CUDA
-    )
-    first_us, busy_until_us = spans[0]
-    idle_us = 0.0
-    for start_us, end_us in spans:
-        gap_us = start_us - busy_until_us
-        idle_us += gap_us if gap_us >= HOST_GAP_US else 0.0
-        busy_until_us = max(busy_until_us, end_us)
-    return idle_us / (busy_until_us - first_us)
+        for part, pairs in spans.items():
+            spent_s[part] = [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
 def weight_bytes(path: str, model: PagedModel) -> int:
@@ -149,12 +189,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
     parser.add_argument("draft")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--k", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--best-of", type=int, default=8, help="largest k to try; 0: try none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
+    parser.add_argument("--sequences", type=int, default=8, help="at least so many a line")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--tb-per-s", type=float, default=4.3, help="of the floor: a copy's rate")
@@ -171,7 +210,7 @@ def main() -> None:
     for batch in args.batch:
         for temperature in (0.0, 1.0):
             measure = [
-                Measured(engine, batch, temperature, k, args.prompt_tokens)
+                Measured(engine, args, batch, temperature, k)
                 for k in range(max(*args.k, args.best_of) + 1)
             ]
             for each in measure[1 : args.best_of + 1]:
@@ -180,14 +219,15 @@ def main() -> None:
             best = {rates.index(max(rates))} if args.best_of else set()
             for k in sorted({*args.k} | best):
                 measure[k].decode(args.new_tokens)
-                parts, idle = measure[k].parts()
+                parts = measure[k].parts(args.new_tokens)
+                step_s = measure[k].step_s
                 floor_ms = (target_bytes + k * draft_bytes) / args.tb_per_s / 1e9
                 spent = "  ".join(f"{1e3 * parts[part]:7.2f}" for part in PARTS)
                 print(
                     f"{batch:5d} {temperature:4.1f}  {k:2d}{' best' if k in best else '     '}"
                     f" {measure[k].tokens_per_s:8.1f}  {measure[k].acceptance:8.3f}"
-                    f"  {1e3 * measure[k].step_s:7.2f}  {floor_ms:8.2f}  |  {spent}"
-                    f"  |  {'' if idle is None else f'{idle:.1%}'}",
+                    f"  {1e3 * step_s:7.2f}  {floor_ms:8.2f}  |  {spent}"
+                    f"  |  {1 - sum(parts.values()) / step_s:.1%}",
                     flush=True,
                 )
 

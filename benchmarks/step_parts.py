@@ -6,19 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from outrider.engine.loop import Engine
 
 PARTS = ("schedule", "propose", "score", "verify", "commit")
 
 
 @contextmanager
-def timed_parts(engine: Engine, *, synchronize: bool = False) -> Iterator[dict[str, list[float]]]:
-    """Seconds by part, and of whole steps, one list entry a step.
-
-    With `synchronize`, each call waits for the GPU, so that its own work is what is counted.
-    """
+def timed_parts(engine: Engine) -> Iterator[dict[str, list[float]]]:
+    """Seconds by part, and of whole steps, one list entry a step."""
     spent: dict[str, list[float]] = defaultdict(list)
     in_step = dict.fromkeys(PARTS, 0.0)
     calls: list[tuple[Any, str, str]] = [
@@ -38,8 +33,6 @@ def timed_parts(engine: Engine, *, synchronize: bool = False) -> Iterator[dict[s
         def timed(*args: Any) -> Any:
             start_s = time.perf_counter()
             result = call(*args)
-            if synchronize:
-                torch.cuda.synchronize()
             elapsed_s = time.perf_counter() - start_s
             if part == "step":
                 spent[part].append(elapsed_s)
