@@ -21,10 +21,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 # `make gpu` sets nothing up: it takes the torch, triton, transformers and pytest of this Python.
 GPU_PYTHON ?= python3
+GPU_JOBS ?= 8
 TARGET ?=
 DRAFT ?=
-GPU_TESTS := tests/kernels $(addprefix tests/engine/test_,edit_losslessness.py fused_layers.py losslessness.py \
-	loop.py memory.py paged_model.py phases.py)
+# The longest first.
+GPU_TESTS := $(patsubst %,tests/engine/test_%.py,losslessness edit_losslessness paged_model loop \
+	fused_layers memory phases prompt_logprobs propose_ahead) $(wildcard tests/kernels/test_*.py)
 
 .PHONY: gpu help serve test sweep clients check format-check lint types mutate format clean
 
@@ -60,15 +62,19 @@ types: .make/dev $(addprefix $(TYPING)/,$(PACKAGES)) ## mypy --strict
 mutate: .make/dev ## break the code in known ways; the tests must notice
 	$(BIN)/python scripts/mutate.py $(ARGS)
 
-gpu: ## tests and tables on a GPU (TARGET= DRAFT= model directories, GPU_PYTHON=)
+gpu: ## tests and tables on a GPU (TARGET= DRAFT= model directories, GPU_PYTHON=, GPU_JOBS=)
 	$(GPU_PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	$(GPU_PYTHON) -m pytest -q $(GPU_TESTS)
+	@$(MAKE) --no-print-directory --keep-going --jobs $(GPU_JOBS) --output-sync $(GPU_TESTS:%=on-gpu/%)
 	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py
 	@if [ -n "$(TARGET)" ] && [ -n "$(DRAFT)" ]; then \
 		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/engine.py "$(TARGET)" "$(DRAFT)" && \
 		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/greedy_agreement.py "$(TARGET)" "$(DRAFT)"; \
 	else echo "Skipped: the engine's table and greedy agreement, which need TARGET= and DRAFT=."; fi
 	@echo "Skipped: all other tests; they need the packages that make test installs."
+
+# A file of tests; most of its time goes into compiling kernels, on one core.
+on-gpu/%:
+	@$(GPU_PYTHON) -m pytest -q -p no:cacheprovider $*
 
 format: .make/dev ## format and sort the code in place
 	$(BIN)/ruff format .

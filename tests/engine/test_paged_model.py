@@ -33,7 +33,7 @@ def test_logits_through_graphs_equal_eager_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not fused:
-        monkeypatch.setattr(model_loader, "fuse_layers", lambda model, layers: 0)
+        monkeypatch.setattr(model_loader, "fuse_layers", lambda model, layers, **_: 0)
     path = tiny_model(architecture)
     model = PagedModel(ModelConfig(path=str(path), dtype=dtype), DEVICE)
     if (architecture, dtype) == ("gpt_oss", "float32"):  # its experts wait for the GPU
