@@ -145,6 +145,7 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
         (engine.proposer, "propose", "draft"),
         (engine.proposer, "propose_ahead", "draft"),
         (engine.target, "score", "target"),
+        (engine.target, "score_ahead", "target"),
         (engine.verifier, "verify", "verify"),
     ]
 

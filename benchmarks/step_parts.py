@@ -22,6 +22,7 @@ def timed_parts(engine: Engine) -> Iterator[dict[str, list[float]]]:
         (engine.target, "score", "score"),
         (engine.verifier, "verify", "verify"),
         (engine.proposer, "propose_ahead", "propose"),
+        (engine.target, "score_ahead", "score"),
         (engine.verifier, "read", "verify"),
         (engine.scheduler, "commit", "commit"),
         (engine, "step", "step"),

@@ -109,8 +109,7 @@ class Engine:
             config.scheduler, self._kv_cache, self._slots, k, max_model_len, adaptive
         )
         # On a CPU nothing would overlap.
-        drafts = self.info.proposer == "draft_model"
-        self.scheduler.plans_ahead = drafts and self._slots.device.type == "cuda"
+        self.scheduler.plans_ahead = self._slots.device.type == "cuda"
         self.info = replace(
             self.info,
             max_model_len=max_model_len,
@@ -136,6 +135,7 @@ class Engine:
         logits = self.target.score(plan, proposals)
         drawn = self.verifier.verify(plan, proposals, logits)
         self.proposer.propose_ahead(plan)  # a GPU goes on while the host reads and commits
+        self.target.score_ahead(plan)
         verified = self.verifier.read(plan, proposals, logits, drawn)
         outputs = self.scheduler.commit(plan, verified)
         for output in outputs:

@@ -17,7 +17,8 @@ class ScheduledRequest:
     request: Request
     num_new_tokens: int  # known tokens that the target computes
     num_drafts: int = 0  # at most this many proposals are scored behind them
-    num_drafts_ahead: int = 0  # there is room for so many more behind whatever the step draws
+    # It may go on, and there is room for as many drafts again behind whatever this step draws.
+    has_room_ahead: bool = False
     # Of the prompt tokens that this step scores; the target's part of the step fills it.
     prompt_logprobs: list[TokenLogprobs] | None = None
     end: int = field(init=False)  # position behind the last known token that this step computes
@@ -44,6 +45,8 @@ class Plan:
     """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
+    # The target may score what this step draws before the host knows it.
+    scores_ahead: bool = False
     start_s: float = field(default_factory=time.perf_counter)
 
     def __bool__(self) -> bool:
@@ -53,6 +56,14 @@ class Plan:
     def sampled(self) -> list[ScheduledRequest]:
         """The sequences that draw tokens in this step, in batch order."""
         return [s for s in self.scheduled if s.samples]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each sequence draws one token, and nothing else is read of the logits."""
+        return all(
+            s.samples and s.num_drafts == 0 and s.request.params.logprobs is None
+            for s in self.scheduled
+        )
 
     @property
     def num_prompt_logits(self) -> int:

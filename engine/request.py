@@ -51,6 +51,7 @@ class Request:
         self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
         self.num_draft_computed_tokens = 0
         self.num_drafts_ahead = 0  # drawn before the host knew the tokens in front of them
+        self.row_ahead: int | None = None  # of the logits that were scored before that
         self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
         self._first_parent_hash = _salt_hash(new.cache_salt)
         self.num_recorded_pages = 0  # leading pages already offered to the prefix cache
@@ -150,6 +151,7 @@ class Request:
         self.pages.clear()
         self.num_computed_tokens = self.num_draft_computed_tokens = self.num_drafts_ahead = 0
         self.num_recorded_pages = self.num_recorded_draft_pages = 0
+        self.row_ahead = None
 
 
 def _salt_hash(cache_salt: str) -> bytes:

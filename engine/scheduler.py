@@ -66,7 +66,7 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens  # of requests that leave it open
         self._adaptive = adaptive
         self._max_model_len = max_model_len
-        self.plans_ahead = False  # whether plans leave room for the drafts of the step after
+        self.plans_ahead = False  # whether plans leave room for the step after
         self.waiting: list[Request] = []  # the next first
         self.running: list[Request] = []
         self._arrivals = count()
@@ -122,7 +122,9 @@ class Scheduler:
             budget -= scheduled.num_new_tokens + scheduled.num_drafts
         if self.plans_ahead:
             for scheduled in plan.sampled:
-                scheduled.num_drafts_ahead = self._num_drafts_ahead(scheduled)
+                scheduled.has_room_ahead = self._has_room_ahead(scheduled)
+            # Who waits is served sooner by the step after, and in one pass with the others.
+            plan.scores_ahead = not self.waiting and plan.is_plain
         return plan
 
     def wait_for_grammars(self, timeout_s: float) -> None:
@@ -329,11 +331,12 @@ class Scheduler:
         pinned = params.reproducible and not self._slots.draws_are_fixed(params)
         return self._max_speculative_tokens if pinned else self._num_speculative_tokens
 
-    def _num_drafts_ahead(self, scheduled: ScheduledRequest) -> int:
-        """As many as now, if there is room for them behind all that this step may draw."""
-        k = scheduled.num_drafts
+    def _has_room_ahead(self, scheduled: ScheduledRequest) -> bool:
+        request, k = scheduled.request, scheduled.num_drafts
+        if request.num_output_tokens + 1 >= request.params.max_tokens:
+            return False
         end = scheduled.end + k + 1 + k
-        return k if end <= self._max_model_len and self._grow(scheduled.request, end) else 0
+        return end <= self._max_model_len and self._grow(request, end)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         first = len(request.pages)

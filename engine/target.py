@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from outrider.engine.api import ReportProgress
@@ -11,6 +12,7 @@ from outrider.engine.paged_model import PagedModel
 from outrider.engine.plan import Plan, slots_of
 from outrider.engine.prompt_logprobs import read_prompt_logprobs
 from outrider.engine.proposers.base import Proposals
+from outrider.engine.request import Request
 
 
 class Target:
@@ -19,6 +21,8 @@ class Target:
     def __init__(self, model: PagedModel, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
+        self._ahead: list[Request] = []  # whose `row_ahead` counts in these logits
+        self._ahead_logits = torch.empty(0)
 
     def capture(self, num_speculative_tokens: int, report: ReportProgress) -> Tensor:
         """Capture plain decodes and verifications of every k; returns logits as they will come."""
@@ -38,8 +42,47 @@ class Target:
         scores_prompts = num_logits_np.any()
         query_lens_np[samples_np] += proposals.num_drafts_np
         num_logits_np[samples_np] += proposals.num_drafts_np + 1
-        batch = HostBatch.build(slots_of(plan.scheduled), starts_np, query_lens_np, num_logits_np)
-        logits = self._model.forward(batch)
+        arrays = (slots_of(plan.scheduled), starts_np, query_lens_np, num_logits_np)
+        rows_ahead_np = self._take_rows_ahead(plan, query_lens_np)
+        is_ahead_np = rows_ahead_np >= 0
+        if not is_ahead_np.any():
+            logits = self._model.forward(HostBatch.build(*arrays))
+        elif is_ahead_np.all() and np.array_equal(rows_ahead_np, np.arange(len(rows_ahead_np))):
+            logits = self._ahead_logits[: len(rows_ahead_np)]
+        else:
+            logits = self._ahead_logits[self._index(rows_ahead_np[is_ahead_np])]
+            if not is_ahead_np.all():
+                rest = self._model.forward(HostBatch.build(*(a[~is_ahead_np] for a in arrays)))
+                belongs_np = np.repeat(is_ahead_np, num_logits_np)
+                order_np = np.argsort(np.argsort(~belongs_np, kind="stable"))
+                logits = torch.cat((logits, rest))[self._index(order_np)]
         if scores_prompts:
             logits = read_prompt_logprobs(plan, logits, num_logits_np, self._vocab_size)
         return logits
+
+    def score_ahead(self, plan: Plan) -> None:
+        """Score what a plain step drew, while the host does not know it yet.
+
+        The next `score` finds it done, for the sequences that go on plainly.
+        """
+        going_on = [s for s in plan.scheduled if s.has_room_ahead]
+        if not plan.scores_ahead or not going_on:
+            return
+        ones_np = np.ones(len(going_on), dtype=np.int64)
+        batch = HostBatch.build(slots_of(going_on), -ones_np, ones_np, ones_np, is_relative=True)
+        self._ahead_logits = self._model.forward(batch)
+        self._ahead = [s.request for s in going_on]
+        for row, request in enumerate(self._ahead):
+            request.row_ahead = row
+
+    def _take_rows_ahead(self, plan: Plan, query_lens_np: np.ndarray) -> np.ndarray:
+        """Which of the logits that were scored ahead is each sequence's, or -1. Shape: [B]."""
+        rows = [s.request.row_ahead if s.samples else None for s in plan.scheduled]
+        for request in self._ahead:
+            request.row_ahead = None
+        self._ahead = []
+        rows_np = np.array([-1 if row is None else row for row in rows], dtype=np.int64)
+        return np.where(query_lens_np == 1, rows_np, -1)
+
+    def _index(self, rows_np: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows_np).to(self._ahead_logits.device)

@@ -91,7 +91,7 @@ class Top1Proposer(Proposer):
         ahead = [s for s in plan.sampled if self._can_go_ahead(s)]
         if not ahead:
             return
-        wanted_np = np.array([scheduled.num_drafts_ahead for scheduled in ahead])
+        wanted_np = np.array([scheduled.num_drafts for scheduled in ahead])
         zeros_np = np.zeros_like(wanted_np)
         # Of what will be known the draft has seen all but one or two tokens: it computes two.
         logits = self._forward(
@@ -99,13 +99,15 @@ class Top1Proposer(Proposer):
         )
         self._draft_for(ahead, wanted_np, zeros_np, logits, is_relative=True)
         for scheduled in ahead:
-            scheduled.request.num_drafts_ahead = scheduled.num_drafts_ahead
+            scheduled.request.num_drafts_ahead = scheduled.num_drafts
 
     def _can_go_ahead(self, scheduled: ScheduledRequest) -> bool:
-        request, k = scheduled.request, scheduled.num_drafts_ahead
+        request, k = scheduled.request, scheduled.num_drafts
+        if k == 0 or not scheduled.has_room_ahead:
+            return False
         # Where the draft ran in this step, it lags by one or two tokens behind its outcome.
         follows = request.num_draft_computed_tokens >= request.num_tokens
-        return k > 0 and follows and request.num_tokens + 2 * k + 1 <= self._draft.max_positions
+        return follows and request.num_tokens + 2 * k + 1 <= self._draft.max_positions
 
     def _divide(self, plan: Plan) -> list[_Share]:
         """Separate the sequences that can be drafted for from those that decode plainly."""
