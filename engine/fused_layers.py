@@ -29,7 +29,7 @@ from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.packed_linear import PackedWeight, pack_weight
 from outrider.kernels.rms_norm import Norm, rms_norm
-from outrider.kernels.rope import rope_and_store
+from outrider.kernels.rope import rope_and_store, rotary_table
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others look at how long sequences are
 
 
 class FusedLayer:
@@ -84,6 +85,18 @@ class FusedLayer:
         return linear(gated, *self._down, residual=x)[None]
 
 
+class FusedRotary:
+    """Stands in for `forward` of the module that makes the tables of RoPE."""
+
+    def __init__(self, module: Any) -> None:
+        self._inv_freq, self._scaling = module.inv_freq, module.attention_scaling
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Shape: position_ids [1, T] -> [1, T, head_dim] each, in the dtype of x."""
+        cos, sin = rotary_table(position_ids[0], self._inv_freq, self._scaling, x.dtype)
+        return cos[None], sin[None]
+
+
 class FusedNorm:
     """Stands in for `forward` of the norm behind the layers."""
 
@@ -116,9 +129,9 @@ def fuse_layers(
         if all(_agrees(layer, fused, spec, rotary, n) for n in (1, 5, 40)):
             _replace(layer, fused)
             num_fused += 1
-    last_norm: Any = getattr(model.get_decoder(), "norm", None)
-    if num_fused and _epsilon(last_norm) is not None and uses_triton(last_norm.weight):
-        _fuse_norm(last_norm)
+    if num_fused and uses_triton(next(model.parameters())):
+        _fuse_rotary(rotary)
+        _fuse_norm(getattr(model.get_decoder(), "norm", None))
     log.info("%s: %d of %d layers are fused", model.config.model_type, num_fused, len(specs))
     return num_fused
 
@@ -210,8 +223,25 @@ def _agrees(layer: Any, fused: FusedLayer, spec: LayerSpec, rotary: Any, num_row
     return bool((got - expected).norm() <= tolerance)
 
 
+def _fuse_rotary(module: Any) -> None:
+    """Fuse the tables of RoPE, if they depend on nothing but positions and are the same."""
+    if getattr(module, "rope_type", None) not in _STATIC_ROPE:
+        return
+    inv_freq = module.inv_freq
+    x = torch.empty(1, dtype=torch.float32, device=inv_freq.device)
+    positions = torch.tensor([[0, 1, 77, 1000, 30_000]], device=inv_freq.device)
+    fused = FusedRotary(module)
+    if all(
+        got.shape == expected.shape and bool((got - expected).abs().max() < 1e-5)
+        for got, expected in zip(fused(x, positions), module(x, positions), strict=True)
+    ):
+        module.forward = fused
+
+
 def _fuse_norm(module: Any) -> None:
     """Fuse the norm behind the layers, if that computes the same."""
+    if _epsilon(module) is None:
+        return
     weight, fused = module.weight, FusedNorm(module)
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(1, 5, len(weight), generator=generator, device=weight.device).to(weight.dtype)

@@ -3,6 +3,7 @@
 rope(x) = x * cos + rotate_half(x) * sin,     rotate_half([a, b]) = [-b, a]
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,23 @@ from outrider.kernels.dependent_launch import (
 from outrider.kernels.rms_norm import Norm, rms_norm_reference
 
 _HEADS_PER_PROGRAM = 8
+
+
+def rotary_table(
+    positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, times the scaling, for both halves of a head.
+
+    Shape: positions [T], inv_freq [head_dim / 2] float32 -> [T, head_dim] each.
+    """
+    num_rows, half = len(positions), len(inv_freq)
+    cos = torch.empty(num_rows, 2 * half, dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    _rotary_table_kernel[(num_rows,)](
+        cos, sin, positions, inv_freq, scaling, half, BLOCK=triton.next_power_of_2(half),
+        num_warps=1,
+    )  # fmt: skip
+    return cos, sin
 
 
 def rope_and_store(
@@ -109,6 +127,23 @@ def rope_and_store_reference(
     k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
     return query
+
+
+@triton.jit
+def _rotary_table_kernel(
+    cos_ptr, sin_ptr, positions_ptr, inv_freq_ptr, scaling, half, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    mask = d < half
+    angle = tl.load(positions_ptr + row).to(tl.float32) * tl.load(inv_freq_ptr + d, mask=mask)
+    cos = (tl.cos(angle) * scaling).to(cos_ptr.dtype.element_ty)
+    sin = (tl.sin(angle) * scaling).to(sin_ptr.dtype.element_ty)
+    at = row * 2 * half + d
+    tl.store(cos_ptr + at, cos, mask=mask)
+    tl.store(cos_ptr + at + half, cos, mask=mask)
+    tl.store(sin_ptr + at, sin, mask=mask)
+    tl.store(sin_ptr + at + half, sin, mask=mask)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import ModelConfig
-from outrider.engine.fused_layers import FusedLayer, fuse_layers
+from outrider.engine.fused_layers import FusedLayer, FusedRotary, fuse_layers
 from outrider.engine.fused_model import FusedModel, fuse_model
 from outrider.engine.model_loader import dry_run
 from outrider.engine.paged_model import PagedModel
@@ -57,6 +57,18 @@ def test_a_layer_that_computes_something_else_keeps_its_own_code(tiny_model: Tin
     assert fuse_layers(model, dry_run(model)) == 1
     assert "forward" not in first.__dict__
     assert "forward" in second.__dict__
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU keeps the models' own code")
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic"])
+def test_tables_that_depend_on_lengths_are_left_to_the_model(
+    rope_type: str, tiny_model: Tiny
+) -> None:
+    rope = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4}
+    model = load(tiny_model("llama", rope_parameters=rope))
+    fuse_layers(model, dry_run(model))
+    fused = isinstance(model.model.rotary_emb.__dict__.get("forward"), FusedRotary)
+    assert fused == (rope_type != "dynamic")
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU keeps the models' own code")

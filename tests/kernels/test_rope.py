@@ -5,7 +5,7 @@ import torch
 from verification import HAS_KERNELS
 
 from outrider.kernels.rms_norm import Norm
-from outrider.kernels.rope import rope_and_store, rope_and_store_reference
+from outrider.kernels.rope import rope_and_store, rope_and_store_reference, rotary_table
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -35,3 +35,14 @@ def test_kernel_equals_reference(
         results.append((query, k_cache, v_cache))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_table_is_that_of_the_angles(dtype: torch.dtype, device: torch.device) -> None:
+    positions = torch.tensor([0, 1, 77, 131_071], device=device)
+    inv_freq = 1e4 ** -(torch.arange(20, device=device) / 20)  # not a power of two of them
+    angles = (positions[:, None].float() * inv_freq).repeat(1, 2)
+    cos, sin = rotary_table(positions, inv_freq, 1.5, dtype)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(cos, (1.5 * angles.cos()).to(dtype), rtol=0, atol=tolerance)
+    torch.testing.assert_close(sin, (1.5 * angles.sin()).to(dtype), rtol=0, atol=tolerance)
