@@ -136,7 +136,7 @@ class Engine:
         drawn = self.verifier.verify(plan, proposals, logits)
         self.proposer.propose_ahead(plan)  # a GPU goes on while the host reads and commits
         self.target.score_ahead(plan)
-        verified = self.verifier.read(plan, proposals, logits, drawn)
+        verified = self.verifier.read(plan, proposals, drawn)
         outputs = self.scheduler.commit(plan, verified)
         for output in outputs:
             if output.finish_reason is not None:

@@ -10,6 +10,7 @@ from outrider.engine.attention import PagedContext, UnsupportedModelError, atten
 from outrider.engine.batch import ForwardBatch, HostBatch
 from outrider.engine.config import ModelConfig
 from outrider.engine.fused_model import fuse_model
+from outrider.engine.head import buffer_head
 from outrider.engine.model_loader import load_model, max_positions
 from outrider.engine.phase import Phase, padded_sizes
 from outrider.engine.slots import Slots
@@ -75,7 +76,8 @@ class PagedModel:
     ) -> Tensor:
         """Capture passes of up to `rows_per_seq` rows a sequence; once cache and slots are bound.
 
-        Logits are of every row, or of one row a sequence; returns some as they will come. Raises
+        Logits are of every row, or of one row a sequence; returns the most of them, where those of
+        other shapes begin too unless the model goes on behind its head. Raises
         UnsupportedModelError where the model's own code waits for the GPU.
         """
         shapes = [
@@ -83,13 +85,15 @@ class PagedModel:
             for n in padded_sizes(self._slots.max_num_seqs)
             for rows in sorted(set(rows_per_seq), reverse=True)
         ]
+        buffer_head(self.model.get_output_embeddings(), shapes[0][2])
         nobody = np.zeros(0, dtype=np.int64)
+        outputs = []
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
             empty = HostBatch.build(nobody, nobody, nobody, nobody)
             packed = empty.packed(shape, self._slots.dummy)
             try:
-                logits = self._phase.capture(packed, shape)
+                outputs.append(self._phase.capture(packed, shape))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as reason:
@@ -98,7 +102,7 @@ class PagedModel:
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
         self._shapes = shapes[::-1]
-        return logits
+        return outputs[0]
 
     def forward(self, batch: HostBatch) -> Tensor:
         """Compute the batch's rows, leaving their KV in the pages; returns [num_logits, V].

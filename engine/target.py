@@ -25,7 +25,7 @@ class Target:
         self._ahead_logits = torch.empty(0)
 
     def capture(self, num_speculative_tokens: int, report: ReportProgress) -> Tensor:
-        """Capture plain decodes and verifications of every k; returns logits as they will come."""
+        """Capture plain decodes and verifications of every k; returns the place of the logits."""
         rows_per_seq = tuple(range(1, num_speculative_tokens + 2))
         stage = "capturing the target's graphs"
         return self._model.capture(rows_per_seq, True, partial(report, stage))

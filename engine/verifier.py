@@ -1,5 +1,7 @@
 """The verification kernels on a step's logits: which drafts stand, and the token after them."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,13 @@ from outrider.kernels.logprobs import gather_logprobs
 from outrider.kernels.verify import verify
 
 
+class Drawn(NamedTuple):
+    """What a step drew, on its way to the host."""
+
+    copy: HostCopy
+    logits: Tensor  # [T, V] raw, for logprobs
+
+
 class Verifier:
     """Keeps of the proposals exactly what the target would have produced."""
 
@@ -31,14 +40,13 @@ class Verifier:
         self._sizes: list[int] = []  # captured, ascending
         self._dtypes: set[torch.dtype] = set()
 
-    def capture(self, like: Tensor, distributions: DraftDistributions | None) -> None:
-        """Capture verification of logits like these, of drafts from these or one-hot drafts.
+    def capture(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
+        """Capture verification of logits at this place, of drafts from these or one-hot drafts.
 
-        Shape: like [any, V].
+        Shape: logits [max_num_seqs * (K + 1), V].
         """
         sizes = padded_sizes(self._slots.max_num_seqs)
         max_drafts = self._slots.max_drafts
-        logits = like.new_zeros(sizes[0] * (max_drafts + 1), like.shape[1])
         for size in sizes:
             for num_columns in sorted({max_drafts, 0}, reverse=True):
                 q = [] if distributions is None or num_columns == 0 else [*distributions]
@@ -51,9 +59,9 @@ class Verifier:
                         tensors,
                     )
         self._sizes = sizes[::-1]
-        self._dtypes = {like.dtype} | ({distributions.logits.dtype} if distributions else set())
+        self._dtypes = {logits.dtype} | ({distributions.logits.dtype} if distributions else set())
 
-    def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> HostCopy | None:
+    def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> Drawn | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         The drawn tokens go into the slots, behind each sequence's known ones, and on to the host,
@@ -67,7 +75,10 @@ class Verifier:
         anchors_np = np.array([s.request.num_tokens for s in sampled])
         cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
         rows = RequestRows(slots_np, cu_rows_np[:-1], num_drafts_np + 1, anchors_np)
-        tensors = [self._slots.edits.apply(logits, rows)]
+        edited = self._slots.edits.apply(logits, rows)
+        if edited is not logits and any(s.request.params.logprobs is not None for s in sampled):
+            logits = logits.clone()  # where they lie, captured verification reads the edited ones
+        tensors = [edited]
         if proposals.distributions is not None and num_drafts_np.any():
             tensors += proposals.distributions
         size = len(sampled)
@@ -79,15 +90,13 @@ class Verifier:
             (size, num_columns, *sampling_kind(sampled)),
             *tensors,
         )
-        return HostCopy(drawn[: len(sampled)])  # the one copy to the host a step
+        return Drawn(HostCopy(drawn[: len(sampled)]), logits)  # the one copy to the host a step
 
-    def read(
-        self, plan: Plan, proposals: Proposals, logits: Tensor, drawn: HostCopy | None
-    ) -> Verified:
-        """What `verify` drew from these logits, once it is on the host."""
+    def read(self, plan: Plan, proposals: Proposals, drawn: Drawn | None) -> Verified:
+        """What `verify` drew, once it is on the host."""
         if drawn is None:
             return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
-        host_np = drawn.numpy()
+        host_np = drawn.copy.numpy()
         drawn_np = host_np[:, :-1]  # padded with -1
         lens = (drawn_np >= 0).sum(1).tolist()
         token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
@@ -97,7 +106,7 @@ class Verifier:
             token_ids=token_ids,
             num_drafts=num_drafts_np.tolist(),
             is_bad=host_np[:, -1].astype(bool).tolist(),
-            logprobs=self._logprobs(plan, logits, token_ids, cu_rows_np),
+            logprobs=self._logprobs(plan, drawn.logits, token_ids, cu_rows_np),
         )
 
     def _run(

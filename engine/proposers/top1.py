@@ -55,9 +55,9 @@ class Top1Proposer(Proposer):
 
     def capture(self, report: ReportProgress) -> DraftDistributions:
         """Capture the draft's steps, its catch-ups of two rows, and its sampling."""
-        self._draft.capture((1, 2), False, partial(report, "capturing the draft's graphs"))
+        stage = "capturing the draft's graphs"
+        logits = self._draft.capture((1, 2), False, partial(report, stage))
         sizes = padded_sizes(self._slots.max_num_seqs)
-        logits = self._kept.logits.new_zeros(sizes[0], self._draft.vocab_size)
         for size in sizes:
             for kind in SAMPLING_KINDS:
                 integers_np = self._pad(np.zeros((5, 0), dtype=np.int64), size)

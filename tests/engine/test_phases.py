@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.engine import phase
 from outrider.engine.api import SamplingParams
+from outrider.engine.head import buffer_head
 from outrider.engine.loop import Engine
 from outrider.engine.phase import Phase, padded_sizes
 
@@ -69,6 +70,37 @@ def test_padding_changes_nobodys_output(
         expected = [tokens(o) for o in run(plain, mixed[batch], params[batch])]
         assert [tokens(o) for o in run(padded, mixed[batch], params[batch])] == expected
     assert recorded.num_replays > 30
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+def test_logprobs_are_raw_beside_edits(tiny_model: Tiny, recorded: type[_Recorded]) -> None:
+    target = tiny_model("llama", seed=0)
+    config = engine_config(target, target, k=2, max_num_seqs=2)
+    params = SamplingParams(max_tokens=12, seed=1, allowed_token_ids=(3, 5, 8), logprobs=2)
+    plain, padded = Engine(config), Engine(config)
+    padded.capture(lambda stage, done, total: None)
+    expected, got = (
+        [
+            [o.logprobs for o in of_prompt]
+            for of_prompt in run(engine, prompts([4, 9], VOCAB), params)
+        ]
+        for engine in (plain, padded)
+    )
+    assert got == expected
+    assert recorded.num_replays > 10
+
+
+def test_logits_of_any_rows_begin_at_one_place() -> None:
+    head = torch.nn.Linear(4, 9, bias=False)
+    buffer_head(head, max_rows=5)
+    x = torch.randn(1, 6, 4)
+    with torch.inference_mode():
+        few, more, most = head(x[:, :2]).clone(), head(x[:, :5]), head(x)
+        expected = x @ head.weight.t()
+        torch.testing.assert_close(few, expected[:, :2])
+        torch.testing.assert_close(more, expected[:, :5])
+        torch.testing.assert_close(most, expected)
+        assert head(x[:, :3]).data_ptr() == more.data_ptr() != most.data_ptr()
 
 
 def test_sizes_are_the_powers_of_two_and_the_most() -> None:
