@@ -15,6 +15,11 @@ from outrider.engine.model_loader import load_model, max_positions
 from outrider.engine.phase import Phase, padded_sizes
 from outrider.engine.slots import Slots
 
+# Prompts beside decodes are captured by so many rows. A GPU takes longer for more of them than the
+# host takes to launch what they need.
+_ROWS_STEP = 128
+_MOST_ROWS = 1024
+
 
 class PagedModel:
     """An unmodified Hugging Face causal LM whose layers read and write pages."""
@@ -70,21 +75,18 @@ class PagedModel:
 
     def capture(
         self,
-        rows_per_seq: tuple[int, ...],
+        rows_per_seq: int,
         every_row_has_logits: bool,
         progress: Callable[[int, int], None],
     ) -> Tensor:
-        """Capture passes of up to `rows_per_seq` rows a sequence; once cache and slots are bound.
+        """Capture passes of up to `rows_per_seq` rows a sequence, and of more rows where prompts
+        are among them; once cache and slots are bound.
 
         Logits are of every row, or of one row a sequence; returns the most of them, where those of
         other shapes begin too unless the model goes on behind its head. Raises
         UnsupportedModelError where the model's own code waits for the GPU.
         """
-        shapes = [
-            (n, n * rows, n * rows if every_row_has_logits else n)
-            for n in padded_sizes(self._slots.max_num_seqs)
-            for rows in sorted(set(rows_per_seq), reverse=True)
-        ]
+        shapes = _shapes(self._slots.max_num_seqs, rows_per_seq, every_row_has_logits)
         buffer_head(self.model.get_output_embeddings(), shapes[0][2])
         nobody = np.zeros(0, dtype=np.int64)
         outputs = []
@@ -117,6 +119,23 @@ class PagedModel:
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         with attention_context(PagedContext(batch)):
             return self._compute(batch.input_ids, batch.positions, batch.logits_rows)
+
+
+def _shapes(
+    max_num_seqs: int, rows_per_seq: int, every_row_has_logits: bool
+) -> list[tuple[int, int, int]]:
+    """(sequences, rows, logits) to capture, the largest first."""
+    most = max_num_seqs * rows_per_seq
+    with_prompts = range(most // _ROWS_STEP * _ROWS_STEP + _ROWS_STEP, _MOST_ROWS + 1, _ROWS_STEP)
+    num_logits = most if every_row_has_logits else max_num_seqs
+    return [
+        *((max_num_seqs, rows, num_logits) for rows in reversed(with_prompts)),
+        *(
+            (n, n * rows, n * rows if every_row_has_logits else n)
+            for n in padded_sizes(max_num_seqs)
+            for rows in range(rows_per_seq, 0, -1)
+        ),
+    ]
 
 
 def _holds(shape: tuple[int, int, int], wanted: tuple[int, int, int]) -> bool:

@@ -26,9 +26,8 @@ class Target:
 
     def capture(self, num_speculative_tokens: int, report: ReportProgress) -> Tensor:
         """Capture plain decodes and verifications of every k; returns the place of the logits."""
-        rows_per_seq = tuple(range(1, num_speculative_tokens + 2))
         stage = "capturing the target's graphs"
-        return self._model.capture(rows_per_seq, True, partial(report, stage))
+        return self._model.capture(num_speculative_tokens + 1, True, partial(report, stage))
 
     def score(self, plan: Plan, proposals: Proposals) -> Tensor:
         """Logits of the k_i + 1 last rows of each sampled sequence: [sum(k_i + 1), V].

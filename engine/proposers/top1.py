@@ -56,7 +56,7 @@ class Top1Proposer(Proposer):
     def capture(self, report: ReportProgress) -> DraftDistributions:
         """Capture the draft's steps, its catch-ups of two rows, and its sampling."""
         stage = "capturing the draft's graphs"
-        logits = self._draft.capture((1, 2), False, partial(report, stage))
+        logits = self._draft.capture(2, False, partial(report, stage))
         sizes = padded_sizes(self._slots.max_num_seqs)
         for size in sizes:
             for kind in SAMPLING_KINDS:

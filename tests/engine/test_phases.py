@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from outrider.engine import phase
 from outrider.engine.api import SamplingParams
 from outrider.engine.head import buffer_head
 from outrider.engine.loop import Engine
-from outrider.engine.phase import Phase, padded_sizes
+from outrider.engine.phase import Phase, Shape, padded_sizes
 
 Tiny = Callable[..., Path]
 
@@ -35,6 +36,11 @@ class _Recorded:
     def replay(self) -> None:
         type(self).num_replays += 1
         self.output.copy_(self._run())
+
+
+class _Complete(dict[Shape, Any]):
+    def get(self, shape: Shape, default: object = None) -> Any:
+        return self[shape]
 
 
 @pytest.fixture
@@ -88,6 +94,18 @@ def test_logprobs_are_raw_beside_edits(tiny_model: Tiny, recorded: type[_Recorde
     )
     assert got == expected
     assert recorded.num_replays > 10
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+def test_prompts_run_captured_too(tiny_model: Tiny, recorded: type[_Recorded]) -> None:
+    target = tiny_model("llama", seed=0)
+    config = engine_config(target, target, k=2, max_num_seqs=3)
+    engine = Engine(config)
+    expected = [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)]
+    engine.capture(lambda stage, done, total: None)
+    phase_of_target = engine.target._model._phase
+    phase_of_target._captured = _Complete(phase_of_target._captured)
+    assert [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)] == expected
 
 
 def test_logits_of_any_rows_begin_at_one_place() -> None:
