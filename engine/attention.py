@@ -65,16 +65,18 @@ class PagedContext:
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-        self._items: dict[int, AttentionItems] = {}
+        self._items: dict[tuple[int, int], AttentionItems] = {}
 
-    def items(self, group: int) -> AttentionItems:
-        """The kernel's work, listed once a forward and shared by the layers of a group size."""
-        if group not in self._items:
+    def items(self, num_kv_heads: int, group: int) -> AttentionItems:
+        """The kernel's work, listed once a forward and shared by the layers with such heads."""
+        key = (num_kv_heads, group)
+        if key not in self._items:
             batch = self.batch
-            self._items[group] = list_items(
-                batch.cu_seqlens_q, batch.seq_lens, batch.slots, len(batch.positions), group
+            num_rows = len(batch.positions)
+            self._items[key] = list_items(
+                batch.cu_seqlens_q, batch.seq_lens, batch.slots, num_rows, num_kv_heads, group
             )
-        return self._items[group]
+        return self._items[key]
 
     @functools.cached_property
     def sequences(self) -> list[SequenceRows]:
@@ -192,7 +194,7 @@ def attend(
             rows,
             k_cache,
             v_cache,
-            context.items(rows.shape[1] // k_cache.shape[2]),
+            context.items(k_cache.shape[2], rows.shape[1] // k_cache.shape[2]),
             batch.block_table,
             scale,
             window,

@@ -2,7 +2,7 @@
 
 An item is a block of a sequence's rows over one split of its tokens. Rows of a prefill chunk see
 their tokens in one go. Where sequences have few rows, one of many tokens is split over programs: by
-a length that follows from the sequence's own, so that a row's result does not depend on its batch.
+a length that follows from its own, and from how many sequences a batch is made for.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels._dispatch import num_programs
+
 MAX_SPLITS = 16
-_MIN_SPLIT_TOKENS = tl.constexpr(256)
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 WIDTH = tl.constexpr(8)  # of an item; see the kernel
 
@@ -30,9 +31,14 @@ class AttentionItems(NamedTuple):
 
 
 def list_items(
-    cu_seqlens_q: Tensor, seq_lens: Tensor, slots: Tensor, num_rows: int, group: int
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor,
+    num_rows: int,
+    num_kv_heads: int,
+    group: int,
 ) -> AttentionItems:
-    """List the items of a batch of which `group` query heads share a KV head.
+    """List the items of a batch for layers whose KV heads serve `group` query heads each.
 
     The list's shape follows from shapes alone, so that a captured launch stays right.
 
@@ -51,6 +57,9 @@ def list_items(
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i.
     num_row_blocks = num_rows // block_q + num_reqs
     most = num_row_blocks * (MAX_SPLITS if splits else 1)
+    # Sequences that fill the GPU by themselves are split only where one would hold up the others.
+    fills = num_reqs * num_kv_heads >= num_programs(seq_lens.device, 1)
+    min_split_tokens = 1024 if fills else 256
     items = torch.empty(most, WIDTH.value, dtype=torch.int32, device=seq_lens.device)
     num_items = torch.empty(1, dtype=torch.int32, device=seq_lens.device)
     _list_items_kernel[(num_reqs,)](
@@ -62,7 +71,7 @@ def list_items(
         num_reqs,
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         BLOCK_Q=block_q,
-        SPLITS=splits,
+        MIN_SPLIT_TOKENS=min_split_tokens if splits else 0,
         num_warps=1,
     )
     return AttentionItems(items, num_items, num_row_blocks, block_m, block_q, splits)
@@ -78,7 +87,7 @@ def _list_items_kernel(
     num_reqs,
     REQS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MIN_SPLIT_TOKENS: tl.constexpr,  # 0: nothing is split
 ):
     """One program: the items of one sequence."""
     request = tl.program_id(0)
@@ -88,8 +97,8 @@ def _list_items_kernel(
     query_lens = tl.load(cu_seqlens_q_ptr + i + 1, mask=is_req, other=0).to(tl.int32) - first_rows
     seq_lens = tl.load(seq_lens_ptr + i, mask=is_req, other=0).to(tl.int32)
     split_tokens = tl.full([REQS], 1 << 30, tl.int32)
-    if SPLITS:
-        split_tokens = tl.full([REQS], _MIN_SPLIT_TOKENS, tl.int32)
+    if MIN_SPLIT_TOKENS > 0:
+        split_tokens = tl.full([REQS], MIN_SPLIT_TOKENS, tl.int32)
         for _ in tl.static_range(16):
             split_tokens = tl.where(
                 split_tokens * _MAX_SPLITS < seq_lens, split_tokens * 2, split_tokens

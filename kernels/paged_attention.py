@@ -68,7 +68,7 @@ def paged_attention(
     head_pad = max(16, triton.next_power_of_2(head_dim))
     value_pad = max(16, triton.next_power_of_2(value_dim))
     most = len(items.items) * num_kv_heads
-    _paged_attention_kernel[(min(most, num_programs(query.device, 4)),)](
+    _paged_attention_kernel[(min(most, num_programs(query.device, 8)),)](
         out,
         part,
         part_state,
@@ -98,6 +98,7 @@ def paged_attention(
         MAX_SPLITS=MAX_SPLITS if items.splits else 1,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
+        PHASES=2 if not items.splits and window is None else 1,
         **_tiling(items, k_cache, v_cache, block_table),
         **dependent_launch(query.device),
     )
@@ -119,11 +120,10 @@ def _tiling(
     is_short = block_table.shape[1] * page_size <= 8192
     if num_blocks <= (num_sms if is_short else num_sms // 4):
         return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1}
-    if is_short and num_blocks < 4 * num_sms:
-        return {"BLOCK_N": 128, "num_warps": 4, "num_stages": 2}
-    if is_short and items.block_m == 16:
-        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_N": 64, "num_warps": 2 if items.block_m <= 32 else 4, "num_stages": 3}
+    if items.block_m > 32:
+        return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+    few = is_short and num_blocks < 4 * num_sms
+    return {"BLOCK_N": 32, "num_warps": 4 if few else 2, "num_stages": 3}
 
 
 @functools.cache
@@ -169,6 +169,7 @@ def _paged_attention_kernel(
     MAX_SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    PHASES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Each program takes every so many of the items, each with all query heads of one KV head."""
@@ -221,50 +222,68 @@ def _paged_attention_kernel(
             acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
             pages_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride
 
-            for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
-                n = start + tl.arange(0, BLOCK_N)
-                inside = n < end
-                page = tl.load(pages_ptr + n // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-                in_page = n % PAGE_SIZE
-                key = tl.load(
-                    k_ptr
-                    + page[None, :] * k_stride_page
-                    + in_page[None, :] * k_stride_pos
-                    + kv_head * k_stride_h
-                    + head_dims[:, None],
-                    mask=inside[None, :] & (head_dims < HEAD_DIM)[:, None],
-                    other=0.0,
-                )
-                # Positions behind the sequence load as 0: a zero weight times NaN would be NaN.
-                value = tl.load(
-                    v_ptr
-                    + page[:, None] * v_stride_page
-                    + in_page[:, None] * v_stride_pos
-                    + kv_head * v_stride_h
-                    + value_dims[None, :],
-                    mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
-                    other=0.0,
-                )
-                logits = tl.dot(query, key, input_precision="ieee") * scale
-                if HAS_SOFTCAP:
-                    # tanh by exp2 of a negative number only, which cannot overflow.
-                    e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
-                    capped = softcap * (1.0 - e) / (1.0 + e)
-                    logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
-                visible = n[None, :] <= position[:, None]
-                if HAS_WINDOW:
-                    visible &= n[None, :] > position[:, None] - window
-                logits = tl.where(visible & inside[None, :], logits, float("-inf"))
-                new_best = tl.maximum(best, tl.max(logits, 1))
-                # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
-                shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-                weights = tl.exp2(logits - shift[:, None])
-                decay = tl.exp2(best - shift)
-                total = total * decay + tl.sum(weights, 1)
-                acc = acc * decay[:, None] + tl.dot(
-                    weights.to(value.dtype), value, input_precision="ieee"
-                )
-                best = new_best
+            # Blocks that every row sees whole come first, where there are many of them.
+            start = begin // BLOCK_N * BLOCK_N
+            seen_by_all = start
+            if PHASES == 2:
+                seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+            n = start + tl.arange(0, BLOCK_N)
+            page = tl.load(pages_ptr + n // PAGE_SIZE, mask=n < end, other=0)
+            for phase in tl.static_range(PHASES):
+                first, last = start, seen_by_all
+                if phase == PHASES - 1:
+                    first, last = seen_by_all, end
+                for start in range(first, last, BLOCK_N):
+                    n = start + tl.arange(0, BLOCK_N)
+                    in_page = n % PAGE_SIZE
+                    k_at = (
+                        k_ptr
+                        + page.to(tl.int64)[None, :] * k_stride_page
+                        + in_page[None, :] * k_stride_pos
+                        + kv_head * k_stride_h
+                        + head_dims[:, None]
+                    )
+                    v_at = (
+                        v_ptr
+                        + page.to(tl.int64)[:, None] * v_stride_page
+                        + in_page[:, None] * v_stride_pos
+                        + kv_head * v_stride_h
+                        + value_dims[None, :]
+                    )
+                    # The next block's pages, so that its keys need not wait for them.
+                    next_n = n + BLOCK_N
+                    page = tl.load(pages_ptr + next_n // PAGE_SIZE, mask=next_n < end, other=0)
+                    # Positions behind the sequence load as 0: a zero weight times NaN would be NaN.
+                    k_mask = (head_dims < HEAD_DIM)[:, None]
+                    v_mask = (value_dims < VALUE_DIM)[None, :]
+                    if phase == PHASES - 1:
+                        k_mask &= (n < end)[None, :]
+                        v_mask &= (n < end)[:, None]
+                    key = tl.load(k_at, mask=k_mask, other=0.0)
+                    value = tl.load(v_at, mask=v_mask, other=0.0)
+                    logits = tl.dot(query, key, input_precision="ieee") * scale
+                    if HAS_SOFTCAP:
+                        # tanh by exp2 of a negative number only, which cannot overflow.
+                        e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
+                        capped = softcap * (1.0 - e) / (1.0 + e)
+                        logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
+                    if phase == PHASES - 1:
+                        visible = n[None, :] <= position[:, None]
+                        if HAS_WINDOW:
+                            visible &= n[None, :] > position[:, None] - window
+                        logits = tl.where(visible, logits, float("-inf"))
+                    new_best = tl.maximum(best, tl.max(logits, 1))
+                    shift = new_best
+                    if phase == PHASES - 1:
+                        # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
+                        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+                    weights = tl.exp2(logits - shift[:, None])
+                    decay = tl.exp2(best - shift)
+                    total = total * decay + tl.sum(weights, 1)
+                    acc = acc * decay[:, None] + tl.dot(
+                        weights.to(value.dtype), value, input_precision="ieee"
+                    )
+                    best = new_best
 
             mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
             out_row = row * NUM_KV_HEADS * GROUP + head

@@ -23,7 +23,7 @@ def test_items_cover_every_row_and_token_once(
 ) -> None:
     cu = torch.tensor([0, *rows]).cumsum(0).to(device)
     slots = torch.tensor([7, 4, 5], device=device)
-    listed = list_items(cu, torch.tensor(lens, device=device), slots, sum(rows), group=4)
+    listed = list_items(cu, torch.tensor(lens, device=device), slots, sum(rows), 2, group=4)
     items = listed.items[: int(listed.num_items)].tolist()
     covered: dict[int, list[tuple[int, int]]] = {row: [] for row in range(sum(rows))}
     for first_row, num_rows, first_position, slot, split, split_tokens, row_block, _ in items:
