@@ -34,6 +34,7 @@ class LayerSpec:
     """What the dry run learnt of one attention layer."""
 
     module: nn.Module
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int
@@ -51,12 +52,19 @@ class DryRun:
     layers: list[LayerSpec] = field(default_factory=list)
 
 
+class KVPages(NamedTuple):
+    """Keys and values of an attention layer: [num_pages, page_size, num_kv_heads, dim] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class SequenceRows(NamedTuple):
     """Where a sequence stands in a batch."""
 
     rows: slice
     num_tokens: int  # that its last row attends to
-    pages: Tensor  # [pages of the longest sequence possible]
+    pages: Tensor | slice  # of these tokens; a slice, read in place, where they lie side by side
 
 
 class PagedContext:
@@ -64,7 +72,7 @@ class PagedContext:
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
 
     def items(self, num_kv_heads: int, group: int) -> AttentionItems:
@@ -82,23 +90,35 @@ class PagedContext:
     def sequences(self) -> list[SequenceRows]:
         """The batch's sequences that have rows, for attention without a kernel."""
         batch = self.batch
-        bounds = batch.cu_seqlens_q.tolist()
-        seq_lens, pages = batch.seq_lens.tolist(), batch.block_table[batch.slots].unbind()
+        bounds, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
         return [
-            SequenceRows(slice(bounds[i], bounds[i + 1]), seq_lens[i], pages[i])
-            for i in range(len(seq_lens))
+            SequenceRows(
+                slice(bounds[i], bounds[i + 1]),
+                seq_lens[i],
+                _pages(batch.block_table[slot, : -(-seq_lens[i] // batch.page_size)]),
+            )
+            for i, slot in enumerate(batch.slots.tolist())
             if bounds[i] < bounds[i + 1]
         ]
 
-    def mask(self, seq: SequenceRows, window: int | None, like: Tensor) -> Tensor | None:
+    def mask(
+        self, seq: SequenceRows, window: int | None, group: int, like: Tensor
+    ) -> Tensor | None:
         """Mask of a sequence's rows, built once a forward and shared by the layers."""
-        key = (seq.rows.start, window)
+        key = (seq.rows.start, window, group)
         if key not in self._masks:
             query_len = seq.rows.stop - seq.rows.start
             self._masks[key] = build_mask(
-                query_len, seq.num_tokens, window, like.dtype, like.device
+                query_len, seq.num_tokens, window, group, like.dtype, like.device
             )
         return self._masks[key]
+
+
+def _pages(page_ids: Tensor) -> Tensor | slice:
+    """A slice where these, in order, lie side by side. Shape: [pages]."""
+    ids = page_ids.tolist()
+    first, last = ids[0], ids[-1]
+    return slice(first, last + 1) if ids == list(range(first, last + 1)) else page_ids
 
 
 _context: PagedContext | DryRun | None = None
@@ -121,12 +141,15 @@ def current_batch() -> ForwardBatch:
     return _context.batch
 
 
-def pages_of(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Keys and values of an attention layer: [num_pages, page_size, num_kv_heads, dim] each."""
-    k_cache, v_cache = module.k_cache, module.v_cache
-    assert isinstance(k_cache, Tensor)
-    assert isinstance(v_cache, Tensor)
-    return k_cache, v_cache
+def bind_pages(module: nn.Module, pages: KVPages | None) -> None:
+    """Hand an attention layer its pages, or take them back."""
+    module.__dict__["kv_pages"] = pages  # no buffers: finding one takes a module microseconds
+
+
+def pages_of(module: nn.Module) -> KVPages:
+    pages = module.__dict__["kv_pages"]
+    assert isinstance(pages, KVPages)
+    return pages
 
 
 def paged_attention_forward(
@@ -152,11 +175,11 @@ def paged_attention_forward(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(_context, DryRun):
-        num_kv_heads, head_dim = key.shape[1], key.shape[3]
         spec = LayerSpec(
             module,
-            num_kv_heads,
-            head_dim,
+            query.shape[1],
+            key.shape[1],
+            key.shape[3],
             value.shape[3],
             scale,
             sliding_window,
@@ -166,9 +189,9 @@ def paged_attention_forward(
         _record(_context, spec, attention_mask, unknown)
         return value.new_zeros(1, query.shape[2], query.shape[1], spec.value_dim), None
     batch = current_batch()
-    k_cache, v_cache = pages_of(module)
-    k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, key[0].transpose(0, 1))
-    v_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, value[0].transpose(0, 1))
+    for pages, given in zip(pages_of(module), (key, value), strict=True):
+        rows = given[0].transpose(0, 1).to(pages.dtype)
+        pages.flatten(0, 1).index_copy_(0, batch.slot_mapping, rows)
     rows = query[0].transpose(0, 1)
     return attend(module, rows, scale, sliding_window, softcap, s_aux)[None], None
 
@@ -187,15 +210,15 @@ def attend(
     """
     context = _context
     assert isinstance(context, PagedContext), "attention called outside of a forward pass"
-    batch = context.batch
-    k_cache, v_cache = pages_of(module)
+    keys, values = pages_of(module)
+    group = rows.shape[1] // keys.shape[2]
     if uses_triton(rows):
         return paged_attention(
             rows,
-            k_cache,
-            v_cache,
-            context.items(k_cache.shape[2], rows.shape[1] // k_cache.shape[2]),
-            batch.block_table,
+            keys,
+            values,
+            context.items(keys.shape[2], group),
+            context.batch.block_table,
             scale,
             window,
             softcap,
@@ -204,11 +227,11 @@ def attend(
     outs = [
         paged_attention_reference(
             rows[seq.rows],
-            k_cache,
-            v_cache,
+            keys,
+            values,
             seq.pages,
             seq.num_tokens,
-            context.mask(seq, window, rows),
+            context.mask(seq, window, group, keys),
             scale,
             softcap,
             sinks,
@@ -217,7 +240,7 @@ def attend(
     ]
     num_padding = len(rows) - sum(map(len, outs))
     if num_padding:
-        outs.append(rows.new_zeros(num_padding, rows.shape[1], v_cache.shape[3]))
+        outs.append(rows.new_zeros(num_padding, rows.shape[1], values.shape[3]))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -107,6 +107,7 @@ class ForwardBatch:
     logits_rows: Tensor
     # [num_slots, pages]
     block_table: Tensor
+    page_size: int
 
     @staticmethod
     def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
@@ -135,4 +136,5 @@ class ForwardBatch:
             cu_seqlens_q=cu_seqlens_q,
             logits_rows=logits_rows,
             block_table=slots.block_table,
+            page_size=slots.page_size,
         )

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.engine.attention import (
+    KVPages,
     LayerSpec,
     PagedContext,
     attend,
     attention_context,
+    bind_pages,
     current_batch,
     pages_of,
 )
@@ -50,7 +52,6 @@ class FusedLayer:
         self._o = _merged([attention.o_proj], rounds)
         self._gate_up = _merged([mlp.gate_proj, mlp.up_proj], rounds)
         self._down = _merged([mlp.down_proj], rounds)
-        self._num_heads = len(attention.q_proj.weight) // spec.head_dim
         self._input_norm = _norm(layer.input_layernorm)
         self._post_norm = _norm(layer.post_attention_layernorm)
         has_head_norms = hasattr(attention, "q_norm")
@@ -75,7 +76,7 @@ class FusedLayer:
             sin[0],
             *pages_of(spec.module),
             current_batch().slot_mapping,
-            self._num_heads,
+            spec.num_heads,
             self._q_norm,
             self._k_norm,
         )
@@ -206,8 +207,7 @@ def _agrees(layer: Any, fused: FusedLayer, spec: LayerSpec, rotary: Any, num_row
     if position_embeddings[0].shape[-1] != spec.head_dim:
         return False
     cache = hidden_states.new_empty(1, num_rows, spec.num_kv_heads, spec.head_dim)
-    for name in ("k_cache", "v_cache"):
-        spec.module.register_buffer(name, cache.clone(), persistent=False)
+    bind_pages(spec.module, KVPages(cache, cache.clone()))
     arguments = {
         "attention_mask": None,
         "position_ids": positions[None],
@@ -262,4 +262,5 @@ def one_prompt(positions: Tensor) -> ForwardBatch:
         cu_seqlens_q=torch.tensor([0, length], device=positions.device),
         logits_rows=positions,
         block_table=torch.zeros(1, 1, dtype=torch.int32, device=positions.device),
+        page_size=length,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 _EXACT_ROWS = 16
 # Measured: with more rows, or longer ones, torch's product of 8-bit weights is behind oneDNN's.
 _MAX_ROUNDED_ROWS = 4
-_MAX_ROUNDED_INPUTS = 512
+_MAX_ROUNDED_INPUTS = 1024
 
 
 class PackedWeight(NamedTuple):

@@ -339,11 +339,17 @@ def _merge(
 
 
 def attention_mask(
-    query_len: int, seq_len: int, window: int | None, dtype: torch.dtype, device: torch.device
+    query_len: int,
+    seq_len: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor | None:
     """Additive mask of the last `query_len` rows of a sequence; None where all is visible.
 
-    Returns: [query_len, seq_len], 0 or -inf. `window` counts the current token.
+    Returns: [group * query_len, seq_len], 0 or -inf, the same for each of the `group` query heads
+    of a KV head. `window` counts the current token.
     """
     if query_len == 1 and (window is None or seq_len <= window):
         return None
@@ -352,16 +358,15 @@ def attention_mask(
     hidden = columns > rows
     if window is not None:
         hidden |= columns <= rows - window
-    return torch.zeros(query_len, seq_len, dtype=dtype, device=device).masked_fill_(
-        hidden, float("-inf")
-    )
+    mask = torch.zeros(query_len, seq_len, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, float("-inf")).repeat(group, 1)
 
 
 def paged_attention_reference(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    pages: Tensor,
+    pages: Tensor | slice,
     seq_len: int,
     mask: Tensor | None,
     scale: float,
@@ -372,37 +377,28 @@ def paged_attention_reference(
 
     Shape:
         query: [query_len, num_heads, head_dim]
-        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim]
-        pages: [at least the pages of seq_len], page ids in order
-        mask: [query_len, seq_len] additive, or None
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim], of the
+            query's dtype or a wider one
+        pages: [pages of seq_len], their ids in order; or a slice, where they lie side by side
+        mask: [num_heads / num_kv_heads * query_len, seq_len] additive, or None
         sinks: [num_heads], or None
         returns: [query_len, num_heads, value_dim]
     """
     query_len, num_heads, head_dim = query.shape
-    page_size, num_kv_heads, value_dim = v_cache.shape[1:]
-    pages = pages[: -(-seq_len // page_size)]
-    # [num_kv_heads, seq_len, dim]
-    key = k_cache.index_select(0, pages).view(-1, num_kv_heads, head_dim)[:seq_len].transpose(0, 1)
-    value = (
-        v_cache.index_select(0, pages).view(-1, num_kv_heads, value_dim)[:seq_len].transpose(0, 1)
-    )
+    num_kv_heads, value_dim = v_cache.shape[2:]
+    key, value = _tokens_in(k_cache, pages, seq_len), _tokens_in(v_cache, pages, seq_len)
     # The query heads that share a KV head become rows of it: [num_kv_heads, group * query_len, dim]
     group = num_heads // num_kv_heads
     packed = (
         query.view(query_len, num_kv_heads, group, head_dim)
         .permute(1, 2, 0, 3)
         .reshape(num_kv_heads, group * query_len, head_dim)
+        .to(key.dtype)
     )
-    if mask is not None:
-        mask = mask.repeat(group, 1)
     if softcap is None and sinks is None:
-        if packed.shape[1] == 1:
-            # torch on a CPU takes twice as long over one bfloat16 row a head as all this does.
-            packed, key, value = packed.float(), key.float(), value.float()
-            mask = mask.float() if mask is not None else None
         out = F.scaled_dot_product_attention(
             packed[None], key[None], value[None], attn_mask=mask, scale=scale
-        )[0].to(query.dtype)
+        )[0]
     else:
         logits = torch.matmul(packed, key.transpose(1, 2)).float() * scale
         if softcap is not None:
@@ -418,4 +414,11 @@ def paged_attention_reference(
         out.view(num_kv_heads, group, query_len, value_dim)
         .permute(2, 0, 1, 3)
         .reshape(query_len, num_heads, value_dim)
+        .to(query.dtype)
     )
+
+
+def _tokens_in(cache: Tensor, pages: Tensor | slice, num_tokens: int) -> Tensor:
+    """Shape: [num_pages, page_size, num_kv_heads, dim] -> [num_kv_heads, num_tokens, dim]."""
+    kept = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+    return kept.flatten(0, 1)[:num_tokens].transpose(0, 1)

@@ -57,7 +57,7 @@ def rope_and_store(
     cos, sin
         Shape: [T, head_dim].
     k_cache, v_cache
-        Shape: [num_pages, page_size, num_kv_heads, head_dim], dense.
+        Shape: [num_pages, page_size, num_kv_heads, head_dim], dense. On a CPU of any dtype.
     slot_mapping
         page * page_size + offset of each row. Shape: [T].
     q_norm, k_norm
@@ -124,8 +124,8 @@ def rope_and_store_reference(
     out_first.addcmul_(second, sin_first, value=-1)
     out_second.addcmul_(first, sin_second)
     query, key = out.tensor_split([num_heads], dim=1)
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(k_cache.dtype))
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(v_cache.dtype))
     return query
 
 

@@ -108,9 +108,11 @@ def check(
                 query[cu[i] : cu[i + 1]],
                 k_cache,
                 v_cache,
-                table[slots[i]],
+                table[slots[i], : -(-seq_len // PAGE)],
                 seq_len,
-                attention_mask(rows, seq_len, window, query.dtype, device),
+                attention_mask(
+                    rows, seq_len, window, num_heads // num_kv_heads, query.dtype, device
+                ),
                 scale,
                 softcap,
                 sinks,
