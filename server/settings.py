@@ -211,7 +211,8 @@ class SpeculationSettings(Section):
     adaptive: bool = Field(
         default=True,
         description="Draft fewer, down to none, where the measured cost of a step says that it "
-        "pays. Requests with a seed of their own keep the full k, to be reproducible.",
+        "pays, and on a CPU none behind drafts that the draft model holds for unlikely. Requests "
+        "with a seed of their own ignore measured cost, to be reproducible.",
     )
     verification: Literal["token", "block", "match"] = Field(
         default="token",

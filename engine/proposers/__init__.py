@@ -19,7 +19,13 @@ def _draft_model(config: EngineConfig, slots: Slots, pair: ModelPair) -> Propose
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"
         )
-    return Top1Proposer(pair.draft, slots, pair.vocab_size, config.scheduler.max_num_batched_tokens)
+    return Top1Proposer(
+        pair.draft,
+        slots,
+        pair.vocab_size,
+        config.scheduler.max_num_batched_tokens,
+        stops_early=config.speculation.adaptive and slots.device.type == "cpu",
+    )
 
 
 PROPOSERS: dict[str, Factory] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
-from tiny_models import VOCAB
+from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError, SamplingParams
@@ -71,6 +71,20 @@ def test_a_measured_k_changes_nobodys_output(
     assert drafted[0] > drafted[4]
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU would wait for each draft")
+def test_drafts_end_with_one_that_the_draft_model_holds_for_unlikely(
+    target: Path, tiny_model: Callable[..., Path]
+) -> None:
+    drafted = {}
+    for scale in (0.05, 0.9):  # of its weights: what it gives its first choice grows with them
+        draft = tiny_model("llama", seed=4, scale=scale)
+        engine = Engine(engine_config(target, draft, k=3, adaptive=True))
+        run(engine, MIXED, replace(GREEDY, num_speculative_tokens=3))
+        drafted[scale] = engine.stats().drafted_per_position
+    assert drafted[0.05][0] > 0 == drafted[0.05][1]
+    assert drafted[0.9][2] > 0
+
+
 def test_a_reproducible_sequence_keeps_its_k_where_drafts_do_not_pay(
     target: Path, draft: Path
 ) -> None:
@@ -78,7 +92,7 @@ def test_a_reproducible_sequence_keeps_its_k_where_drafts_do_not_pay(
     seeded = SamplingParams(max_tokens=100, temperature=1.0, seed=7, reproducible=True)
     outputs = run(engine, [MIXED[0]] * 3, seeded)
     num_steps = len(outputs[0])
-    assert outputs[0][-1].num_draft_tokens >= 2 * (num_steps - 2)
+    assert outputs[0][-1].num_draft_tokens >= num_steps - 2
     assert tokens(outputs[0]) == tokens(outputs[1]) == tokens(outputs[2])
 
 
