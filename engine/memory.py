@@ -9,6 +9,7 @@ import torch
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import EngineConfig
 from outrider.engine.pair import ModelPair
+from outrider.engine.phase import padded_sizes
 from outrider.engine.scheduler import MAX_PROMPT_LOGITS
 from outrider.engine.validation import MAX_LOGPROBS
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from outrider.engine.loop import Engine
 
 GIB = 2**30
+_SHORT_PROMPTS = (3, 7, 15)  # tokens; with a draft, rows that attention takes in different blocks
 
 
 class OutOfDeviceMemoryError(ValueError):
@@ -92,39 +94,53 @@ def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) 
 
 def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) -> None:
     """Prompts that fill a step, alone; then such prompts beside seats that decode with every draft,
-    and one that asks for its prompt's logprobs. All ask for what copies logits. On the way, kernels
-    are compiled for which the first requests would have to wait.
+    and one that asks for its prompt's logprobs. All ask for what copies logits.
+
+    Between the two, short prompts of ever fewer sequences. On the way, kernels are compiled for
+    which the first requests would have to wait.
     """
     num_rows, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     k = engine.info.num_speculative_tokens
-    asks_all = SamplingParams(
+    bans = SamplingParams(
         max_tokens=2 * (k + 1) + 1,  # of two steps, the last of which ends none
+        allowed_token_ids=tuple(range(min(64, pair.vocab_size))),
+        bad_words=((0, 1),),
+        min_tokens=1,
+        num_speculative_tokens=1,
+        ignore_eos=True,
+    )
+    asks_all = replace(
+        bans,
         top_p=0.9,
+        logit_bias={0: 1.0},
         repetition_penalty=1.1,
         logprobs=MAX_LOGPROBS,
         num_speculative_tokens=k,
-        ignore_eos=True,
     )
     longest = pair.max_model_len - 1
     lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)][:num_seqs]
     alone = _requests("alone", lens, asks_all)
+    shorts = [
+        _requests(f"{n} of {length}", [min(length, longest, num_rows // n)] * n, bans)
+        for n in padded_sizes(num_seqs)
+        for length in reversed(_SHORT_PROMPTS)
+    ]
     decoding = _requests("decoding", [1] * max(0, num_seqs - len(lens) - 1), asks_all)
     scored_len = min(longest, MAX_PROMPT_LOGITS + 1)
     scored = _requests("scored", [scored_len], replace(asks_all, prompt_logprobs=MAX_LOGPROBS))
     beside = (scored + _requests("beside", lens, asks_all))[: num_seqs - len(decoding)]
     num_pages = max(
-        sum(pair.num_pages_of(len(new.prompt_token_ids) + asks_all.max_tokens) for new in together)
-        for together in (alone, [*decoding, *beside])
+        sum(
+            pair.num_pages_of(len(new.prompt_token_ids) + new.params.max_tokens) for new in together
+        )
+        for together in (alone, shorts[0], [*decoding, *beside])
     )
     engine.allocate(num_pages + 1, pair.max_model_len)  # one is a dummy
-    engine.submit(alone)
-    engine.step()
-    engine.abort([new.request_id for new in alone])
-    engine.submit(decoding)
-    engine.step()
-    engine.submit(beside)
-    engine.step()
-    engine.abort([new.request_id for new in [*decoding, *beside]])
+    for together in ([alone], *([short] for short in shorts), [decoding, beside]):
+        for requests in together:
+            engine.submit(requests)
+            engine.step()
+        engine.abort([new.request_id for requests in together for new in requests])
 
 
 def _requests(name: str, prompt_lens: list[int], params: SamplingParams) -> list[NewRequest]:

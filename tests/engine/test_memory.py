@@ -10,6 +10,7 @@ from engines import GREEDY, engine_config, prompts, run
 from tiny_models import DEVICE, VOCAB
 
 from outrider.engine import memory, scheduler
+from outrider.engine.api import SamplingParams
 from outrider.engine.batch import HostBatch
 from outrider.engine.loop import Engine
 from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes, run_largest_step
@@ -17,16 +18,23 @@ from outrider.engine.paged_model import PagedModel
 
 Tiny = Callable[..., Path]
 GIB = 2**30
+# Of 16, 8 and 4 rows a sequence, one of them a draft, as far as a step of 64 rows has room.
+SHORT_ALONE = [(1, 16, 2), (1, 8, 2), (1, 4, 2)]
+SHORT = [
+    *[(6, 64, 10), (6, 48, 12), (6, 24, 12)],
+    *[(n, n * rows, 2 * n) for n in (4, 2) for rows in (16, 8, 4)],
+    *SHORT_ALONE,
+]
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_model_len", "expected"),
     [
         # Of 6 seats 4 decode with 3 drafts, one has its prompt of 17 scored, one fills the step.
-        (6, 120, [(1, 64, 1), (4, 16, 16), (6, 64, 4 * 4 + 16 + 4)]),
+        (6, 120, [(1, 64, 1), *SHORT, (4, 16, 16), (6, 64, 4 * 4 + 16 + 4)]),
         # A prompt holds 29 tokens: three fill a step, or two beside the others.
-        (6, 30, [(3, 64, 3), (2, 8, 8), (5, 64, 2 * 4 + 16 + 4 + 1)]),
-        (1, 120, [(1, 64, 1), (1, 20, 16 + 4)]),
+        (6, 30, [(3, 64, 3), *SHORT, (2, 8, 8), (5, 64, 2 * 4 + 16 + 4 + 1)]),
+        (1, 120, [(1, 64, 1), *SHORT_ALONE, (1, 20, 16 + 4)]),
     ],
 )
 def test_the_largest_step_fills_its_rows_and_leaves_nothing(
@@ -112,3 +120,31 @@ def test_an_engine_keeps_to_its_share_under_full_load(tiny_model: Tiny) -> None:
     taken_bytes = torch.cuda.memory_reserved() - before_bytes
     assert 0.01 * total_bytes < taken_bytes <= 0.0205 * total_bytes
     assert engine.info.cache_bytes > 0.5 * taken_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_requests_find_their_kernels_compiled(
+    tiny_model: Tiny, compiled_kernels: list[str]
+) -> None:
+    config = engine_config(
+        tiny_model("llama", seed=0), tiny_model("llama", seed=1), num_pages=None, max_num_seqs=40
+    )
+    scheduling = replace(config.scheduler, max_num_batched_tokens=1024)
+    engine = Engine(replace(config, gpu_memory_utilization=0.02, scheduler=scheduling))
+    assert compiled_kernels
+    compiled_kernels.clear()
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, logprobs=3)
+    asks = [
+        GREEDY,
+        replace(GREEDY, prompt_logprobs=2, num_speculative_tokens=1),
+        replace(sampled, verification="block", top_k=20, num_speculative_tokens=0),
+        replace(sampled, verification="match", min_p=0.1, min_tokens=3),
+        replace(sampled, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={3: 2.0}),
+        replace(sampled, bad_words=((4, 5), (6,)), allowed_token_ids=tuple(range(30))),
+    ]
+    for num_seqs, longest in ((1, 90), (3, 20), (40, 1), (17, 12), (40, 40), (90, 90)):
+        for num_asking in (1, len(asks)):
+            lens = [1 + 7 * i % longest for i in range(num_seqs)]
+            run(engine, prompts(lens, VOCAB), [asks[i % num_asking] for i in range(num_seqs)])
+    assert not compiled_kernels
