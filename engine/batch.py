@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from outrider.engine.ragged import ragged_arange
+from outrider.engine.ragged import aligned, ragged_arange
 from outrider.engine.slots import Slots
 from outrider.kernels.rows import read_rows
 
@@ -67,18 +67,26 @@ class HostBatch:
         """All of it in one array, padded: rows of no sequence, at position 0 of the dummy slot,
         and sequences without rows.
         """
-        num_seqs, num_rows, num_logits = shape
+        fields = (
+            (self.slot_of_row_np, dummy_slot),
+            (self.positions_np, 0),
+            (self.slots_np, dummy_slot),
+            (self.seq_lens_np, 0),
+            (self.cu_seqlens_q_np, len(self.positions_np)),
+            (self.logits_rows_np, 0),
+            (np.array([self.is_relative]), 0),
+        )
         return np.concatenate(
             [
-                _pad(self.slot_of_row_np, num_rows, dummy_slot),
-                _pad(self.positions_np, num_rows, 0),
-                _pad(self.slots_np, num_seqs, dummy_slot),
-                _pad(self.seq_lens_np, num_seqs, 0),
-                _pad(self.cu_seqlens_q_np, num_seqs + 1, len(self.positions_np)),
-                _pad(self.logits_rows_np, num_logits, 0),
-                np.array([self.is_relative], dtype=np.int64),
+                _pad(array, aligned(length), fill)
+                for (array, fill), length in zip(fields, _packed_lens(shape), strict=True)
             ]
         )
+
+
+def _packed_lens(shape: tuple[int, int, int]) -> list[int]:
+    num_seqs, num_rows, num_logits = shape
+    return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits, 1]
 
 
 def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
@@ -111,10 +119,10 @@ class ForwardBatch:
 
     @staticmethod
     def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
-        num_seqs, num_rows, num_logits = shape
-        sizes = [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits, 1]
+        lens = _packed_lens(shape)
+        parts = packed.split([aligned(length) for length in lens])
         slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows, is_relative = (
-            packed.split(sizes)
+            part[:length] for part, length in zip(parts, lens, strict=True)
         )
         rows = read_rows(
             slot_of_row,

@@ -1,4 +1,4 @@
-"""Ranges of different lengths, one after another in one array."""
+"""Arrays of different lengths, one after another in one array."""
 
 import numpy as np
 
@@ -8,3 +8,10 @@ def ragged_arange(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     ends = np.cumsum(lens)
     offsets: np.ndarray = np.repeat(starts - ends + lens, lens)
     return offsets + np.arange(len(offsets))
+
+
+def aligned(size: int) -> int:
+    """Room for `size` int64, so that what lies behind begins at 16 bytes, as all that is allocated
+    does: Triton compiles a kernel anew for a pointer that does not.
+    """
+    return size + size % 2

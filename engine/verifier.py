@@ -17,7 +17,7 @@ from outrider.engine.proposers.base import (
     Proposals,
     sampling_kind,
 )
-from outrider.engine.ragged import ragged_arange
+from outrider.engine.ragged import aligned, ragged_arange
 from outrider.engine.slots import Slots
 from outrider.kernels.logprobs import gather_logprobs
 from outrider.kernels.verify import verify
@@ -119,12 +119,12 @@ class Verifier:
     ) -> Tensor:
         """Verify, and write what was drawn into the slots.
 
-        Shape: integers [4, B + 1], see `_pack`; logits [T, V]; draft_logits [num_slots, K, V'],
-        draft_state [num_slots, K, 4]; returns [B, K + 2], the tokens (padded with -1) and whether
-        the logits were bad.
+        Shape: integers [4, B + 1 or more], see `_pack`; logits [T, V]; draft_logits [num_slots, K,
+        V'], draft_state [num_slots, K, 4]; returns [B, K + 2], the tokens (padded with -1) and
+        whether the logits were bad.
         """
-        _, num_columns, filters, samples = shape
-        cu_rows, (slot, num_drafts, anchor) = integers[0], integers[1:, :-1].unbind()
+        size, num_columns, filters, samples = shape
+        cu_rows, (slot, num_drafts, anchor) = integers[0, : size + 1], integers[1:, :size].unbind()
         if draft_logits is not None and draft_state is not None:
             draft_logits = draft_logits[slot] if samples else None
             draft_state = draft_state[slot] if samples else None
@@ -150,10 +150,10 @@ class Verifier:
     def _pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, anchors_np: np.ndarray, size: int
     ) -> np.ndarray:
-        """Arguments: [B] -> [4, size + 1]: first rows of the sequences' logits and, one column
-        short, slots, drafts and anchors. Padding is plain decodes of the dummy slot.
+        """Arguments: [B] -> [4, size + 1 or more]: first rows of the sequences' logits and, one
+        column short, slots, drafts and anchors. Padding is plain decodes of the dummy slot.
         """
-        packed = np.zeros((4, size + 1), dtype=np.int64)
+        packed = np.zeros((4, aligned(size + 1)), dtype=np.int64)
         packed[1] = self._slots.dummy
         for row, of_sampled_np in zip(
             packed[1:], (slots_np, num_drafts_np, anchors_np), strict=True

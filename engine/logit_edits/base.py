@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import SamplingParams
-from outrider.engine.ragged import ragged_arange
+from outrider.engine.ragged import aligned, ragged_arange
 from outrider.engine.request import Request
 from outrider.kernels.edit_rows import EditRows
 
@@ -48,7 +48,11 @@ class RequestRows:
 
     def on(self, device: torch.device) -> EditRows:
         """Row by row, as kernels take them, in one copy to the device."""
-        return EditRows(*torch.from_numpy(self.each_np()).to(device))
+        each_np = self.each_np()
+        num_rows = each_np.shape[1]
+        packed_np = np.zeros((3, aligned(num_rows)), dtype=np.int64)
+        packed_np[:, :num_rows] = each_np
+        return EditRows(*torch.from_numpy(packed_np).to(device)[:, :num_rows])
 
 
 class LogitEdit(ABC):

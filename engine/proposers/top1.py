@@ -20,6 +20,7 @@ from outrider.engine.proposers.base import (
     Proposer,
     sampling_kind,
 )
+from outrider.engine.ragged import aligned
 from outrider.engine.slots import Slots
 from outrider.kernels.verify import draft_sample
 
@@ -214,13 +215,14 @@ class Top1Proposer(Proposer):
     ) -> Tensor:
         """Draw one draft a row, write it to its slot, and keep what it was drawn from.
 
-        Shape: integers [5, N], of each row its slot, position, the step's first, where to keep it,
-        and whether positions count from the slot's known tokens; logits [N, V']; kept_logits
-        [num_slots, K, V'], state [num_slots, K, 4].
+        Shape: integers [5, N or more], of each row its slot, position, the step's first, where to
+        keep it, and whether positions count from the slot's known tokens; logits [N, V'];
+        kept_logits [num_slots, K, V'], state [num_slots, K, 4].
         """
-        _, filters, samples = shape
+        size, filters, samples = shape
         slot, kept, is_relative = integers[0], integers[3], integers[4]
         position, anchor = integers[1:3] + is_relative * self._slots.num_tokens[slot]
+        slot, position, anchor, kept = (x[:size] for x in (slot, position, anchor, kept))
         drawn = draft_sample(
             logits,
             self._slots.sampling_of(slot),
@@ -237,8 +239,8 @@ class Top1Proposer(Proposer):
         return drawn.token_ids
 
     def _pad(self, integers_np: np.ndarray, size: int) -> np.ndarray:
-        """Shape: [5, N] -> [5, size]; the rows behind are those of nobody."""
-        padded = np.zeros((5, size), dtype=np.int64)
+        """Shape: [5, N] -> [5, size or more]; the rows behind are those of nobody."""
+        padded = np.zeros((5, aligned(size)), dtype=np.int64)
         padded[0] = self._slots.dummy
         padded[3] = self._slots.dummy * self._slots.max_drafts
         padded[:, : integers_np.shape[1]] = integers_np
