@@ -67,6 +67,8 @@ class Scheduler:
         self._adaptive = adaptive
         self._max_model_len = max_model_len
         self.plans_ahead = False  # whether plans leave room for the step after
+        # Since the last step, and from which page on; the device does not know them yet.
+        self._grown: list[tuple[Request, int]] = []
         self.waiting: list[Request] = []  # the next first
         self.running: list[Request] = []
         self._arrivals = count()
@@ -125,6 +127,8 @@ class Scheduler:
                 scheduled.has_room_ahead = self._has_room_ahead(scheduled)
             # Who waits is served sooner by the step after, and in one pass with the others.
             plan.scores_ahead = not self.waiting and plan.is_plain
+        self._slots.write_pages(self._grown)
+        self._grown.clear()
         return plan
 
     def wait_for_grammars(self, timeout_s: float) -> None:
@@ -293,6 +297,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         self._slots.seat(request)
+        self._grown.append((request, 0))
         scheduled = self._share(request, budget, plan)
         if not self._grow(request, scheduled.end + scheduled.num_drafts):
             scheduled.num_drafts = 0
@@ -343,7 +348,7 @@ class Scheduler:
         if not self._kv_cache.allocate(request, num_tokens):
             return False
         if len(request.pages) > first:
-            self._slots.write_pages(request, first)
+            self._grown.append((request, first))
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:

@@ -68,7 +68,9 @@ class Slots:
         return params.temperature <= 0 or (params.verification or self._verification) == "match"
 
     def seat(self, request: Request) -> None:
-        """Give the request a slot and copy its tokens and sampling parameters there."""
+        """Give the request a slot and copy its tokens and sampling parameters there; not its
+        pages.
+        """
         slot = self._free.pop()
         request.slot = slot
         self.write_tokens(request, 0, request.token_ids)
@@ -80,7 +82,6 @@ class Slots:
         self.sampling.seed[slot] = _as_int64(params.seed)
         self.sampling.rule[slot] = RULES[params.verification or self._verification]
         self.edits.seat(request)
-        self.write_pages(request, first=0)
 
     def unseat(self, request: Request) -> None:
         assert request.slot is not None
@@ -90,11 +91,27 @@ class Slots:
 
     def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
         """Copy tokens from the host into the request's row, from `position` on."""
-        _upload(token_ids, self.token_ids[request.slot, position : position + len(token_ids)])
+        row = self.token_ids[request.slot, position : position + len(token_ids)]
+        row.copy_(self._staged(torch.tensor(token_ids, dtype=torch.int32)), non_blocking=True)
 
-    def write_pages(self, request: Request, first: int) -> None:
-        """Copy the request's pages from index `first` on into its block table."""
-        _upload(request.pages[first:], self.block_table[request.slot, first : len(request.pages)])
+    def write_pages(self, grown: list[tuple[Request, int]]) -> None:
+        """Copy the pages of each seated request, from an index on, into its block table: all in
+        one upload.
+        """
+        entries = [
+            (request.slot, column, request.pages[column])
+            for request, first in grown
+            if request.slot is not None
+            for column in range(first, len(request.pages))
+        ]
+        if entries:
+            staged = self._staged(torch.tensor(entries))
+            slot, column, page = staged.to(self.device, non_blocking=True).unbind(1)
+            self.block_table[slot, column] = page.int()
+
+    def _staged(self, values: Tensor) -> Tensor:
+        """Where the device reads them behind all that is launched already, while nobody waits."""
+        return values.pin_memory() if self.device.type == "cuda" else values
 
     def sampling_of(self, slots: Tensor) -> Sampling:
         """Sampling parameters by batch row; `slots`: [B], batch_idx -> slot."""
@@ -105,14 +122,6 @@ class Slots:
         held = [request.slot for request in live_requests if request.slot is not None]
         if sorted([*self._free, *held]) != list(range(len(self.token_ids) - 1)):
             raise RuntimeError(f"slots do not add up: free {self._free}, held {held}")
-
-
-def _upload(values: list[int], destination: Tensor) -> None:
-    """Copy to the device behind all that is launched already, without waiting for it."""
-    source = torch.tensor(values, dtype=destination.dtype)
-    if destination.is_cuda:
-        source = source.pin_memory()
-    destination.copy_(source, non_blocking=True)
 
 
 def _as_int64(seed: int) -> int:
