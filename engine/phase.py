@@ -5,6 +5,7 @@ copy and one launch start it. Captured, it costs the host microseconds instead o
 same function runs uncaptured on a CPU, and for whatever fits no captured shape.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,15 +74,21 @@ def _alike(given: Sequence[Tensor], fixed: Sequence[Tensor]) -> bool:
 
 def record_graph(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph that does what `run` does, its memory from `pool`, and where its output lies."""
-    stream = torch.cuda.Stream()
+    stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles kernels and makes handles, uncaptured
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         output = run()
     return graph, output
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all graphs, which share memory within a stream; torch's own is that of one GPU."""
+    return torch.cuda.Stream(device)
 
 
 def padded_sizes(most: int) -> list[int]:

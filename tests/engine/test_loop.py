@@ -395,3 +395,18 @@ def test_bad_input_is_refused_by_name(
     with pytest.raises(InvalidRequestError, match=f"^{field}"):
         engine.submit([bad])
     assert not engine.has_work()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_can_have_an_engine(tiny_model: Tiny) -> None:
+    config = engine_config(tiny_model("llama", seed=0), tiny_model("llama", seed=1))
+    asked = prompts([5, 40, 12], VOCAB)
+    try:
+        on_second, on_first = (
+            [tokens(out) for out in run(Engine(replace(config, device=device)), asked, GREEDY)]
+            for device in ("cuda:1", "cuda:0")
+        )
+    finally:
+        torch.cuda.set_device(0)
+    assert on_second == on_first
