@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from exact_rules import Model, joint_of, random_model
-from verification import logits_of, make_sampling, on_road
+from verification import DEVICE, logits_of, make_sampling, on_road
 
 from outrider.kernels.philox import Purpose, philox_reference
 from outrider.kernels.sampling import Rule
@@ -111,7 +111,7 @@ def total_variation(sequences: torch.Tensor) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.MATCH])
 def test_rule_is_lossless_over_many_steps(rule: Rule) -> None:
-    with on_road("reference"):
+    with on_road("kernel" if DEVICE.type == "cuda" else "reference"), DEVICE:
         found, bound = total_variation(generate(rule, TRIALS))
     assert found < bound
 
@@ -119,6 +119,6 @@ def test_rule_is_lossless_over_many_steps(rule: Rule) -> None:
 @pytest.mark.slow
 def test_block_keyed_by_position_alone_is_not_lossless() -> None:
     """The trap that anchor keys avoid: a rejected draft's noise comes back in the next step."""
-    with on_road("reference"):
+    with on_road("reference"), DEVICE:
         found, bound = total_variation(generate(Rule.BLOCK, TRIALS, keyed_by_position=True))
     assert found > bound
