@@ -22,6 +22,7 @@ from outrider.engine.head import buffer_head
 from outrider.engine.model_loader import load_model, max_positions
 from outrider.engine.phase import Phase, padded_sizes
 from outrider.engine.slots import Slots
+from outrider.kernels.packed_linear import padded_rows
 
 # Prompts beside decodes are captured by so many rows. A GPU takes longer for more of them than the
 # host takes to launch what they need.
@@ -42,6 +43,8 @@ class PagedModel:
     ) -> None:
         self.model, self._layers = load_model(config, device, progress, rounds_on_cpu=rounds_on_cpu)
         self._compute = fuse_model(self.model, self._layers)
+        # Not where few rows have products of their own, of rounded weights.
+        self._pads_rows = device.type == "cpu" and not rounds_on_cpu
         self.max_positions = max_positions(self.model.config)
         self.dtype: torch.dtype = self.model.dtype
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
@@ -119,9 +122,16 @@ class PagedModel:
 
         The logits are valid until the next forward pass.
         """
-        shape = next((s for s in self._shapes if _holds(s, batch.shape)), batch.shape)
+        shape = next((s for s in self._shapes if _holds(s, batch.shape)), self._padded(batch.shape))
         logits = self._phase(batch.packed(shape, self._slots.dummy), shape)
         return logits[: len(batch.logits_rows_np)]
+
+    def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The (sequences, rows, logits) of an uncaptured pass that cost least."""
+        if not self._pads_rows:
+            return shape
+        num_seqs, num_rows, num_logits = shape
+        return num_seqs, padded_rows(num_rows), padded_rows(num_logits) if num_logits else 0
 
     def _run(self, packed: Tensor, shape: tuple[int, int, int]) -> Tensor:
         batch = ForwardBatch.unpack(packed, shape, self._slots)
