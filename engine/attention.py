@@ -18,8 +18,9 @@ from transformers import AttentionInterface
 from outrider.engine.batch import ForwardBatch
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.attention_items import AttentionItems, list_items
-from outrider.kernels.paged_attention import attention_mask as build_mask
-from outrider.kernels.paged_attention import paged_attention, paged_attention_reference
+from outrider.kernels.attention_reference import attention_mask as build_mask
+from outrider.kernels.attention_reference import paged_attention_reference
+from outrider.kernels.paged_attention import paged_attention
 
 # Not "flash", "sdpa", "flex", "paged|" or "/": transformers gives each of these a meaning.
 ATTENTION_NAME = "outrider_paged"

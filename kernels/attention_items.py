@@ -130,3 +130,4 @@ def _list_items_kernel(
         tl.store(at + 5, split_tokens, mask=mask)
         # As many row blocks as there can be lie before this one; see the wrapper.
         tl.store(at + 6, first_row // BLOCK_Q + request + first_q // BLOCK_Q, mask=mask)
+        tl.store(at + 7, context_len + tl.zeros_like(item), mask=mask)

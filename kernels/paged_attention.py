@@ -13,7 +13,6 @@ last to finish merges.
 import functools
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -119,7 +118,8 @@ def _tiling(
     num_blocks, num_sms = items.num_row_blocks * num_kv_heads, num_programs(k_cache.device, 1)
     is_short = block_table.shape[1] * page_size <= 8192
     if num_blocks <= (num_sms if is_short else num_sms // 4):
-        return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1}
+        early = num_blocks <= num_sms // 4  # beyond, the second look at each block costs more
+        return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1, "EARLY": early}
     if items.block_m > 32:
         return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
     few = is_short and num_blocks < 4 * num_sms
@@ -171,6 +171,7 @@ def _paged_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     PHASES: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """Each program takes every so many of the items, each with all query heads of one KV head."""
     start_next_kernel(DEPENDENT)
@@ -188,7 +189,9 @@ def _paged_attention_kernel(
         split = tl.load(item_ptr + 4)
         split_tokens = tl.load(item_ptr + 5)
         row_block = tl.load(item_ptr + 6)
-        wait_for_inputs(DEPENDENT)
+        context_len = tl.load(item_ptr + 7)
+        if not EARLY:
+            wait_for_inputs(DEPENDENT)
 
         end = first_position + num_rows
         begin = 0
@@ -204,14 +207,10 @@ def _paged_attention_kernel(
             row = (first_row + m // GROUP).to(tl.int64)
             position = first_position + m // GROUP
             is_row = m < num_rows * GROUP
-            query = tl.load(
-                query_ptr
-                + row[:, None] * query_stride_t
-                + head[:, None] * query_stride_h
-                + head_dims,
-                mask=is_row[:, None] & (head_dims < HEAD_DIM),
-                other=0.0,
-            )
+            query_at = query_ptr + row[:, None] * query_stride_t + head[:, None] * query_stride_h
+            query_mask = is_row[:, None] & (head_dims < HEAD_DIM)
+            if not EARLY:
+                query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             if sinks_ptr is not None:
@@ -259,8 +258,18 @@ def _paged_attention_kernel(
                     if phase == PHASES - 1:
                         k_mask &= (n < end)[None, :]
                         v_mask &= (n < end)[:, None]
-                    key = tl.load(k_at, mask=k_mask, other=0.0)
-                    value = tl.load(v_at, mask=v_mask, other=0.0)
+                    if EARLY:
+                        # What earlier passes stored comes while the kernel before still runs.
+                        old = n < context_len
+                        key = tl.load(k_at, mask=k_mask & old[None, :], other=0.0)
+                        value = tl.load(v_at, mask=v_mask & old[:, None], other=0.0)
+                        wait_for_inputs(DEPENDENT)
+                        query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
+                        key = tl.load(k_at, mask=k_mask & ~old[None, :], other=key)
+                        value = tl.load(v_at, mask=v_mask & ~old[:, None], other=value)
+                    else:
+                        key = tl.load(k_at, mask=k_mask, other=0.0)
+                        value = tl.load(v_at, mask=v_mask, other=0.0)
                     logits = tl.dot(query, key, input_precision="ieee") * scale
                     if HAS_SOFTCAP:
                         # tanh by exp2 of a negative number only, which cannot overflow.
@@ -285,6 +294,8 @@ def _paged_attention_kernel(
                     )
                     best = new_best
 
+            if EARLY:
+                wait_for_inputs(DEPENDENT)  # of sequences without tokens
             mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
             out_row = row * NUM_KV_HEADS * GROUP + head
             num_parts = last_split - first_split + 1
@@ -336,89 +347,3 @@ def _merge(
         acc = acc * decay[:, None] + part_acc * part_decay[:, None]
         best = new_best
     return total, acc
-
-
-def attention_mask(
-    query_len: int,
-    seq_len: int,
-    window: int | None,
-    group: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor | None:
-    """Additive mask of the last `query_len` rows of a sequence; None where all is visible.
-
-    Returns: [group * query_len, seq_len], 0 or -inf, the same for each of the `group` query heads
-    of a KV head. `window` counts the current token.
-    """
-    if query_len == 1 and (window is None or seq_len <= window):
-        return None
-    rows = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-    columns = torch.arange(seq_len, device=device)[None, :]
-    hidden = columns > rows
-    if window is not None:
-        hidden |= columns <= rows - window
-    mask = torch.zeros(query_len, seq_len, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden, float("-inf")).repeat(group, 1)
-
-
-def paged_attention_reference(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    pages: Tensor | slice,
-    seq_len: int,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of one sequence's last rows over its pages.
-
-    Shape:
-        query: [query_len, num_heads, head_dim]
-        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim], of the
-            query's dtype or a wider one
-        pages: [pages of seq_len], their ids in order; or a slice, where they lie side by side
-        mask: [num_heads / num_kv_heads * query_len, seq_len] additive, or None
-        sinks: [num_heads], or None
-        returns: [query_len, num_heads, value_dim]
-    """
-    query_len, num_heads, head_dim = query.shape
-    num_kv_heads, value_dim = v_cache.shape[2:]
-    key, value = _tokens_in(k_cache, pages, seq_len), _tokens_in(v_cache, pages, seq_len)
-    # The query heads that share a KV head become rows of it: [num_kv_heads, group * query_len, dim]
-    group = num_heads // num_kv_heads
-    packed = (
-        query.view(query_len, num_kv_heads, group, head_dim)
-        .permute(1, 2, 0, 3)
-        .reshape(num_kv_heads, group * query_len, head_dim)
-        .to(key.dtype)
-    )
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(
-            packed[None], key[None], value[None], attn_mask=mask, scale=scale
-        )[0]
-    else:
-        logits = torch.matmul(packed, key.transpose(1, 2)).float() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if mask is not None:
-            logits += mask
-        if sinks is not None:
-            rows = sinks.float().view(num_kv_heads, group, 1).expand(-1, -1, query_len)
-            logits = torch.cat((logits, rows.reshape(num_kv_heads, -1, 1)), dim=-1)
-        weights = torch.softmax(logits, dim=-1)[..., :seq_len]
-        out = torch.matmul(weights.to(value.dtype), value)
-    return (
-        out.view(num_kv_heads, group, query_len, value_dim)
-        .permute(2, 0, 1, 3)
-        .reshape(query_len, num_heads, value_dim)
-        .to(query.dtype)
-    )
-
-
-def _tokens_in(cache: Tensor, pages: Tensor | slice, num_tokens: int) -> Tensor:
-    """Shape: [num_pages, page_size, num_kv_heads, dim] -> [num_kv_heads, num_tokens, dim]."""
-    kept = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
-    return kept.flatten(0, 1)[:num_tokens].transpose(0, 1)

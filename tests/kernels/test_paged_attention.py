@@ -6,11 +6,8 @@ from verification import HAS_KERNELS
 
 from outrider.kernels import attention_items
 from outrider.kernels.attention_items import list_items
-from outrider.kernels.paged_attention import (
-    attention_mask,
-    paged_attention,
-    paged_attention_reference,
-)
+from outrider.kernels.attention_reference import attention_mask, paged_attention_reference
+from outrider.kernels.paged_attention import paged_attention
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -29,7 +26,7 @@ LONG = [(1, 600), (5, 253), (3, 100)]
     ("window", "softcap", "with_sinks"),
     [(None, None, False), (8, None, False), (None, 5.0, False), (70, None, True)],
 )
-@pytest.mark.parametrize("batch", [BATCH, BATCH[1:5]], ids=["mixed", "decode"])
+@pytest.mark.parametrize("batch", [BATCH, BATCH[1:5], [(5, 300)]], ids=["mixed", "decode", "alone"])
 def test_kernel_equals_reference(
     batch: list[tuple[int, int]],
     num_heads: int,
