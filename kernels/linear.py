@@ -72,8 +72,7 @@ def linear(
         if residual is not None and num_weights <= _MAX_SMALL_WEIGHTS:
             return _add_product(residual, x, weight)
         if num_weights >= _MIN_LARGE_WEIGHTS and weight.element_size() == 2:
-            y = _large_product(x, weight, residual)
-            return silu_mul(y) if gated else y
+            return _large_product(x, weight, gated, residual)
     if residual is not None and bias is None:
         return residual.addmm_(x, weight.t())
     y = F.linear(x, weight, bias)
@@ -290,11 +289,11 @@ def _add_product_kernel(
     tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _large_product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+def _large_product(x: Tensor, weight: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
     num_rows, num_in = x.shape
-    num_out = len(weight)
+    num_out = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(num_rows, num_out) if residual is None else residual
-    grid = triton.cdiv(num_out, 64)
+    grid = triton.cdiv(len(weight), 64)
     # Programs that are fewer than multiprocessors must each have more under way.
     few = grid <= num_programs(x.device, 1)
     _large_product_kernel[(grid,)](
@@ -309,6 +308,7 @@ def _large_product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor
         NUM_IN=num_in,
         BLOCK_M=16 if num_rows <= 16 else 32,
         BLOCK_N=64,
+        GATED=gated,
         BLOCK_K=256 if few else 128,
         num_warps=4,
         num_stages=4 if few else 3,
@@ -321,7 +321,7 @@ def _large_product(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor
 def _large_product_kernel(
     out_ptr,  # [num_rows, num_out]
     x_ptr,  # [num_rows, NUM_IN]
-    weight_ptr,  # [num_out, NUM_IN]
+    weight_ptr,  # [num_out or 2 * num_out, NUM_IN]
     residual_ptr,  # as out, or None
     num_rows,
     num_out,
@@ -330,16 +330,21 @@ def _large_product_kernel(
     NUM_IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of every row, outputs along the tensor cores' long side."""
+    """One program: BLOCK_N products with every row, outputs along the tensor cores' long side."""
     start_next_kernel(DEPENDENT)
+    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     m = tl.arange(0, BLOCK_M)[None, :]
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    i = tl.arange(0, BLOCK_N)[:, None]
+    n = tl.program_id(0) * OUTS + i % OUTS
     k = tl.arange(0, BLOCK_K)
     is_row, is_out = m < num_rows, n < num_out
-    weight_at = weight_ptr + n.to(tl.int64) * NUM_IN + k[None, :]
+    # Gated, the block's second half are the rows of `up` that belong to the gate's before them.
+    weight_row = n.to(tl.int64) + i // OUTS * num_out
+    weight_at = weight_ptr + weight_row * NUM_IN + k[None, :]
     x_at = x_ptr + m * x_stride + k[:, None]
     at = m * out_stride + n
     mask = is_row & is_out
@@ -352,4 +357,9 @@ def _large_product_kernel(
         x = tl.load(x_at + start, mask=is_row & inside[:, None], other=0.0)
         weight = tl.load(weight_at + start, mask=is_out & inside[None, :], other=0.0)
         y = tl.dot(weight, x, y)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTS, BLOCK_M]), (1, 2, 0)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)[:, None]
+        at, mask = m * out_stride + n, (m < num_rows) & (n < num_out)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
