@@ -57,6 +57,8 @@ class FusedLayer:
         has_head_norms = hasattr(attention, "q_norm")
         self._q_norm = _norm(attention.q_norm) if has_head_norms else None
         self._k_norm = _norm(attention.k_norm) if has_head_norms else None
+        linears = (*(getattr(attention, name) for name in _ATTENTION), mlp.gate_proj, mlp.up_proj)
+        self.num_weights: int = sum(each.weight.numel() for each in (*linears, mlp.down_proj))
 
     def __call__(
         self,
@@ -130,7 +132,7 @@ def fuse_layers(
         if all(_agrees(layer, fused, spec, rotary, n) for n in (1, 5, 40)):
             _replace(layer, fused)
             num_fused += 1
-    if num_fused and uses_triton(next(model.parameters())):
+    if num_fused:
         _fuse_rotary(rotary)
         _fuse_norm(getattr(model.get_decoder(), "norm", None))
     log.info("%s: %d of %d layers are fused", model.config.model_type, num_fused, len(specs))

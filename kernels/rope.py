@@ -26,6 +26,8 @@ def rotary_table(
 
     Shape: positions [T], inv_freq [head_dim / 2] float32 -> [T, head_dim] each.
     """
+    if not uses_triton(positions):
+        return rotary_table_reference(positions, inv_freq, scaling, dtype)
     num_rows, half = len(positions), len(inv_freq)
     cos = torch.empty(num_rows, 2 * half, dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
@@ -34,6 +36,13 @@ def rotary_table(
         num_warps=1,
     )  # fmt: skip
     return cos, sin
+
+
+def rotary_table_reference(
+    positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    angle = (positions[:, None] * inv_freq).repeat(1, 2)
+    return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
 
 
 def rope_and_store(

@@ -59,7 +59,6 @@ def test_a_layer_that_computes_something_else_keeps_its_own_code(tiny_model: Tin
     assert "forward" in second.__dict__
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU keeps the models' own code")
 @pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic"])
 def test_tables_that_depend_on_lengths_are_left_to_the_model(
     rope_type: str, tiny_model: Tiny
