@@ -206,7 +206,8 @@ class Scheduler:
             # The accepted drafts lead to where nothing is left. They stand, as they would without
             # speculation: to draw again would favour whatever leads elsewhere.
             drawn = drawn[:num_accepted]
-        self.counters.count_drafts(num_drafts, num_accepted)
+        if num_drafts:
+            self.counters.count_drafts(num_drafts, num_accepted)
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         # KV is right for all known tokens and the accepted drafts; behind them it is overwritten.
@@ -315,13 +316,14 @@ class Scheduler:
                 scheduled = ScheduledRequest(request, num_new)
         if scheduled.samples:
             request.follow_grammar()
-            # The last token needs no draft: verification emits one more than it accepts.
-            room = min(
-                request.params.max_tokens - request.num_output_tokens - 1,
-                self._max_model_len - request.num_tokens - 1,
-                budget - num_new,
-            )
-            scheduled.num_drafts = max(0, min(self._num_drafts_wanted(request), room))
+            if num_wanted := self._num_drafts_wanted(request):
+                # The last token needs no draft: verification emits one more than it accepts.
+                room = min(
+                    request.params.max_tokens - request.num_output_tokens - 1,
+                    self._max_model_len - request.num_tokens - 1,
+                    budget - num_new,
+                )
+                scheduled.num_drafts = max(0, min(num_wanted, room))
         return scheduled
 
     def _num_drafts_wanted(self, request: Request) -> int:
@@ -345,10 +347,11 @@ class Scheduler:
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         first = len(request.pages)
+        if num_tokens <= first * self._kv_cache.page_size:
+            return True
         if not self._kv_cache.allocate(request, num_tokens):
             return False
-        if len(request.pages) > first:
-            self._grown.append((request, first))
+        self._grown.append((request, first))
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
