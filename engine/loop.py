@@ -119,7 +119,7 @@ class Engine:
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
-        gc.collect()  # an engine of before, collected in the midst of a capture, would break it
+        gc.collect()  # an engine of before gives its memory back
         distributions = self.proposer.capture(report)
         logits = self.target.capture(self._slots.max_drafts, report)
         self.verifier.capture(logits, distributions)

@@ -6,7 +6,9 @@ same function runs uncaptured on a CPU, and for whatever fits no captured shape.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +82,21 @@ def record_graph(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAG
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    with _uncollected(), torch.cuda.graph(graph, pool=pool, stream=stream):
         output = run()
     return graph, output
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Graphs of an engine that is gone, collected in the midst of a capture, would break it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from outrider.engine import phase
 from outrider.engine.api import SamplingParams
 from outrider.engine.head import buffer_head
 from outrider.engine.loop import Engine
-from outrider.engine.phase import Phase, Shape, padded_sizes
+from outrider.engine.phase import Phase, Shape, padded_sizes, record_graph
 
 Tiny = Callable[..., Path]
 
@@ -137,3 +137,25 @@ def test_tensors_of_another_dtype_are_not_rounded_into_a_graph(recorded: type[_R
     assert recorded.num_replays == 0
     assert added(integers_np, (2,), edited.bfloat16()).tolist() == edited.bfloat16().tolist()
     assert recorded.num_replays == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_graphs_that_nobody_holds_are_not_collected_in_a_capture() -> None:
+    class Gone:
+        def __init__(self) -> None:
+            self.itself = self
+            self.graph, _ = record_graph(lambda: torch.ones(1, device=DEVICE), None)
+
+    Gone()
+    num_runs = 0
+
+    def collecting() -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == 2:  # the captured one
+            assert [[i] for i in range(10_000)]  # so many that a collection is due
+        return torch.ones(1, device=DEVICE)
+
+    record_graph(collecting, None)[0].replay()
+    torch.cuda.synchronize()
