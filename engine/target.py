@@ -42,19 +42,11 @@ class Target:
         query_lens_np[samples_np] += proposals.num_drafts_np
         num_logits_np[samples_np] += proposals.num_drafts_np + 1
         arrays = (slots_of(plan.scheduled), starts_np, query_lens_np, num_logits_np)
-        rows_ahead_np = self._take_rows_ahead(plan, query_lens_np)
-        is_ahead_np = rows_ahead_np >= 0
-        if not is_ahead_np.any():
-            logits = self._model.forward(HostBatch.build(*arrays))
-        elif is_ahead_np.all() and np.array_equal(rows_ahead_np, np.arange(len(rows_ahead_np))):
-            logits = self._ahead_logits[: len(rows_ahead_np)]
+        rows_np = self._take_rows_ahead(plan, query_lens_np)
+        if (rows_np >= 0).any():
+            logits = self._complete(rows_np, arrays)
         else:
-            logits = self._ahead_logits[self._index(rows_ahead_np[is_ahead_np])]
-            if not is_ahead_np.all():
-                rest = self._model.forward(HostBatch.build(*(a[~is_ahead_np] for a in arrays)))
-                belongs_np = np.repeat(is_ahead_np, num_logits_np)
-                order_np = np.argsort(np.argsort(~belongs_np, kind="stable"))
-                logits = torch.cat((logits, rest))[self._index(order_np)]
+            logits = self._model.forward(HostBatch.build(*arrays))
         if scores_prompts:
             logits = read_prompt_logprobs(plan, logits, num_logits_np, self._vocab_size)
         return logits
@@ -73,6 +65,22 @@ class Target:
         self._ahead = [s.request for s in going_on]
         for row, request in enumerate(self._ahead):
             request.row_ahead = row
+
+    def _complete(self, rows_np: np.ndarray, arrays: tuple[np.ndarray, ...]) -> Tensor:
+        """Logits of sequences of which some, at these rows, were scored ahead; -1: were not.
+
+        Arguments: [B] each; arrays, those of `HostBatch.build`.
+        """
+        is_ahead_np = rows_np >= 0
+        if np.array_equal(rows_np, np.arange(len(rows_np))):
+            return self._ahead_logits[: len(rows_np)]
+        logits = self._ahead_logits[self._index(rows_np[is_ahead_np])]  # a copy: see `forward`
+        if is_ahead_np.all():
+            return logits
+        rest = self._model.forward(HostBatch.build(*(array[~is_ahead_np] for array in arrays)))
+        was_ahead_np = np.repeat(is_ahead_np, arrays[-1])  # by row of logits
+        order_np = np.argsort(np.argsort(~was_ahead_np, kind="stable"))
+        return torch.cat((logits, rest))[self._index(order_np)]
 
     def _take_rows_ahead(self, plan: Plan, query_lens_np: np.ndarray) -> np.ndarray:
         """Which of the logits that were scored ahead is each sequence's, or -1. Shape: [B]."""
