@@ -21,6 +21,7 @@ from outrider.kernels.attention_items import AttentionItems, list_items
 from outrider.kernels.attention_reference import attention_mask as build_mask
 from outrider.kernels.attention_reference import paged_attention_reference
 from outrider.kernels.paged_attention import paged_attention
+from outrider.kernels.rms_norm import Norm
 
 # Not "flash", "sdpa", "flex", "paged|" or "/": transformers gives each of these a meaning.
 ATTENTION_NAME = "outrider_paged"
@@ -75,6 +76,7 @@ class PagedContext:
         self.batch = batch
         self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
+        self._normed: tuple[Tensor | None, Norm | None, Tensor | None] = (None, None, None)
 
     def items(self, num_kv_heads: int, group: int) -> AttentionItems:
         """The kernel's work, listed once a forward and shared by the layers with such heads."""
@@ -86,6 +88,15 @@ class PagedContext:
                 batch.cu_seqlens_q, batch.seq_lens, batch.slots, num_rows, num_kv_heads, group
             )
         return self._items[key]
+
+    def leave_normed(self, hidden_states: Tensor, norm: Norm | None, normed: Tensor | None) -> None:
+        """Leave to the next layer what its norm makes of these hidden states, if that is known."""
+        self._normed = (hidden_states, norm, normed)
+
+    def normed(self, hidden_states: Tensor, norm: Norm) -> Tensor | None:
+        """What this norm makes of just these hidden states, if the layer before left it."""
+        of, by, normed = self._normed
+        return normed if of is hidden_states and by is norm else None
 
     @functools.cached_property
     def sequences(self) -> list[SequenceRows]:
@@ -136,10 +147,15 @@ def attention_context(context: PagedContext | DryRun) -> Iterator[None]:
         _context = None
 
 
+def current_context() -> PagedContext:
+    """Of the forward pass under way."""
+    assert isinstance(_context, PagedContext), "attention called outside of a forward pass"
+    return _context
+
+
 def current_batch() -> ForwardBatch:
     """The batch that the forward pass under way computes."""
-    assert isinstance(_context, PagedContext), "attention called outside of a forward pass"
-    return _context.batch
+    return current_context().batch
 
 
 def bind_pages(module: nn.Module, pages: KVPages | None) -> None:
@@ -209,8 +225,7 @@ def attend(
 
     Shape: rows [T, num_heads, head_dim] -> [T, num_heads, value_dim]
     """
-    context = _context
-    assert isinstance(context, PagedContext), "attention called outside of a forward pass"
+    context = current_context()
     keys, values = pages_of(module)
     group = rows.shape[1] // keys.shape[2]
     if uses_triton(rows):

@@ -10,6 +10,7 @@ its own code unless the outputs agree.
 """
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,17 +24,19 @@ from outrider.engine.attention import (
     attend,
     attention_context,
     bind_pages,
-    current_batch,
+    current_context,
     pages_of,
 )
 from outrider.engine.batch import ForwardBatch
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.linear import linear
+from outrider.kernels.linear import add_linear, linear
 from outrider.kernels.packed_linear import PackedWeight, pack_weight
 from outrider.kernels.rms_norm import Norm, rms_norm
 from outrider.kernels.rope import rope_and_store, rotary_table
 
 log = logging.getLogger(__name__)
+
+Linear = tuple[Tensor | PackedWeight, Tensor | None]  # weight and bias
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -52,13 +55,18 @@ class FusedLayer:
         self._o = _merged([attention.o_proj], rounds)
         self._gate_up = _merged([mlp.gate_proj, mlp.up_proj], rounds)
         self._down = _merged([mlp.down_proj], rounds)
-        self._input_norm = _norm(layer.input_layernorm)
+        self.input_norm = _norm(layer.input_layernorm)
         self._post_norm = _norm(layer.post_attention_layernorm)
         has_head_norms = hasattr(attention, "q_norm")
         self._q_norm = _norm(attention.q_norm) if has_head_norms else None
         self._k_norm = _norm(attention.k_norm) if has_head_norms else None
         linears = (*(getattr(attention, name) for name in _ATTENTION), mlp.gate_proj, mlp.up_proj)
         self.num_weights: int = sum(each.weight.numel() for each in (*linears, mlp.down_proj))
+        self._next_norm: Norm | None = None
+
+    def precede(self, norm: Norm) -> None:
+        """Apply what comes first behind this layer on the way, where that is a gain."""
+        self._next_norm = norm
 
     def __call__(
         self,
@@ -68,24 +76,37 @@ class FusedLayer:
         **_: object,  # what else the model's loop hands to every layer; all of it is in the context
     ) -> Tensor:
         """Shape: hidden_states [1, T, hidden] -> the same; they are overwritten."""
-        x = hidden_states[0]
+        x, context = hidden_states[0], current_context()
         cos, sin = position_embeddings
         spec = self._spec
-        qkv = linear(x, *self._qkv, norm=self._input_norm)
+        normed = context.normed(hidden_states, self.input_norm)
+        qkv = _linear(x, normed, self.input_norm, self._qkv)
         query = rope_and_store(
             qkv,
             cos[0],
             sin[0],
             *pages_of(spec.module),
-            current_batch().slot_mapping,
+            context.batch.slot_mapping,
             spec.num_heads,
             self._q_norm,
             self._k_norm,
         )
         out = attend(spec.module, query, spec.scale, spec.window, spec.softcap, spec.sinks)
-        x = linear(out.flatten(1), *self._o, residual=x)
-        gated = linear(x, *self._gate_up, norm=self._post_norm, gated=True)
-        return linear(gated, *self._down, residual=x)[None]
+        normed = add_linear(x, out.flatten(1), *self._o, norm=self._post_norm)
+        gated = _linear(x, normed, self._post_norm, self._gate_up, gated=True)
+        normed = add_linear(x, gated, *self._down, norm=self._next_norm)
+        hidden_states = x[None]
+        context.leave_normed(hidden_states, self._next_norm, normed)
+        return hidden_states
+
+
+def _linear(
+    x: Tensor, normed: Tensor | None, norm: Norm, layer: Linear, *, gated: bool = False
+) -> Tensor:
+    """Of the normalised x, if that is there already."""
+    if normed is None:
+        return linear(x, *layer, norm=norm, gated=gated)
+    return linear(normed, *layer, gated=gated)
 
 
 class FusedRotary:
@@ -123,7 +144,7 @@ def fuse_layers(
     layer_of: dict[int, Any] = {
         id(layer.self_attn): layer for layer in model.modules() if hasattr(layer, "self_attn")
     }
-    num_fused = 0
+    fused_layers: list[FusedLayer] = []
     for spec in specs:
         layer = layer_of.get(id(spec.module))
         if layer is None or rotary is None or not _matches(layer, spec):
@@ -131,7 +152,10 @@ def fuse_layers(
         fused = FusedLayer(layer, spec, rounds_on_cpu)
         if all(_agrees(layer, fused, spec, rotary, n) for n in (1, 5, 40)):
             _replace(layer, fused)
-            num_fused += 1
+            fused_layers.append(fused)
+    for fused, following in pairwise(fused_layers):
+        fused.precede(following.input_norm)
+    num_fused = len(fused_layers)
     if num_fused:
         _fuse_rotary(rotary)
         _fuse_norm(getattr(model.get_decoder(), "norm", None))
@@ -139,9 +163,7 @@ def fuse_layers(
     return num_fused
 
 
-def _merged(
-    linears: list[nn.Linear], rounds_on_cpu: bool
-) -> tuple[Tensor | PackedWeight, Tensor | None]:
+def _merged(linears: list[nn.Linear], rounds_on_cpu: bool) -> Linear:
     """One weight and bias over all outputs, as the kernels want them."""
     weight: Tensor = linears[0].weight
     bias: Tensor | None = linears[0].bias
@@ -199,7 +221,7 @@ def _norm(module: Any) -> Norm:
 
 def _agrees(layer: Any, fused: FusedLayer, spec: LayerSpec, rotary: Any, num_rows: int) -> bool:
     """Whether a layer and its fused form do the same to one prompt of random hidden states."""
-    weight = fused._input_norm.weight
+    weight = fused.input_norm.weight
     generator = torch.Generator(weight.device).manual_seed(0)
     hidden_states = torch.randn(
         1, num_rows, len(weight), generator=generator, dtype=weight.dtype, device=weight.device

@@ -3,8 +3,9 @@
     y = epilogue(rmsnorm(x) W^T + b),     rmsnorm(x)_k = x_k w_k / sqrt(mean(x^2) + eps)
 
 Decoding has few rows, so a layer's time is that of reading W once, and every launch beside it
-counts. For one row, or two where W is small, one launch does it all. Up to 32 rows a small W and a
-large one are still read by kernels of ours; for the rest the library's matrix product is ahead.
+counts. For one row, or two where W is small, one launch does it all. Up to 32 rows kernels of ours
+read W still, unless it is neither small nor large and its product added to a residual; for the rest
+the library's matrix product is ahead.
 """
 
 import torch.nn.functional as F
@@ -21,11 +22,13 @@ from outrider.kernels.dependent_launch import (
 from outrider.kernels.packed_linear import PackedWeight, packed_linear
 from outrider.kernels.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.silu_mul import silu_mul, silu_mul_reference
+from outrider.kernels.split_product import add_split_product
 
 # Measured on an H200; between the two sizes, and beyond these rows, the library is ahead.
 _MAX_ROWS = 32
 _MAX_SMALL_WEIGHTS = 1 << 22
 _MIN_LARGE_WEIGHTS = 1 << 24
+_SPLIT_ROWS = range(_MAX_ROWS + 1, 257)
 _MAX_PAIR_WEIGHTS = 1 << 23  # that two rows are multiplied with as one is
 
 
@@ -71,14 +74,43 @@ def linear(
     if num_rows <= _MAX_ROWS and bias is None:
         if residual is not None and num_weights <= _MAX_SMALL_WEIGHTS:
             return _add_product(residual, x, weight)
-        if num_weights >= _MIN_LARGE_WEIGHTS and weight.element_size() == 2:
-            return _large_product(x, weight, gated, residual)
+        is_large = num_weights >= _MIN_LARGE_WEIGHTS
+        if weight.element_size() == 2 and (is_large or residual is None):
+            return _product(x, weight, gated, residual)
     if residual is not None and bias is None:
         return residual.addmm_(x, weight.t())
     y = F.linear(x, weight, bias)
     if gated:
         y = silu_mul(y)
     return y if residual is None else residual.add_(y)
+
+
+def add_linear(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+) -> Tensor | None:
+    """Add a linear layer to the residual, in place, and apply `norm` to the sum on the way.
+
+    Returns the normalised sum, or None where it is cheaper to leave that to what reads the sum.
+    Shape: residual [T, N], x [T, K], weight [N, K] -> [T, N]
+    """
+    num_splits = _num_splits(x, weight) if bias is None else 1
+    if num_splits > 1:
+        assert isinstance(weight, Tensor)
+        return add_split_product(residual, x, weight, num_splits, norm)
+    linear(x, weight, bias, residual=residual)
+    return None
+
+
+def _num_splits(x: Tensor, weight: Tensor | PackedWeight) -> int:
+    if not isinstance(weight, Tensor) or not uses_triton(x) or len(x) not in _SPLIT_ROWS:
+        return 1
+    num_splits = 2 if weight.numel() >= _MIN_LARGE_WEIGHTS else 4
+    return num_splits if weight.shape[1] % (8 * num_splits) == 0 else 1
 
 
 def linear_reference(
@@ -289,14 +321,14 @@ def _add_product_kernel(
     tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _large_product(x: Tensor, weight: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
     num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(num_rows, num_out) if residual is None else residual
     grid = triton.cdiv(len(weight), 64)
     # Programs that are fewer than multiprocessors must each have more under way.
     few = grid <= num_programs(x.device, 1)
-    _large_product_kernel[(grid,)](
+    _product_kernel[(grid,)](
         out,
         x,
         weight,
@@ -318,7 +350,7 @@ def _large_product(x: Tensor, weight: Tensor, gated: bool, residual: Tensor | No
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _large_product_kernel(
+def _product_kernel(
     out_ptr,  # [num_rows, num_out]
     x_ptr,  # [num_rows, NUM_IN]
     weight_ptr,  # [num_out or 2 * num_out, NUM_IN]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from paged import check_against_eager
 from tiny_models import DEVICE, TINY
 from torch import nn
 from transformers import AutoModelForCausalLM
+from verification import HAS_KERNELS
 
-from outrider.engine.attention import ATTENTION_NAME
+from outrider.engine.attention import ATTENTION_NAME, PagedContext, attention_context
 from outrider.engine.config import ModelConfig
-from outrider.engine.fused_layers import FusedLayer, FusedRotary, fuse_layers
+from outrider.engine.fused_layers import FusedLayer, FusedRotary, fuse_layers, one_prompt
 from outrider.engine.fused_model import FusedModel, fuse_model
-from outrider.engine.model_loader import dry_run
+from outrider.engine.model_loader import dry_run, run_model
 from outrider.engine.paged_model import PagedModel
+from outrider.kernels import linear as linear_module
 from outrider.kernels.packed_linear import PackedWeight
 
 Tiny = Callable[..., Path]
@@ -48,6 +51,21 @@ def test_biases_are_kept(tiny_model: Tiny) -> None:
     for bias in (p for name, p in model.named_parameters() if name.endswith("bias")):
         nn.init.normal_(bias)
     assert fuse_layers(model, dry_run(model)) == 2
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+@torch.inference_mode()
+def test_a_layer_normalises_for_the_next(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = load(tiny_model("llama")), load(tiny_model("llama"))
+    own.set_attn_implementation("eager")
+    assert fuse_layers(model, dry_run(model)) == 2
+    called = Mock(wraps=linear_module.rms_norm)
+    monkeypatch.setattr(linear_module, "rms_norm", called)
+    positions = torch.arange(40, device=DEVICE)
+    with attention_context(PagedContext(one_prompt(positions))):
+        got = run_model(model, positions, positions, positions)
+    torch.testing.assert_close(got, own(positions[None]).logits[0], rtol=1e-3, atol=1e-3)
+    assert called.call_count == 1  # in front of the first layer
 
 
 def test_a_layer_that_computes_something_else_keeps_its_own_code(tiny_model: Tiny) -> None:

@@ -5,8 +5,8 @@ import torch
 from verification import HAS_KERNELS
 
 from outrider.kernels import linear as module
-from outrider.kernels.linear import linear, linear_reference
-from outrider.kernels.rms_norm import Norm
+from outrider.kernels.linear import add_linear, linear, linear_reference
+from outrider.kernels.rms_norm import Norm, rms_norm_reference
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -59,12 +59,14 @@ def test_kernel_equals_reference(
 
 
 @pytest.mark.parametrize("num_rows", [3, 20])
+@pytest.mark.parametrize("min_large_weights", [0, 1 << 60])
 @pytest.mark.parametrize(
     ("with_norm", "gated", "with_residual"),
     [(True, False, False), (True, True, False), (False, False, True)],
 )
-def test_large_weights_are_multiplied_the_same(
+def test_weights_in_half_precision_are_multiplied_the_same(
     num_rows: int,
+    min_large_weights: int,
     with_norm: bool,
     gated: bool,
     with_residual: bool,
@@ -72,7 +74,7 @@ def test_large_weights_are_multiplied_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_MAX_SMALL_WEIGHTS", 0)
-    monkeypatch.setattr(module, "_MIN_LARGE_WEIGHTS", 0)
+    monkeypatch.setattr(module, "_MIN_LARGE_WEIGHTS", min_large_weights)
     generator = torch.Generator().manual_seed(num_rows)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -90,3 +92,26 @@ def test_large_weights_are_multiplied_the_same(
     )
     out = linear(x, weight, norm=norm, gated=gated, residual=residual)
     torch.testing.assert_close(out.float(), expected, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("num_rows", [33, 5])
+def test_a_product_is_added_to_the_residual_and_normalised(
+    num_rows: int, with_norm: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    x, weight, residual = randn(num_rows, 192), randn(70, 192) / 14, randn(num_rows, 70)
+    norm = Norm(randn(70), 1e-5) if with_norm else None
+    expected = (residual.float() + x.float() @ weight.float().t()).to(dtype)
+    normed = add_linear(residual, x, weight, norm=norm)
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(residual, expected, rtol=tolerance, atol=tolerance)
+    assert (normed is not None) == (with_norm and num_rows > 32)
+    if normed is not None and norm is not None:
+        expected = rms_norm_reference(residual.float(), Norm(norm.weight.float(), norm.eps))
+        torch.testing.assert_close(normed, expected.to(dtype), rtol=tolerance, atol=tolerance)
