@@ -1,7 +1,8 @@
 """How many pages fit beside everything else that the engine keeps in memory."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -94,41 +95,39 @@ def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) 
 
 def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) -> None:
     """Prompts that fill a step, alone; then such prompts beside seats that decode with every draft,
-    and one that asks for its prompt's logprobs. All ask for what copies logits.
+    and one that asks for its prompt's logprobs. All ask for what gathers logits, the first for what
+    copies them.
 
     Between the two, short prompts of ever fewer sequences. On the way, kernels are compiled for
     which the first requests would have to wait.
     """
     num_rows, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     k = engine.info.num_speculative_tokens
-    bans = SamplingParams(
+    plain = SamplingParams(
         max_tokens=2 * (k + 1) + 1,  # of two steps, the last of which ends none
-        allowed_token_ids=tuple(range(min(64, pair.vocab_size))),
-        bad_words=((0, 1),),
-        min_tokens=1,
         num_speculative_tokens=1,
         ignore_eos=True,
     )
-    asks_all = replace(
-        bans,
-        top_p=0.9,
-        logit_bias={0: 1.0},
-        repetition_penalty=1.1,
-        logprobs=MAX_LOGPROBS,
-        num_speculative_tokens=k,
-    )
+    asks_all = replace(plain, top_p=0.9, logprobs=MAX_LOGPROBS, num_speculative_tokens=k)
+    bans = {
+        "allowed_token_ids": tuple(range(min(64, pair.vocab_size))),
+        "bad_words": ((0, 1),),
+        "min_tokens": 1,
+    }
+    edits = bans | {"logit_bias": {0: 1.0}, "repetition_penalty": 1.1}
     longest = pair.max_model_len - 1
     lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)][:num_seqs]
-    alone = _requests("alone", lens, asks_all)
+    alone = _requests("alone", lens, asks_all, edits)
     shorts = [
-        _requests(f"{n} of {length}", [min(length, longest, num_rows // n)] * n, bans)
+        _requests(f"{n} of {length}", [min(length, longest, num_rows // n)] * n, plain, bans)
         for n in padded_sizes(num_seqs)
         for length in reversed(_SHORT_PROMPTS)
     ]
-    decoding = _requests("decoding", [1] * max(0, num_seqs - len(lens) - 1), asks_all)
+    decoding = _requests("decoding", [1] * max(0, num_seqs - len(lens) - 1), asks_all, edits)
     scored_len = min(longest, MAX_PROMPT_LOGITS + 1)
-    scored = _requests("scored", [scored_len], replace(asks_all, prompt_logprobs=MAX_LOGPROBS))
-    beside = (scored + _requests("beside", lens, asks_all))[: num_seqs - len(decoding)]
+    scores = replace(asks_all, prompt_logprobs=MAX_LOGPROBS)
+    scored = _requests("scored", [scored_len], scores, edits)
+    beside = (scored + _requests("beside", lens, asks_all, edits))[: num_seqs - len(decoding)]
     num_pages = max(
         sum(
             pair.num_pages_of(len(new.prompt_token_ids) + new.params.max_tokens) for new in together
@@ -143,13 +142,17 @@ def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) ->
         engine.abort([new.request_id for requests in together for new in requests])
 
 
-def _requests(name: str, prompt_lens: list[int], params: SamplingParams) -> list[NewRequest]:
-    """Sequences that share no pages."""
+def _requests(
+    name: str, prompt_lens: list[int], params: SamplingParams, edits: Mapping[str, Any]
+) -> list[NewRequest]:
+    """Sequences that share no pages, the first of which asks for edits: logits are then copied for
+    all, and to ask takes time.
+    """
     return [
         NewRequest(
             request_id=f"{name} {i}",
             prompt_token_ids=[0] * prompt_len,
-            params=params,
+            params=replace(params, **edits) if i == 0 else params,
             cache_salt=f"{name} {i}",
         )
         for i, prompt_len in enumerate(prompt_lens)
