@@ -4,6 +4,7 @@ The target reads each conversation once, alone, so that training may go over the
 it likes at the draft's small price.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,11 +62,27 @@ def read(
         positions = torch.from_numpy(starts_np[batch]).to(device)[:, None] + offsets
         is_token = offsets < lengths[:, None]
         ids = lessons.token_ids[positions.clamp_max(num_tokens - 1)].long()
-        logits = target(ids, use_cache=False).logits
+        logits = target(ids, use_cache=False).logits.flatten(0, 1)
         top, top_ids = logits.topk(num_top, dim=-1)
-        log_probs = top.float() - logits.float().logsumexp(-1, keepdim=True)
-        lessons.top_ids[positions[is_token]] = top_ids[is_token].int()
-        lessons.top_log_probs[positions[is_token]] = log_probs[is_token].bfloat16()
+        log_probs = top.float() - log_sum(logits)
+        is_row = is_token.flatten()
+        lessons.top_ids[positions[is_token]] = top_ids[is_row].int()
+        lessons.top_log_probs[positions[is_token]] = log_probs[is_row].bfloat16()
         done += len(batch)
         report(done, len(by_length))
     return lessons
+
+
+def log_sum(logits: Tensor) -> Tensor:
+    """log(sum(exp(logits))) of each row in float32: [N, V] -> [N, 1]."""
+    return (_fused_log_sum() if logits.is_cuda else _log_sum)(logits)
+
+
+def _log_sum(logits: Tensor) -> Tensor:
+    return logits.float().logsumexp(-1, keepdim=True)
+
+
+@functools.cache
+def _fused_log_sum() -> Callable[[Tensor], Tensor]:
+    """Reads the logits, where op by op they are first written out in float32."""
+    return torch.compile(_log_sum, dynamic=True)
