@@ -37,12 +37,9 @@ _CODE = (
 _OF_TEXT = tuple(
     f"{task}\n\n{start}"
     for task in (
-        "Summarize the following text:", "Summarise this in two sentences.",
-        "Summarize this email.", "Write a one-sentence summary of the text below.",
-        "What is this passage about?", "Give me the main points of this article.",
-        "Summarize the key points of the passage:", "What does the author of this text argue?",
-        "Rewrite the following to make it more concise:",
-        "Answer the question at the end of this text.",
+        "Summarize the following text:", "Summarize this email.", "What is this passage about?",
+        "Write a one-sentence summary of the text below.", "Answer the question below the text.",
+        "Give me the main points of this article.", "What does the author of this text argue?",
     )
     for start in (
         "", "The", "In", "A", "Many", "When", "Last", "People", "Researchers", "Our", "Hi",
@@ -57,7 +54,30 @@ _JSON = (
     "Generate sample JSON data for", "Answer in JSON:", "Create a JSON document for a",
     "Describe in JSON", 'Fill in this JSON: {"',
 )  # fmt: skip
-OPENINGS = (_UNASKED, _UNASKED, _CHAT, _CHAT, _CODE, _OF_TEXT, _JSON)  # alike often
+_ARTICLES = tuple(
+    f"{task} {topic}"
+    for task in (
+        "Write a news report about", "Write a short article about", "Write an email about",
+        "Tell me what happened to", "Write a paragraph on", "Describe",
+    )
+    for topic in (
+        "a", "the", "an old", "a new", "the history of", "how", "why", "our", "two", "a small",
+    )
+)  # fmt: skip
+# Alike often.
+OPENINGS = (_UNASKED, _UNASKED, _CHAT, _CHAT, _CODE, _CODE, _OF_TEXT, _ARTICLES, _JSON, _JSON)
+
+# What users ask about a text that they paste, before it or behind it.
+TASKS = (
+    "Summarize this.", "Summarise the text in three sentences.", "Summarize in one sentence:",
+    "Write a brief summary of the following.", "What are the most important points?", "TL;DR",
+    "List the key facts as bullet points.", "What is the main idea of this text?",
+    "Explain this in simple words.", "Rewrite this so that it is shorter:", "Give it a title.",
+    "Rewrite this in a more formal tone:", "Correct the mistakes in this text.", "Continue:",
+    "Which people, places and dates are named here? Answer in JSON.", "Turn this into JSON.",
+    "Extract the main facts as a JSON object.", "Write three questions about this text.",
+    "Return a JSON array of the key words.", "Do you agree with this?", "What does this mean?",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from outrider.engine.config import (
 )
 from outrider.engine.distill.prompts import (
     OPENINGS,
+    TASKS,
     Frame,
     encode,
     frame,
@@ -30,7 +32,10 @@ from outrider.engine.loop import Engine
 _MAX_BATCHED_TOKENS = 16384
 _GREEDY_SHARE = 0.5
 _COOLEST, _COOLEST_USER, _WARMEST = 0.6, 0.7, 1.0
-_USER_TOP_P = 0.95  # the far tail of a user's turn is noise that no user types
+_USER_MIN_P = 0.05  # the far tail of a user's turn is noise that no user types
+_ABOUT_TEXT_SHARE = 0.3  # of the conversations: about a text that another one ended with
+_SHORTEST_TEXT = 24  # tokens
+_TASK_FIRST_SHARE = 0.5  # the others ask behind the text
 
 
 class Writer:
@@ -64,14 +69,20 @@ class Writer:
     def write(self, shard: int, path: Path) -> int:
         """Write one shard to `path`, whole or not at all; returns its number of tokens."""
         rng = np.random.default_rng([self._recipe.seed, shard])
-        prompts = self._ask(rng)
+        num_seqs = self._recipe.conversations_per_shard
+        asks_itself = self._turns is None and self._frame.after is not None
+        num_about = int(num_seqs * _ABOUT_TEXT_SHARE) if asks_itself else 0
+        prompts = self._ask(num_seqs - num_about, rng)
         conversations = self._answer(prompts, rng)
+        if num_about:
+            answers = [c[len(p) :] for c, p in zip(conversations, prompts, strict=True)]
+            conversations += self._answer(self._ask_about(answers, num_about, rng), rng)
         save_shard(conversations, path)
         return sum(map(len, conversations))
 
-    def _ask(self, rng: np.random.Generator) -> list[list[int]]:
+    def _ask(self, num_seqs: int, rng: np.random.Generator) -> list[list[int]]:
         """Prompts: user turns as given, or written by the target itself, inside the template."""
-        recipe, num_seqs = self._recipe, self._recipe.conversations_per_shard
+        recipe = self._recipe
         kinds = self._turns or OPENINGS
         chosen = [
             kinds[i][rng.integers(len(kinds[i]))] for i in rng.integers(len(kinds), size=num_seqs)
@@ -87,7 +98,7 @@ class Writer:
                     SamplingParams(
                         max_tokens=max(1, recipe.max_prompt_tokens - len(turn)),
                         temperature=float(temperature),
-                        top_p=_USER_TOP_P,
+                        min_p=_USER_MIN_P,
                         seed=int(seed),
                     )
                     for turn, temperature, seed in zip(
@@ -103,6 +114,25 @@ class Writer:
         else:
             turns = [self._frame.before + turn for turn in turns]
         return [turn + after for turn in turns]
+
+    def _ask_about(
+        self, answers: list[list[int]], num_seqs: int, rng: np.random.Generator
+    ) -> list[list[int]]:
+        """Prompts about texts that the target wrote before, as users paste them."""
+        texts = [answer for answer in answers if len(answer) >= _SHORTEST_TEXT] or answers
+        prompts = []
+        for _ in range(num_seqs):
+            task = TASKS[rng.integers(len(TASKS))]
+            room = max(0, self._recipe.max_prompt_tokens - len(encode(self._tokenizer, task)) - 2)
+            shown: Any = self._tokenizer.decode(
+                texts[rng.integers(len(texts))][:room], skip_special_tokens=True
+            )
+            parts = [task, shown.strip()]
+            if rng.random() >= _TASK_FIRST_SHARE:
+                parts.reverse()
+            turn = encode(self._tokenizer, "\n\n".join(parts))[: self._recipe.max_prompt_tokens]
+            prompts.append(self._frame.before + turn + (self._frame.after or []))
+        return prompts
 
     def _answer(self, prompts: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
         temperatures = np.where(
