@@ -83,13 +83,16 @@ class Recipe:
     budget: str = "10m"
     prompts: str | None = None  # a file or data set of user turns; None: the target writes them
     divergence: Divergence = "forward_kl"
+    last_divergence: Divergence = "total_variation"  # lowered at the end, by steps too small for
+    # the first to gain by
+    last_share: float = 0.25  # of the steps
     seed: int = 0
     device: str = "cpu"  # cpu | cuda: every visible GPU | cuda:N
     # Writing: half of the answers are greedy, the others drawn at temperatures from 0.6 to 1.
     conversations_per_shard: int = 16
     max_prompt_tokens: int = 192
     max_answer_tokens: int = 512
-    writers_per_device: int = 1  # processes that share a GPU: the engine's bookkeeping takes turns
+    writers_per_device: int | None = None  # processes; None: on a GPU as many as serve it well
     passes: int = 4  # over the text
     # Training.
     row_tokens: int = 1024
@@ -102,8 +105,7 @@ class Recipe:
         """A recipe with the batch sizes that suit a device."""
         if device.startswith("cuda"):
             told = {
-                "conversations_per_shard": 512,
-                "writers_per_device": 4,
+                "conversations_per_shard": 1024,
                 "micro_batch_rows": 16,
                 "batch_tokens": 65536,
             } | told

@@ -1,8 +1,10 @@
 """Writers at work: one process each, sharing the shards out among them."""
 
+import contextlib
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from outrider.engine.distill.recipe import Plan, Recipe
 from outrider.engine.distill.text import Writer, num_tokens_of, shard_path
 
 _POLL_S = 0.5
+_SHARE_OF_MEMORY = 0.9  # of a GPU, for all writers there
+_MOST_WRITERS = 6
+_LEAST_MEMORY_A_WRITER = 8  # of the weights, which each has for itself
 
 
 class Ledger:
@@ -28,6 +33,7 @@ class Ledger:
         # A lock between processes starts one more, which stays: not for a writer that is alone.
         self._lock = spawn.RLock() if shared else threading.RLock()
         self._next = spawn.RawValue("q", 0)
+        self._has_started = spawn.RawValue("b", 0)
         self._written = spawn.RawValue("q", 0)  # tokens
 
     @property
@@ -48,6 +54,16 @@ class Ledger:
             self._next.value += 1
             return int(self._next.value) - 1
 
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Around a writer's start: the kernels that the first one compiles serve the others."""
+        with contextlib.ExitStack() as first:
+            first.enter_context(self._lock)
+            if self._has_started.value:
+                first.close()
+            yield
+            self._has_started.value = 1
+
     def count(self, num_tokens: int) -> None:
         with self._lock:
             self._written.value += num_tokens
@@ -61,14 +77,16 @@ def write_text(
     report: ReportProgress,
 ) -> Plan:
     """Write shards until there are `num_tokens`, or until `time.time` is `until_s`."""
-    writers = devices_of(recipe.device) * recipe.writers_per_device
+    devices = devices_of(recipe.device)
+    per_device = recipe.writers_per_device or num_writers(recipe.target, devices[0])
+    writers = devices * per_device
     ledger = Ledger(folder, num_tokens, until_s, shared=len(writers) > 1)
     stage = "the target writes"
     report(stage, 0, num_tokens or 0)
     if len(writers) == 1:
         write_shards(recipe, folder, writers[0], ledger, 0.5)
     else:
-        share = 0.8 / recipe.writers_per_device
+        share = _SHARE_OF_MEMORY / per_device
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(
             len(writers), spawn, initializer=_keep_ledger, initargs=(ledger,)
@@ -83,6 +101,18 @@ def write_text(
                 future.result()
     report(stage, num_tokens or 1, num_tokens or 1)
     return Plan(_num_shards(folder, num_tokens))
+
+
+def num_writers(target: str, device: str) -> int:
+    """Processes that share a device: on a GPU a step of a small target takes less time than its
+    bookkeeping, which each process does on a core of its own.
+    """
+    if not device.startswith("cuda"):
+        return 1
+    weights_bytes = sum(file.stat().st_size for file in Path(target).glob("*.safetensors"))
+    device_bytes = torch.cuda.get_device_properties(device).total_memory
+    fitting = device_bytes // max(1, _LEAST_MEMORY_A_WRITER * weights_bytes)
+    return max(1, min(_MOST_WRITERS, fitting))
 
 
 def _num_shards(folder: Path, num_tokens: int | None) -> int:
@@ -100,7 +130,8 @@ def write_shards(
     recipe: Recipe, folder: Path, device: str, ledger: Ledger, share_of_memory: float
 ) -> None:
     """Write the shards that the ledger hands out, until it hands out none."""
-    writer = Writer(recipe, device, share_of_memory)
+    with ledger.first_alone():
+        writer = Writer(recipe, device, share_of_memory)
     shard_s = 0.0
     while (shard := ledger.claim(shard_s)) is not None:
         start_s = time.time()
