@@ -36,7 +36,8 @@ def distill_command(
         str, typer.Option(help="Time in all (90s, 10m, 2h), or training tokens (500K, 50M, 1B).")
     ] = "10m",
     loss: Annotated[
-        Divergence, typer.Option(help="What training lowers; see README.")
+        Divergence,
+        typer.Option(help="What training lowers, up to its last quarter (then total variation)."),
     ] = "forward_kl",
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same draft.")] = 0,
     device: Annotated[

@@ -35,9 +35,9 @@ No other text was used.
 ## Training
 
 {start}
-Loss: {divergence} to the target's distribution at every token; Muon for matrices, AdamW for the
-rest; one linear rise and half a cosine, {num_steps} steps over {num_shards} shards of text. The
-recipe, whole:
+Loss: {divergence} to the target's distribution at every token, in the last {last_share:.0%} of the
+steps {last_divergence}; Muon for matrices, AdamW for the rest; one linear rise and half a cosine,
+{num_steps} steps over {num_shards} shards of text. The recipe, whole:
 
 ```json
 {recipe}
@@ -50,8 +50,8 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
     data = (
         f"User turns from `{recipe.prompts}`, answered by the target."
         if recipe.prompts
-        else "Conversations that the target wrote by itself: the user's turn, from nothing or from "
-        "a few words, and the answer."
+        else "Conversations that the target wrote by itself: the user's turn, from nothing, from a "
+        "few words or about a text that it wrote before, and the answer."
     )
     start = (
         f"Went on from `{recipe.start}`."
@@ -71,6 +71,8 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
             num_steps=plan.num_steps,
             num_shards=plan.num_shards,
             divergence=recipe.divergence.replace("_", " "),
+            last_divergence=recipe.last_divergence.replace("_", " "),
+            last_share=recipe.last_share,
             recipe=json.dumps(settings, indent=2),
         )
     )

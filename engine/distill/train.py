@@ -54,6 +54,7 @@ class Trainer:
         """
         recipe = self.recipe
         rate = recipe.learning_rate * _rate_at(self.step, progress)
+        is_last = progress >= 1 - recipe.last_share
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -61,7 +62,7 @@ class Trainer:
         for micro in rows.to(self.device).split(recipe.micro_batch_rows):
             flat = micro.flatten()
             part = mean_divergence(
-                recipe.divergence,
+                recipe.last_divergence if is_last else recipe.divergence,
                 lessons.top_ids[flat],
                 lessons.top_log_probs[flat],
                 self._logits(lessons.token_ids[micro], _mask(lessons.conversation_of[micro])),

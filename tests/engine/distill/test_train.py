@@ -32,3 +32,15 @@ def test_conversations_of_one_row_do_not_see_each_other() -> None:
     alone = torch.cat([draft(c[None].long()).logits[0] for c in conversations])
     expected = mean_divergence("forward_kl", lessons.top_ids, lessons.top_log_probs, alone)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_steps_lower_another_divergence() -> None:
+    lessons = read(model(0), [torch.arange(19, dtype=torch.int32)], batch_tokens=32)
+    recipe = Recipe(target="", out="", last_divergence="reverse_kl", last_share=0.25)
+    tokens = torch.arange(19)
+    for progress, name in ((0.74, "forward_kl"), (0.75, "reverse_kl")):
+        trainer = Trainer(recipe, model(1), torch.float32)
+        loss = trainer.train_step(lessons, tokens[None], progress)
+        logits = model(1)(tokens[None]).logits[0]
+        expected = mean_divergence(name, lessons.top_ids, lessons.top_log_probs, logits)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
