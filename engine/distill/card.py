@@ -54,12 +54,14 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
         "few words or about a text that it wrote before, and the answer."
     )
     start = (
-        f"Went on from `{recipe.start}`."
+        f"Went on from `{Path(recipe.start).name}`."
         if recipe.start
         else f"New, {recipe.size} (layers x width): a Llama, its embedding (tied to the head) the\n"
         "target's along its strongest axes, its layers from random."
     )
     settings = asdict(recipe) | {"target": target, "out": Path(recipe.out).name}
+    if recipe.start:
+        settings["start"] = Path(recipe.start).name
     (folder / "README.md").write_text(
         _CARD.format(
             target=target,
