@@ -4,9 +4,10 @@
 
 Needs torch, triton and transformers only. Prompts are random token ids, 128 of them, and 256 tokens
 are decoded, as in the tables of other engines this is compared with. Every line decodes the same
-sequences, `--sequences` at least, one batch after the other: what share of drafts stands varies from
-one sequence to the next (at k = 4 its standard deviation is 0.04). One engine serves all k, which
-every request names for itself; the best k of each line is found by measuring all up to --best-of.
+sequences, `--sequences` at least, one batch after the other: the share of drafts that stand varies
+from one sequence to the next (at k = 4 its standard deviation is 0.04). One engine serves all k,
+which every request names for itself; the best k of each line is found by measuring all up to
+--best-of.
 
 The floor is that of the weights that a step reads once. A step's time is that of steps whose batch
 is full. Draft, target and verify are the GPU's time for their graphs in such steps, measured in a
