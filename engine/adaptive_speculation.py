@@ -2,7 +2,8 @@
 
 A step with k drafts emits `1 + sum_j P(the first j drafts stand)` tokens a sequence, and takes a
 time that depends on the machine, the models and the batch. Both are measured while decoding; the k
-that gave the most tokens a second is used, and now and then another one is tried.
+that gave the most tokens a second is used, and now and then another one is tried. At first only the
+most drafts, one and none are: the costs of the others lie between.
 """
 
 from collections import deque
@@ -35,8 +36,9 @@ class AdaptiveSpeculation:
     def choose(self, num_seqs: int) -> int:
         """k for a step that decodes `num_seqs` sequences."""
         costs = self._costs_of(num_seqs)
-        # From the top down: no step has a gap to catch up with.
-        for k in range(self._max_k, -1, -1):
+        # The others lie between, until they are tried. From the top down: no step has a gap to
+        # catch up with.
+        for k in (self._max_k, 1, 0):
             if not costs.is_known(k):
                 return k
         if not self._trial:
@@ -121,7 +123,13 @@ class _StepCosts:
         return len(self._latest.get(k, ())) >= MIN_TIMES
 
     def of(self, k: int) -> float:
-        return median(self._latest[k])
+        """The cost of k or, where it is not known, what those around it lead to expect."""
+        if self.is_known(k):
+            return median(self._latest[k])
+        known = [other for other in self._latest if self.is_known(other)]
+        below, above = max(j for j in known if j < k), min(j for j in known if j > k)
+        share = (k - below) / (above - below)
+        return (1 - share) * self.of(below) + share * self.of(above)
 
     def observe(self, k: int, elapsed_s: float, *, sets_pace: bool) -> None:
         if k not in self._warmed:  # the first step allocates and chooses kernels: not counted

@@ -110,3 +110,13 @@ def test_a_step_without_a_time_teaches_acceptance_only() -> None:
     for _ in range(50):
         assert adaptive.choose(1) == MAX_K
         adaptive.observe([MAX_K], [0], None)
+
+
+def test_a_new_batch_size_takes_few_steps_to_know() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    chosen = []
+    for _ in range(40):
+        chosen.append(adaptive.choose(1))
+        adaptive.observe([chosen[-1]], [chosen[-1]], memory_bound(1, chosen[-1]))
+    assert set(chosen[:15]) == {MAX_K, 1, 0}
+    assert set(chosen[15:]) == {MAX_K}
