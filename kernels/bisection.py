@@ -1,150 +1,123 @@
 """A row's threshold by bisection over bit patterns: any filter, any distribution, no sort.
 
-First over the maxima of groups of 64 tokens, which bound the threshold from below, then over the
-groups that reach the bound. Masses are fixed-point sums, so the outcome depends on no order.
+For rows without a peak, which candidates.py leaves. Every step reads the whole row; masses are
+fixed-point sums, so the outcome depends on no order.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.drafts import Drafts, rows_of
-from outrider.kernels.keys import key_of, relative_of, value_of, weight_of
-from outrider.kernels.philox import log
-from outrider.kernels.sampling import GROUP, Sampling, is_filtered
+from outrider.kernels._dispatch import num_programs
+from outrider.kernels.candidates import CHUNK
+from outrider.kernels.decide import OPEN, accept_test, load_draft
+from outrider.kernels.drafts import COLUMNS, Drafts, Verified, rows_of
+from outrider.kernels.keys import key_of, value_of
+from outrider.kernels.philox import exp, fixed, log_of_fixed
+from outrider.kernels.row_outcome import Rows, settle_row
+from outrider.kernels.sampling import BLOCK, GROUP, Sampling
 from outrider.kernels.scan import BlockStats, merge_totals
 
 _KEY_STEPS = {torch.float32: 1, torch.float16: 1 << 13, torch.bfloat16: 1 << 16}
+_PROGRAMS_PER_SM = 1  # so that the rows under way fit the L2 cache
+_WARPS = 16
+_MAX_REGISTERS = 128
+_TILE = 8192  # tokens
 
 
 @triton.jit
-def _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G: tl.constexpr):
-    """Ids and keys of 64 candidate groups, ids ascending."""
-    lane = tl.arange(0, 64 * G)
-    slot = tile * 64 + lane // G
-    valid = slot < num_groups
-    ids = tl.load(groups_ptr + slot, mask=valid, other=0) * G + lane % G
-    valid = valid & (ids < vocab_size)
-    x = tl.load(row_ptr + ids, mask=valid, other=0.0).to(tl.float32)
-    return ids, tl.where(valid, key_of(x), -0x80000000)
+def _load(row_ptr, start, width, vocab_size, TILE: tl.constexpr):
+    """Ids and logits of a tile; NaN, which no comparison holds for, where the vocabulary ends."""
+    ids = start + tl.arange(0, TILE)
+    x = tl.load(row_ptr + ids, mask=ids < width, other=0.0).to(tl.float32)
+    return ids, tl.where(ids < vocab_size, x, float("nan"))
 
 
 @triton.jit
-def _count(keys, at_least, row_ptr, groups_ptr, num_groups, vocab_size, G: tl.constexpr):
-    count = tl.sum((keys >= at_least).to(tl.int32), 0)
-    for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G)
-        count += tl.sum((more >= at_least).to(tl.int32), 0)
-    return count
+def _mass(weight, TILE: tl.constexpr):
+    """Sums of a tile's vectors of 8, which stay within a thread, in multiples of 2**-40."""
+    return (tl.sum(tl.reshape(weight, (TILE // 8, 8)), 1) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
-def _mass(
-    keys, weight, at_least, row_max, inv_t,
-    row_ptr, groups_ptr, num_groups, vocab_size, G: tl.constexpr,
+def _reached(
+    target, by_mass, low, part, row_max, inv_t, row_ptr, width, vocab_size, TILE: tl.constexpr
+):
+    """How many of the keys low + part, + 2 part, + 3 part reach the target with all above."""
+    first = value_of((low + part).to(tl.int32))
+    second = value_of((low + 2 * part).to(tl.int32))
+    third = value_of((low + 3 * part).to(tl.int32))
+    above_first = tl.zeros((TILE // 8,), tl.int64)
+    above_second = above_first
+    above_third = above_first
+    _ids, ahead = _load(row_ptr, 0, width, vocab_size, TILE)
+    for start in range(TILE, vocab_size + TILE, TILE):
+        x = ahead
+        _ids, ahead = _load(row_ptr, start, width, vocab_size, TILE)
+        weight = tl.where(by_mass, exp((x - row_max) * inv_t), 1.0)
+        above_first += _mass(tl.where(x >= first, weight, 0.0), TILE)
+        above_second += _mass(tl.where(x >= second, weight, 0.0), TILE)
+        above_third += _mass(tl.where(x >= third, weight, 0.0), TILE)
+    reached = (tl.sum(above_first, 0).to(tl.float64) >= target).to(tl.int32)
+    reached += (tl.sum(above_second, 0).to(tl.float64) >= target).to(tl.int32)
+    return reached + (tl.sum(above_third, 0).to(tl.float64) >= target).to(tl.int32)
+
+
+@triton.jit
+def _search(
+    target, by_mass, lowest, row_max, inv_t, row_ptr, width, vocab_size,
+    TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    mass = tl.sum(tl.where(keys >= at_least, weight, 0), 0)
-    for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G)
-        mass += tl.sum(tl.where(more >= at_least, weight_of(more, row_max, inv_t), 0), 0)
-    return mass
+    """Of the logits that, with all above, reach the target the highest; what is above it.
 
-
-@triton.jit
-def _highest_below(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, G: tl.constexpr):
-    best = tl.max(tl.where(keys < limit, keys, -0x80000000), 0)
-    for tile in range(1, (num_groups + 63) // 64):
-        _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, G)
-        best = tl.maximum(best, tl.max(tl.where(more < limit, more, -0x80000000), 0))
-    return tl.maximum(best, -0x7F800001)
+    Both are masses, or counts, in multiples of 2**-40.
+    """
+    low = key_of(lowest).to(tl.int64)
+    high = key_of(row_max).to(tl.int64) + 1
+    while high - low > STEP:
+        part = tl.maximum((high - low) >> 2, STEP)
+        reached = _reached(
+            target, by_mass, low, part, row_max, inv_t, row_ptr, width, vocab_size, TILE
+        )
+        high = tl.where(reached < 3, tl.minimum(high, low + (reached + 1) * part), high)
+        low += reached * part
+    limit = value_of(high.to(tl.int32))
+    below = tl.full((TILE // 8,), -float("inf"), tl.float32)
+    above = tl.zeros((TILE // 8,), tl.int64)
+    _ids, ahead = _load(row_ptr, 0, width, vocab_size, TILE)
+    for start in range(TILE, vocab_size + TILE, TILE):
+        x = ahead
+        _ids, ahead = _load(row_ptr, start, width, vocab_size, TILE)
+        weight = tl.where(by_mass, exp((x - row_max) * inv_t), 1.0)
+        above += _mass(tl.where(x >= limit, weight, 0.0), TILE)
+        best = tl.where(x < limit, x, -float("inf"))
+        below = tl.maximum(below, tl.max(tl.reshape(best, (TILE // 8, 8)), 1))
+    return tl.maximum(lowest, tl.max(below, 0)), tl.sum(above, 0)
 
 
 @triton.jit
 def _threshold_by_bisection(
-    row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max_ptr,
-    groups_ptr, row_groups, LANES: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+    row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p,
+    TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Key of the lowest logit that is kept, id of the last kept of its ties, and the kept mass."""
-    # A lower bound of the threshold, from the maxima of the groups.
-    lane = tl.arange(0, LANES)
-    group_max = tl.load(group_max_ptr + lane, mask=lane < row_groups, other=-float("inf"))
-    group_key = tl.where(lane < row_groups, key_of(group_max), -0x80000000)
-    full = (z * 1099511627776.0).to(tl.int64)
-    top = tl.max(group_key, 0).to(tl.int64) + 1
-    low = tl.full((), -0x7F800001, tl.int64)
-    high = top
-    if by_k:
-        if top_k <= row_groups:
-            while high - low > 65536:
-                middle = low + ((high - low) >> 1)
-                if tl.sum((group_key >= middle.to(tl.int32)).to(tl.int32), 0) >= top_k:
-                    low = middle
-                else:
-                    high = middle
-    elif by_p:
-        group_weight = weight_of(group_key, row_max, inv_t)
-        target = top_p.to(tl.float64) * full.to(tl.float64)
-        while high - low > 65536:
-            middle = low + ((high - low) >> 1)
-            above = tl.where(group_key >= middle.to(tl.int32), group_weight, 0)
-            if tl.sum(above, 0).to(tl.float64) >= target:
-                low = middle
-            else:
-                high = middle
-    else:
-        likely = relative_of(group_key, row_max, inv_t) >= min_p
-        low = tl.min(tl.where(likely, group_key, 0x7FFFFFFF), 0).to(tl.int64)
-    chosen = group_key >= low.to(tl.int32)
-    num_groups = tl.sum(chosen.to(tl.int32), 0)
-    slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(groups_ptr + slot, lane, mask=chosen)
-    tl.debug_barrier()
-
-    ids, keys = _load_tile(row_ptr, groups_ptr, 0, num_groups, vocab_size, GROUP)
-    weight = weight_of(keys, row_max, inv_t)
-    threshold = tl.full((), -0x7F800001, tl.int32)
+    """The lowest logit that is kept, id of the last kept of its ties, and the kept mass."""
+    threshold = tl.full((), -float("inf"), tl.float32)
     num_ties = tl.full((), 0x7FFFFFFF, tl.int32)
-    mass = full
-    if by_k:
-        high = top
-        while high - low > STEP:
-            middle = low + ((high - low) >> 1)
-            count = _count(
-                keys, middle.to(tl.int32), row_ptr, groups_ptr, num_groups, vocab_size, GROUP
-            )
-            if count >= top_k:
-                low = middle
-            else:
-                high = middle
-        limit = high.to(tl.int32)
-        threshold = _highest_below(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, GROUP)
-        num_ties = top_k - _count(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, GROUP)
-        mass = _mass(
-            keys, weight, limit, row_max, inv_t,
-            row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
+    mass = (z * 1099511627776.0).to(tl.int64)
+    if (top_k > 0) & (top_k < vocab_size):
+        threshold, count = _search(
+            top_k.to(tl.float64) * 1099511627776.0, False, threshold, row_max, inv_t, row_ptr,
+            width, vocab_size, TILE, STEP,
         )  # fmt: skip
-        mass += num_ties * weight_of(threshold, row_max, inv_t)
-    if by_p:
+        num_ties = top_k - (count >> 40).to(tl.int32)
+        mass, _tie = _kept(threshold, num_ties, row_max, inv_t, row_ptr, width, vocab_size, TILE)
+    if top_p < 1.0:
         target = top_p.to(tl.float64) * mass.to(tl.float64)
-        high = top
-        while high - low > STEP:
-            middle = low + ((high - low) >> 1)
-            above = _mass(
-                keys, weight, middle.to(tl.int32), row_max, inv_t,
-                row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
-            )  # fmt: skip
-            if above.to(tl.float64) >= target:
-                low = middle
-            else:
-                high = middle
-        limit = high.to(tl.int32)
-        boundary = _highest_below(keys, limit, row_ptr, groups_ptr, num_groups, vocab_size, GROUP)
-        above = _mass(
-            keys, weight, limit, row_max, inv_t,
-            row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
-        )  # fmt: skip
+        boundary, above = _search(
+            target, True, threshold, row_max, inv_t, row_ptr, width, vocab_size, TILE, STEP
+        )
         # Ties i = 0, 1, .. are kept while above + i * each < target; the first one always is.
-        each = weight_of(boundary, row_max, inv_t)
+        each = fixed(exp((boundary - row_max) * inv_t))
         ties = ((target - above.to(tl.float64)) / tl.maximum(each, 1).to(tl.float64)).to(tl.int64)
         ties += ((above + ties * each).to(tl.float64) < target).to(tl.int64)
         ties = tl.minimum(tl.maximum(ties, 1), 0x7FFFFFFF)
@@ -152,119 +125,137 @@ def _threshold_by_bisection(
         num_ties = tl.where(boundary == threshold, tl.minimum(ties, num_ties), ties)
         threshold = boundary
     if min_p > 0.0:
-        lowest = tl.full((), 0x7FFFFFFF, tl.int32)
-        for tile in range(0, (num_groups + 63) // 64):
-            _ids, more = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, GROUP)
-            likely = relative_of(more, row_max, inv_t) >= min_p
-            lowest = tl.minimum(lowest, tl.min(tl.where(likely, more, 0x7FFFFFFF), 0))
-        lowest = tl.minimum(lowest, key_of(row_max))
-        num_ties = tl.where(lowest > threshold, 0x7FFFFFFF, num_ties)
-        threshold = tl.maximum(lowest, threshold)
+        lowest = tl.full((TILE // 8,), float("inf"), tl.float32)
+        for start in range(0, vocab_size, TILE):
+            _ids, x = _load(row_ptr, start, width, vocab_size, TILE)
+            likely = tl.where(exp((x - row_max) * inv_t) >= min_p, x, float("inf"))
+            lowest = tl.minimum(lowest, tl.min(tl.reshape(likely, (TILE // 8, 8)), 1))
+        likeliest = tl.minimum(row_max, tl.min(lowest, 0))
+        num_ties = tl.where(likeliest > threshold, 0x7FFFFFFF, num_ties)
+        threshold = tl.maximum(likeliest, threshold)
+    mass, cutoff = _kept(threshold, num_ties, row_max, inv_t, row_ptr, width, vocab_size, TILE)
+    return threshold, cutoff, mass
 
-    above = _mass(
-        keys, weight, threshold + 1, row_max, inv_t,
-        row_ptr, groups_ptr, num_groups, vocab_size, GROUP,
-    )  # fmt: skip
+
+@triton.jit
+def _kept(threshold, num_ties, row_max, inv_t, row_ptr, width, vocab_size, TILE: tl.constexpr):
+    """Mass above a threshold and of its first ties, and the last of these."""
+    above = tl.zeros((TILE // 8,), tl.int64)
     tied = 0
-    last_tie = 0x7FFFFFFF
-    for tile in range(0, (num_groups + 63) // 64):
-        ids, keys = _load_tile(row_ptr, groups_ptr, tile, num_groups, vocab_size, GROUP)
-        is_tie = (keys == threshold).to(tl.int32)
-        is_last = (is_tie > 0) & (tied + tl.cumsum(is_tie, 0) == num_ties)
-        last_tie = tl.minimum(last_tie, tl.min(tl.where(is_last, ids, 0x7FFFFFFF), 0))
-        tied += tl.sum(is_tie, 0)
-    cutoff = tl.where(tied > num_ties, last_tie, vocab_size)
-    kept = above + tl.minimum(tied, num_ties) * weight_of(threshold, row_max, inv_t)
-    return threshold, cutoff, kept
+    cutoff = vocab_size
+    ids, ahead = _load(row_ptr, 0, width, vocab_size, TILE)
+    for start in range(TILE, vocab_size + TILE, TILE):
+        x = ahead
+        own_ids = ids
+        ids, ahead = _load(row_ptr, start, width, vocab_size, TILE)
+        weight = tl.where(x > threshold, exp((x - row_max) * inv_t), 0.0)
+        above += _mass(weight, TILE)
+        is_tie = (x == threshold).to(tl.int32)
+        in_tile = tl.sum(is_tie, 0)
+        if (tied < num_ties) & (tied + in_tile >= num_ties):
+            is_last = (is_tie > 0) & (tied + tl.cumsum(is_tie, 0) == num_ties)
+            cutoff = tl.min(tl.where(is_last, own_ids, 0x7FFFFFFF), 0)
+        tied += in_tile
+    tied = tl.minimum(tied, num_ties)
+    return tl.sum(above, 0) + tied * fixed(exp((threshold - row_max) * inv_t)), cutoff
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
 def _bisect_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
+    width,
     vocab_size,
-    max_ptr,  # [N, num_blocks], as the next
-    total_ptr,
-    group_max_ptr,  # [N, num_blocks * groups of a block]
+    stats,
     num_blocks,
     cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
     num_columns,  # K + 1
-    temperature_ptr,  # [B], as the next three
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    groups_ptr,  # [N, num_blocks * groups of a block], scratch
-    state_ptr,  # [N, 4]; log_z inf marks the rows that are left to this kernel
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft,
+    sampling,
+    anchor_ptr,  # [B], as the next
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    rows,
+    verified,
     NB: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     STEP: tl.constexpr,  # no two distinct logits have keys closer than this
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    request = tl.program_id(0) // num_columns
-    offset = tl.program_id(0) % num_columns
-    temperature = tl.load(temperature_ptr + request)
-    if not is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
-        return
-    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
-    if offset > k:
-        return
-    row = (row0 + offset).to(tl.int64)
-    at = state_ptr + row * 4
-    if tl.load(at + 1) != float("inf"):
-        return
-    inv_t = 1.0 / temperature
-    top_k = tl.load(top_k_ptr + request)
-    top_p = tl.load(top_p_ptr + request)
-    one = tl.arange(0, 1)
-    row_max, z, _bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, inv_t, NB)
-    row_max, z = tl.sum(row_max, 0), tl.sum(z, 0)
-    row_groups = num_blocks * BLOCK_GROUPS
-    threshold, cutoff, kept = _threshold_by_bisection(
-        logits_ptr + row * logits_stride, vocab_size, row_max, z, inv_t, top_k, top_p,
-        tl.load(min_p_ptr + request), (top_k > 0) & (top_k < vocab_size), top_p < 1.0,
-        group_max_ptr + row * row_groups, groups_ptr + row * row_groups, row_groups, LANES, GROUP,
-        STEP,
-    )  # fmt: skip
-    tl.store(at, row_max)
-    tl.store(at + 1, log(kept.to(tl.float32) * 9.094947017729282e-13))
-    tl.store(at + 2, value_of(threshold))
-    tl.store(at + 3, cutoff.to(tl.float32))
+    for i in range(tl.program_id(0), tl.load(rows.counters + 1), tl.num_programs(0)):
+        listed = tl.load(rows.to_bisect + i)
+        request, offset = listed // COLUMNS, listed % COLUMNS
+        k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+        row = (row0 + offset).to(tl.int64)
+        row_ptr = logits_ptr + row * logits_stride
+        own_draft_ids_ptr = draft_ids_ptr + request * draft_stride
+        inv_t = 1.0 / tl.load(sampling.temperature + request)
+        drafted = load_draft(
+            request, offset, k, row_ptr, vocab_size, num_columns, own_draft_ids_ptr, draft,
+            tl.load(sampling.seed + request), tl.load(anchor_ptr + request), words_ptr,
+        )  # fmt: skip
+        row_max, z, _bad = merge_totals(row, stats, num_blocks, inv_t, NB)
+        threshold, last_tie, kept = _threshold_by_bisection(
+            row_ptr, width, vocab_size, row_max, z, inv_t, tl.load(sampling.top_k + request),
+            tl.load(sampling.top_p + request), tl.load(sampling.min_p + request), TILE, STEP,
+        )  # fmt: skip
+        state = row_max, log_of_fixed(kept), threshold, last_tie.to(tl.float32)
+        groups = num_blocks * (BLOCK // GROUP)
+        settle_row(
+            accept_test(drafted, state, inv_t), tl.full((), OPEN, tl.int64), request, offset, k,
+            row, row_ptr, state, inv_t, stats.group_max + row * groups, groups, vocab_size,
+            num_columns, own_draft_ids_ptr, sampling, position_ptr, rows, verified, CHUNK, GROUP,
+            COLUMNS,
+        )  # fmt: skip
 
 
 def bisect_rows(
     logits: torch.Tensor,
     stats: BlockStats,
-    state: torch.Tensor,
     cu_rows: torch.Tensor | None,
     drafts: Drafts,
     sampling: Sampling,
+    anchor: torch.Tensor,
+    position: torch.Tensor,
     vocab_size: int,
+    words: torch.Tensor | None,
+    rows: Rows,
+    verified: Verified,
 ) -> None:
-    """Write the states of the filtered rows whose log_z is inf. Shape: state [N, 4]."""
-    group_max = stats.group_max
-    assert group_max is not None
-    lanes = triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]
-    batch, k_max = drafts.token_ids.shape
-    _bisect_kernel[(batch * (k_max + 1),)](
+    """Settle the rows that are listed for it."""
+    programs = min(len(rows.to_bisect), num_programs(logits.device, _PROGRAMS_PER_SM))
+    _bisect_kernel[(programs,)](
         logits,
         logits.stride(0),
+        logits.shape[1],
         vocab_size,
-        stats.max,
-        stats.total,
-        group_max,
+        stats,
         stats.max.shape[1],
         cu_rows,
         drafts.num_drafts,
-        k_max + 1,
-        *sampling[:4],
-        torch.empty_like(group_max, dtype=torch.int32),
-        state,
+        drafts.token_ids.shape[1] + 1,
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        drafts.draft_logits(),
+        sampling,
+        anchor,
+        position,
+        words,
+        rows,
+        verified,
         NB=triton.next_power_of_2(stats.max.shape[1]),
-        BLOCK_GROUPS=group_max.shape[2],
-        LANES=max(64, lanes),
-        GROUP=GROUP,
+        TILE=_TILE,
         STEP=_KEY_STEPS[logits.dtype],
-        num_warps=8,
+        CHUNK=CHUNK,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        COLUMNS=COLUMNS,
+        num_warps=_WARPS,
+        maxnreg=_MAX_REGISTERS,
     )

@@ -1,10 +1,10 @@
-"""K2: the accept tests of every request, which rows must be read again, and greedy tokens.
+"""The accept tests of every request, and which rows must be read again.
 
 `token` (arXiv 2211.17192, 2302.01318) accepts X_i while u_i <= p(X_i) / q(X_i). `block`
 (arXiv 2403.10444) follows P_i = min(1, P_{i-1} p(X_i) / q(X_i)) and accepts up to the last i with
-u_i <= h_i = Z_i / (Z_i + 1 - P_i), where Z_i = sum max(P_i p - q, 0) is only known after K3. As
-h_i <= P_i, and h_i = 1 where P_i = 1, only the last i with P_i = 1 and the later ones with
-u_i <= P_i are read, and none at all when u_k <= P_k = h_k.
+u_i <= h_i = Z_i / (Z_i + 1 - P_i), where Z_i = sum max(P_i p - q, 0) is only known once row i is
+read. As h_i <= P_i, and h_i = 1 where P_i = 1, only the last i with P_i = 1 and the later ones
+with u_i <= P_i are read, and none at all when u_k <= P_k = h_k.
 """
 
 from typing import NamedTuple
@@ -13,16 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.drafts import (
-    COLUMNS,
-    Drafts,
-    Verified,
-    emit,
-    row_index_reference,
-    rows_of,
-)
-from outrider.kernels.greedy import greedy_tokens
-from outrider.kernels.match import NO_BEST
+from outrider.kernels.drafts import Drafts, row_index_reference
 from outrider.kernels.philox import (
     Purpose,
     log,
@@ -31,31 +22,25 @@ from outrider.kernels.philox import (
     uniform,
     uniform_reference,
 )
-from outrider.kernels.row_state import RowStates
 from outrider.kernels.sampling import (
-    BLOCK,
     STATE_LOG_Z,
+    RowStates,
     Rule,
     Sampling,
-    is_filtered,
+    load_state,
     log_prob,
     log_prob_reference,
 )
-from outrider.kernels.scan import BlockStats, merge_totals
+
+# In a row's own token's place:
+BAD = tl.constexpr(-1)  # the row holds NaN, inf or no finite logit
+OPEN = tl.constexpr(-2)  # it is not drawn yet
 
 
 class Plan(NamedTuple):
     num_accepted: torch.Tensor  # [B] int32; of `block`, what needs no Z; of `match`, 0
-    rows_to_read: torch.Tensor  # [B] int64, bit j: K3 reads row j
+    rows_to_read: torch.Tensor  # [B] int64, bit j: row j must be read
     log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
-
-
-class Worklist(NamedTuple):
-    """Rows for K3 in any order: row << 32 | filtered << 31 | draft << 30 | match << 29 | column."""
-
-    num_items: torch.Tensor  # [1] int32; 0 before K2
-    items: torch.Tensor  # [B * (K + 1)] int64
-    best: torch.Tensor  # [B, K + 1] int64, of `match` rows: packed, the lowest after K2
 
 
 def accept_words_reference(
@@ -122,7 +107,8 @@ def decide_reference(
         in_range = offset < k[:, None]
         ratio = log_ratio_reference(logits, rows, row_index, drafts, sampling, vocab_size)
         log_u = uniform_reference(accept_words_reference(sampling, anchor, k_max, words)).log()
-        same = rows.argmax[row_index[:, :-1]] == drafts.token_ids
+        own = rows.argmax[row_index[:, :-1]]
+        same = (own == drafts.token_ids) & (own >= 0)
         ok = torch.where(greedy[:, None], same, log_u <= ratio) & in_range
         accepted = ok.long().cumprod(-1).sum(-1)
         block = (sampling.rule == Rule.BLOCK) & ~greedy
@@ -150,217 +136,90 @@ def decide_reference(
     return Plan(accepted.int(), rows_to_read, log_scale)
 
 
-_ROWS = 8  # rows that a program takes at a time
-
-
-@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
-def _decide_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    vocab_size,
-    max_ptr,  # [N, num_blocks], as the next
-    total_ptr,
-    num_blocks,
-    state_ptr,  # [N, 4], of filtered rows read, of the others written
-    cu_rows_ptr,  # [B + 1], or None: a row a request
-    num_drafts_ptr,  # [B]
-    num_columns,  # K + 1
-    draft_ids_ptr,  # [B, K]
-    draft_stride,
-    draft_logits_ptr,  # [B, K, V'] or None
-    draft_logits_stride_b,
-    draft_logits_stride_k,
-    draft_width,
-    draft_state_ptr,  # [B, K, 4] or None
-    temperature_ptr,  # [B], as the next six
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    rule_ptr,
-    anchor_ptr,
-    words_ptr,  # [B, K + 2, 4] or None
-    accepted_ptr,  # [B]
-    rows_to_read_ptr,  # [B]
-    log_scale_ptr,  # [B, K + 1]
-    num_items_ptr,  # [1]
-    items_ptr,  # [B * (K + 1)]
-    best_ptr,  # [B, K + 1]
-    token_ids_ptr,  # [B, K + 1], this and the next two written for greedy requests
-    num_tokens_ptr,  # [B]
-    is_bad_ptr,  # [B]
-    NB: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit
+def load_draft(
+    request, j, k, row_ptr, vocab_size, num_columns, draft_ids_ptr, draft, seed, anchor, words_ptr
 ):
-    request = tl.program_id(0)
-    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
-    draft_ids_ptr += request * draft_stride
-    temperature = tl.load(temperature_ptr + request)
-    if temperature <= 0:
-        accepted, last, is_bad = greedy_tokens(
-            row0, k, logits_ptr, logits_stride, vocab_size, max_ptr, num_blocks, draft_ids_ptr,
-            NB, ROWS, BLOCK,
-        )  # fmt: skip
-        emit(
-            request, accepted, last, is_bad, num_columns, draft_ids_ptr, token_ids_ptr,
-            num_tokens_ptr, is_bad_ptr, COLUMNS,
-        )  # fmt: skip
-        tl.store(rows_to_read_ptr + request, tl.zeros((), tl.int64))
-        return
-    inv_t = 1.0 / temperature
-    filtered = is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
-    rule = tl.load(rule_ptr + request)
-    is_block = rule == 1
-    is_match = rule == 2
-    seed = tl.load(seed_ptr + request)
-    anchor = tl.load(anchor_ptr + request)
-    lane = tl.arange(0, ROWS)
-
-    accepted = k  # of `token`: the first offset that fails, so far
-    log_scale = 0.0  # log P_i
-    first = 0  # the last i with P_i = 1
-    later = tl.full((), 1, tl.int64)  # bits of `first` and of the i after it with u_i <= P_i
-    whole = k == 0
-    tl.store(log_scale_ptr + request * num_columns, 0.0)
-    for start in range(0, k + 1, ROWS):
-        j = start + lane
-        row = row0 + j
-        valid = j <= k
-        drafted = j < k
-        token = tl.load(draft_ids_ptr + j, mask=drafted, other=-1)
-        exists = drafted & (token >= 0) & (token < vocab_size)
-        raw = tl.load(
-            logits_ptr + row.to(tl.int64) * logits_stride + token, mask=exists, other=0.0
-        ).to(tl.float32)
-        row_max, z, bad = merge_totals(row, valid, max_ptr, total_ptr, num_blocks, inv_t, NB)
-        log_z = tl.where(bad, float("nan"), log(z))
-        at = state_ptr + row * 4
-        is_set = j <= tl.where(filtered, k, -1)
-        row_max = tl.load(at, mask=is_set, other=row_max)
-        log_z = tl.load(at + 1, mask=is_set, other=log_z)
-        threshold = tl.load(at + 2, mask=is_set, other=-float("inf"))
-        cutoff = tl.load(at + 3, mask=is_set, other=vocab_size.to(tl.float32))
-        tl.store(at, row_max, mask=valid)
-        tl.store(at + 1, log_z, mask=valid)
-        tl.store(at + 2, threshold, mask=valid)
-        tl.store(at + 3, cutoff, mask=valid)
-
-        scale = tl.zeros((ROWS,), tl.float32)
-        log_p = log_prob(raw, token, row_max, log_z, threshold, cutoff, inv_t)
-        log_q = tl.zeros((ROWS,), tl.float32)
-        if draft_logits_ptr is not None:
-            at_q = draft_state_ptr + (request * (num_columns - 1) + j) * 4
-            q_max = tl.load(at_q, mask=drafted, other=0.0)
-            q_log_z = tl.load(at_q + 1, mask=drafted, other=float("nan"))
-            q_threshold = tl.load(at_q + 2, mask=drafted, other=0.0)
-            q_cutoff = tl.load(at_q + 3, mask=drafted, other=0.0)
-            q_exists = exists & (token < draft_width)
-            at_q = request.to(tl.int64) * draft_logits_stride_b + token
-            at_q += j.to(tl.int64) * draft_logits_stride_k
-            raw_q = tl.load(draft_logits_ptr + at_q, mask=q_exists, other=0.0).to(tl.float32)
-            log_q = log_prob(raw_q, token, q_max, q_log_z, q_threshold, q_cutoff, inv_t)
-            log_q = tl.where(q_exists, log_q, -float("inf"))
-            log_q = tl.where(q_log_z != q_log_z, 0.0, log_q)
-        possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
-        ratio = tl.where(possible, log_p - log_q, -float("inf"))
-        if words_ptr is None:
-            zero = tl.zeros((ROWS,), tl.int32)
-            word, _, _, _ = philox(seed, zero + anchor.to(tl.int32), j, zero + 1, zero)
-        else:
-            at_word = words_ptr + (request * (num_columns + 1) + j) * 4
-            word = tl.load(at_word, mask=drafted, other=0).to(tl.uint32)
-        log_u = log(uniform(word))
-        failed = tl.where(drafted & (log_u <= ratio), k, j)
-        if is_block:
-            for c in tl.static_range(ROWS):
-                i = start + c + 1
-                here = lane == c
-                log_scale = tl.minimum(log_scale + tl.sum(tl.where(here, ratio, 0.0), 0), 0.0)
-                scale = tl.where(here, log_scale, scale)
-                passed = tl.sum(tl.where(here, log_u, 0.0), 0) <= log_scale
-                whole = whole | (passed & (i == k))
-                bit = tl.full((), 1, tl.int64) << i
-                certain = (log_scale == 0.0) & (i <= k)
-                later = tl.where(certain, bit, tl.where(passed & (i < k), later | bit, later))
-                first = tl.where(certain, i, first)
-        accepted = tl.minimum(accepted, tl.min(failed, 0))
-        tl.store(log_scale_ptr + request * num_columns + j + 1, scale, mask=drafted)
-    if is_block:
-        accepted = tl.where(whole, k, first)
-        below_k = (tl.full((), 1, tl.int64) << k) - 1
-        later = tl.where(whole, 0, later & below_k)
+    """What the accept test of a request's j-th draft needs beside the row's state."""
+    token = tl.load(draft_ids_ptr + j, mask=j < k, other=-1)
+    exists = (token >= 0) & (token < vocab_size)
+    raw = tl.load(row_ptr + token, mask=exists, other=0.0).to(tl.float32)
+    zero = tl.zeros((), tl.float32)
+    raw_q = zero - float("inf")
+    q_state = zero, zero + float("nan"), zero, zero
+    if draft.raw is not None:
+        at_q = request.to(tl.int64) * draft.stride_b + j.to(tl.int64) * draft.stride_k + token
+        in_q = exists & (token < draft.width)
+        raw_q = tl.load(draft.raw + at_q, mask=in_q, other=-float("inf")).to(tl.float32)
+        q_state = load_state(draft.state + (request * (num_columns - 1) + j) * 4, j < k)
+    if words_ptr is None:
+        one = tl.full((), 1, tl.int32)
+        word, _, _, _ = philox(seed, anchor.to(tl.int32), j, one, one - one)
     else:
-        later = tl.zeros((), tl.int64)
-    accepted = tl.where(is_match, 0, accepted)
-    rows_to_read = later | (((accepted < k) | filtered).to(tl.int64) << accepted)
-    rows_to_read = tl.where(is_match, 0, rows_to_read)
-    tl.store(accepted_ptr + request, accepted)
-    tl.store(rows_to_read_ptr + request, rows_to_read)
-    j = tl.arange(0, COLUMNS)
-    is_read = tl.where(is_match, (j <= k).to(tl.int64), (rows_to_read >> j) & 1).to(tl.int32)
-    has_draft = j < k
-    item = (row0 + j).to(tl.int64) << 32
-    item |= (filtered.to(tl.int64) << 31) | (has_draft.to(tl.int64) << 30)
-    item |= is_match.to(tl.int64) << 29
-    item |= (request * num_columns + j).to(tl.int64)
-    slot = tl.atomic_add(num_items_ptr, tl.sum(is_read, 0), sem="relaxed")
-    tl.store(items_ptr + slot + tl.cumsum(is_read, 0) - 1, item, mask=is_read > 0)
-    best = tl.zeros((COLUMNS,), tl.int64) + NO_BEST
-    tl.store(best_ptr + request * num_columns + j, best, mask=is_match & (j <= k))
+        at_word = words_ptr + (request * (num_columns + 1) + j) * 4
+        word = tl.load(at_word, mask=j < k, other=0).to(tl.uint32)
+    return token, exists, raw, raw_q, q_state, uniform(word)
 
 
-def decide(
-    logits: torch.Tensor,
-    stats: BlockStats,
-    state: torch.Tensor,
-    cu_rows: torch.Tensor | None,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    vocab_size: int,
-    worklist: Worklist,
-    words: torch.Tensor | None,
-) -> tuple[Plan, Verified]:
-    """Plan of every request, the worklist, and room for outcomes, with those of greedy requests.
+@triton.jit
+def log_ratio(drafted, state, inv_t):
+    """log p(X) - log q(X), -inf where p is 0, q is 0 or X is no token."""
+    token, exists, raw, raw_q, q_state, _u = drafted
+    log_p = log_prob(raw, token, state[0], state[1], state[2], state[3], inv_t)
+    log_q = log_prob(raw_q, token, q_state[0], q_state[1], q_state[2], q_state[3], inv_t)
+    log_q = tl.where(raw_q > -float("inf"), log_q, -float("inf"))
+    log_q = tl.where(q_state[1] != q_state[1], 0.0, log_q)
+    possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
+    return tl.where(possible, log_p - log_q, -float("inf"))
 
-    `state` [N, 4] holds the states of filtered rows already; those of the others are written here.
+
+@triton.jit
+def accept_test(drafted, state, inv_t):
+    """What `log_scales` is given of a draft; whether `token` accepts it."""
+    ratio, u = log_ratio(drafted, state, inv_t), drafted[5]
+    return ratio, u, log(u) <= ratio
+
+
+@triton.jit
+def _then(first_sum, first_cap, second_sum, second_cap):
+    """s -> min(s + sum, cap), the one after the other."""
+    return first_sum + second_sum, tl.minimum(first_cap + second_sum, second_cap)
+
+
+@triton.jit
+def _log_scales(request, k, num_columns, tests_ptr, COLUMNS: tl.constexpr):
+    """log P_j of each column j, and the uniform of the draft before it."""
+    column = tl.arange(0, COLUMNS)
+    at = tests_ptr + (request * num_columns + column - 1) * 2
+    is_draft = (column > 0) & (column <= k)
+    ratio = tl.load(at, mask=is_draft, other=0.0)
+    u = tl.load(at + 1, mask=is_draft, other=1.0)
+    total, cap = tl.associative_scan((ratio, tl.zeros((COLUMNS,), tl.float32)), 0, _then)
+    return tl.minimum(total, cap), u
+
+
+@triton.jit
+def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows, COLUMNS: tl.constexpr):
+    """What follows from a request's settled rows, by column.
+
+    The drafts that stand for all that is known; the rows' own tokens; which rows must be read to
+    know more; log P_j (0 but for `block`), and the uniform of the draft before. Of a `block`
+    request the last i with P_i = 1 stands, and that row and those after it with u_i <= P_i must be
+    read. Of others those drafts stand that are their rows' own tokens.
     """
-    batch, k_max = drafts.token_ids.shape
-    blocks = stats.max.shape[1]
-    new = logits.new_empty
-    plan = Plan(
-        new(batch, dtype=torch.int32),
-        new(batch, dtype=torch.int64),
-        new((batch, k_max + 1), dtype=torch.float32),
-    )
-    verified = Verified(
-        new((batch, k_max + 1), dtype=torch.int64),
-        new(batch, dtype=torch.int32),
-        new(batch, dtype=torch.bool),
-    )
-    _decide_kernel[(batch,)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        stats.max,
-        stats.total,
-        blocks,
-        state,
-        cu_rows,
-        drafts.num_drafts,
-        *drafts.launch_arguments(),
-        *sampling,
-        anchor,
-        words,
-        *plan,
-        *worklist,
-        *verified,
-        NB=triton.next_power_of_2(blocks),
-        ROWS=_ROWS,
-        COLUMNS=COLUMNS,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
-    return plan, verified
+    column = tl.arange(0, COLUMNS)
+    at = request * num_columns + column
+    own = tl.load(rows.own + at, mask=column <= k, other=BAD)
+    token = tl.load(draft_ids_ptr + column, mask=column < k, other=-1)
+    accepted = tl.min(tl.where((own == token) & (token >= 0), k, column), 0)
+    wanted = column == accepted
+    log_scale = tl.zeros((COLUMNS,), tl.float32)
+    u = log_scale
+    if is_block:
+        log_scale, u = _log_scales(request, k, num_columns, rows.tests, COLUMNS)
+        passed = (log(u) <= log_scale) & (column > 0) & (column <= k)
+        certain = tl.max(tl.where((log_scale == 0.0) & (column <= k), column, 0), 0)
+        whole = (k == 0) | (tl.max(tl.where(passed, column, 0), 0) == k)
+        accepted = tl.where(whole, k, certain)
+        wanted = (column == accepted) | (passed & (column > accepted))
+    return accepted, own, wanted & (own == OPEN), log_scale, u

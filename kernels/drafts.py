@@ -17,14 +17,21 @@ class Drafts(NamedTuple):
     logits: torch.Tensor | None  # [B, K, V'] raw, as the draft's head gave them
     state: torch.Tensor | None  # [B, K, 4] float32, from draft_sample
 
-    def launch_arguments(self) -> tuple[torch.Tensor | int | None, ...]:
-        """K + 1, and what the kernels take from draft_ids_ptr to draft_state_ptr."""
-        k_max = self.token_ids.shape[1]
-        ids = k_max + 1, self.token_ids, self.token_ids.stride(0)
-        q = self.logits
-        if q is None or self.state is None or k_max == 0:
-            return *ids, None, 0, 0, 0, None
-        return *ids, q, q.stride(0), q.stride(1), q.shape[2], self.state
+    def draft_logits(self) -> "DraftLogits":
+        q, state = self.logits, self.state
+        if q is None or state is None or q.shape[1] == 0:
+            return DraftLogits(None, 0, 0, 0, None)
+        return DraftLogits(q, q.stride(0), q.stride(1), q.shape[2], state)
+
+
+class DraftLogits(NamedTuple):
+    """Raw draft logits as the kernels take them; all one-hot without."""
+
+    raw: torch.Tensor | None  # [B, K, V']
+    stride_b: int
+    stride_k: int
+    width: int  # V'
+    state: torch.Tensor | None  # [B, K, 4]
 
 
 class Verified(NamedTuple):
@@ -68,13 +75,13 @@ def rows_of(request, cu_rows_ptr, num_drafts_ptr):
 
 @triton.jit
 def emit(
-    request, accepted, last, is_bad, num_columns, draft_ids_ptr, token_ids_ptr, num_tokens_ptr,
-    is_bad_ptr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    request, accepted, last, is_bad, num_columns, draft_ids_ptr, verified, COLUMNS: tl.constexpr
+):
     """Write a request's outcome: the drafts that stand, then the last token."""
     column = tl.arange(0, COLUMNS)
     token = tl.load(draft_ids_ptr + column, mask=column < accepted, other=-1)
     token = tl.where(column == accepted, tl.where(is_bad, 0, last), token)
-    tl.store(token_ids_ptr + request * num_columns + column, token, mask=column < num_columns)
-    tl.store(num_tokens_ptr + request, accepted + 1)
-    tl.store(is_bad_ptr + request, is_bad)
+    at = verified.token_ids + request * num_columns + column
+    tl.store(at, token, mask=column < num_columns)
+    tl.store(verified.num_tokens + request, accepted + 1)
+    tl.store(verified.is_bad + request, is_bad)

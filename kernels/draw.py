@@ -1,4 +1,4 @@
-"""K4: settle how many drafts of a sampled request stand, draw the last token, emit.
+"""How many drafts of a sampled request stand, and the token after them.
 
 The last token is drawn in two stages by inverse CDF, first a block and then a token inside it,
 each with 40 random bits over int64 weights; one block is read. `match` draws as match.py says.
@@ -8,17 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.decide import Plan, Worklist
-from outrider.kernels.drafts import (
-    COLUMNS,
-    Drafts,
-    Verified,
-    emit,
-    emit_reference,
-    row_index_reference,
-    rows_of,
-)
-from outrider.kernels.match import match_reference, unpack_best
+from outrider.kernels.candidates import load_candidates
+from outrider.kernels.decide import Plan
+from outrider.kernels.drafts import Drafts, Verified, emit_reference, row_index_reference
+from outrider.kernels.match import match_reference
 from outrider.kernels.philox import (
     FIXED_ONE,
     Purpose,
@@ -29,20 +22,28 @@ from outrider.kernels.philox import (
     pick,
     pick_reference,
 )
-from outrider.kernels.residual import load_block, probs, residual_weights, weights_reference
-from outrider.kernels.row_state import RowStates
+from outrider.kernels.residual import (
+    block_weights,
+    load_block,
+    load_draft_logits,
+    probs,
+    read_blocks,
+    token_weights,
+    weights_reference,
+    without_draft,
+)
 from outrider.kernels.sampling import (
     BLOCK,
     STATE_LOG_Z,
     STATE_MAX,
+    RowStates,
     Rule,
     Sampling,
     block_width,
-    is_filtered,
     log_prob_reference,
 )
 from outrider.kernels.scan import BlockStats, blocks_reference
-from outrider.kernels.settle import accept_blocks, accept_blocks_reference
+from outrider.kernels.settle import accept_blocks_reference
 
 
 def draw_reference(
@@ -77,7 +78,9 @@ def draw_reference(
             logits[at], rows.state[at], own.inverse_temperature(), own.seed,
             (position[pairs, None] + offset).flatten(), vocab_size,
         ).view(-1, k_max + 1)  # fmt: skip
-        same = (tokens[:, :-1] == drafts.token_ids[pairs]) & (offset[:-1] < k[pairs, None])
+        tokens = torch.where(rows.state[row_index[pairs], STATE_LOG_Z].isnan(), -1, tokens)
+        same = (tokens[:, :-1] == drafts.token_ids[pairs]) & (tokens[:, :-1] >= 0)
+        same &= offset[:-1] < k[pairs, None]
         accepted[pairs] = same.long().cumprod(-1).sum(-1)
         last[pairs] = tokens.gather(1, accepted[pairs, None]).squeeze(1)
     row = row_index.gather(1, accepted[:, None]).squeeze(1)
@@ -176,82 +179,37 @@ def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _draw_last(
-    request, accepted, k, row, num_columns, num_blocks, logits_ptr, logits_stride, width,
-    vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr, draft_logits_ptr,
-    draft_logits_stride_b, draft_logits_stride_k, draft_width, draft_state_ptr, log_scale_ptr,
-    mass_ptr, filtered, seed, anchor, offset, inv_t, words_ptr,
-    PURPOSE: tl.constexpr, HAS_Q: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+def draw_words(
+    request, j, num_columns, seed, anchor, offset, words_ptr, PURPOSE: tl.constexpr
 ):  # fmt: skip
-    """Token after `accepted` drafts: a block by its mass, then a token inside it."""
+    """Random words of the token after j drafts; `offset` is that of a request's row 0."""
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
-        w0, w1, w2, w3 = philox(
-            seed, anchor.to(tl.int32), (offset + accepted).to(tl.int32), one * PURPOSE, one - one
+        words = philox(
+            seed, anchor.to(tl.int32), (offset + j).to(tl.int32), one * PURPOSE, one - one
         )
     else:
-        at_word = words_ptr + (request * (num_columns + 1) + num_columns) * 4
-        w0 = tl.load(at_word).to(tl.uint32)
-        w1 = tl.load(at_word + 1).to(tl.uint32)
-        w2 = tl.load(at_word + 2).to(tl.uint32)
-        w3 = tl.load(at_word + 3).to(tl.uint32)
-    row = row.to(tl.int64)
-    column = request * num_columns + accepted
-    state = state_ptr + row * 4
-    row_ptr = logits_ptr + row * logits_stride
-    row_max, log_z = tl.load(state), tl.load(state + 1)
-    threshold, cutoff = tl.load(state + 2), tl.load(state + 3)
-    scale = exp(tl.load(log_scale_ptr + column))
-    from_stats = (accepted == k) & (filtered == 0)
-    use_residual = accepted < k
-    lane = tl.arange(0, NB)
-    in_row = lane < num_blocks
-    own_mass = mass_ptr + column.to(tl.int64) * num_blocks
-    if from_stats:
-        at = row * num_blocks + lane
-        block_max = tl.load(max_ptr + at, mask=in_row, other=-float("inf"))
-        total = tl.load(total_ptr + at, mask=in_row, other=0.0)
-        mass = fixed(tl.where(in_row, total * exp((block_max - row_max) * inv_t - log_z), 0.0))
-    else:
-        mass = tl.load(own_mass + lane, mask=in_row, other=0)
-    if use_residual & (tl.sum(mass, 0) == 0):
-        # Rounding can reject where p = q and nothing is left to recover: fall back to p.
-        use_residual = accepted > k
-        for block in range(0, num_blocks):
-            ids = block * BLOCK + tl.arange(0, BLOCK)
-            x = load_block(row_ptr, block, width, vocab_size, BLOCK)
-            p = probs(x, ids, row_max, log_z, threshold, cutoff, inv_t)
-            tl.store(own_mass + block, fixed(tl.sum(p, 0)))
-        tl.debug_barrier()
-        mass = tl.load(own_mass + lane, mask=in_row, other=0)
-    below = tl.cumsum(mass, 0) <= pick(w0, w1, tl.sum(mass, 0))
-    block = tl.minimum(tl.sum(below.to(tl.int32), 0), num_blocks - 1)
+        at = words_ptr + (request * (num_columns + 1) + num_columns) * 4
+        w0, w1 = tl.load(at).to(tl.uint32), tl.load(at + 1).to(tl.uint32)
+        words = w0, w1, tl.load(at + 2).to(tl.uint32), tl.load(at + 3).to(tl.uint32)
+    return words
 
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = load_block(row_ptr, block, width, vocab_size, BLOCK)
-    if from_stats:
-        # Normalised by its block, so that few bits are lost in a light one.
-        own_max = tl.load(max_ptr + row * num_blocks + block)
-        own_total = tl.load(total_ptr + row * num_blocks + block)
-        weight = exp((x - own_max) * inv_t) / own_total
-    else:
-        weight = probs(x, ids, row_max, log_z, threshold, cutoff, inv_t)
-        if use_residual:
-            y = 0.0
-            at = draft_state_ptr
-            if HAS_Q:
-                draft_row = draft_logits_ptr + request.to(tl.int64) * draft_logits_stride_b
-                draft_row += accepted.to(tl.int64) * draft_logits_stride_k
-                y = tl.load(draft_row + ids, mask=ids < draft_width, other=-float("inf"))
-                at += (request * (num_columns - 1) + accepted) * 4
-            draft_id = tl.load(draft_ids_ptr + accepted)
-            weight = residual_weights(weight, y, ids, at, draft_id, scale, inv_t, HAS_Q)
-    weight = fixed(weight)
-    # The same inverse CDF again, through the sums of groups: a short scan twice, not a long one.
+
+@triton.jit
+def pick_block(mass, num_blocks, words):
+    """A block of a row, by the blocks' masses."""
+    below = tl.cumsum(mass, 0) <= pick(words[0], words[1], tl.sum(mass, 0))
+    return tl.minimum(tl.sum(below.to(tl.int32), 0), num_blocks - 1)
+
+
+@triton.jit
+def pick_token(block, weight, vocab_size, words, BLOCK: tl.constexpr):
+    """A token of a block, by the tokens' weights."""
+    # Through the sums of groups: a short scan twice, not a long one.
     part: tl.constexpr = BLOCK // 32
     by_group = tl.reshape(weight, (part, 32))
     mass = tl.sum(by_group, 1)
-    target = pick(w2, w3, tl.sum(mass, 0))
+    target = pick(words[2], words[3], tl.sum(mass, 0))
     prefix = tl.cumsum(mass, 0)
     group = tl.minimum(tl.sum((prefix <= target).to(tl.int32), 0), part - 1)
     here = tl.arange(0, part) == group
@@ -261,135 +219,63 @@ def _draw_last(
     return tl.minimum(token, vocab_size - 1).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
-def _draw_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    width,
-    vocab_size,
-    max_ptr,  # [N, num_blocks], as the next
-    total_ptr,
-    num_blocks,
-    state_ptr,  # [N, 4]
-    cu_rows_ptr,  # [B + 1], or None: a row a request
-    num_drafts_ptr,  # [B]
-    num_columns,  # K + 1
-    draft_ids_ptr,  # [B, K]
-    draft_stride,
-    draft_logits_ptr,  # [B, K, V'] or None
-    draft_logits_stride_b,
-    draft_logits_stride_k,
-    draft_width,
-    draft_state_ptr,  # [B, K, 4] or None
-    temperature_ptr,  # [B], as the next seven
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    rule_ptr,
-    anchor_ptr,
-    position_ptr,
-    words_ptr,  # [B, K + 2, 4] or None
-    accepted_ptr,  # [B]
-    rows_to_read_ptr,  # [B]
-    log_scale_ptr,  # [B, K + 1]
-    mass_ptr,  # [B, K + 1, num_blocks]
-    best_ptr,  # [B, K + 1]
-    token_ids_ptr,  # [B, K + 1]
-    num_tokens_ptr,  # [B]
-    is_bad_ptr,  # [B]
-    PURPOSE: tl.constexpr,
-    NB: tl.constexpr,
+@triton.jit
+def draw_from_sums(
+    row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    HAS_Q: tl.constexpr = draft_logits_ptr is not None
-    request = tl.program_id(0)
-    temperature = tl.load(temperature_ptr + request)
-    accepted = tl.load(accepted_ptr + request)
-    rows_to_read = tl.load(rows_to_read_ptr + request)
-    rule = tl.load(rule_ptr + request)
-    seed = tl.load(seed_ptr + request)
-    anchor = tl.load(anchor_ptr + request)
-    position = tl.load(position_ptr + request)
-    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
-    if temperature <= 0:
-        return
-    inv_t = 1.0 / temperature
-    filtered = is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
-    draft_ids_ptr += request * draft_stride
-    last = tl.zeros((), tl.int64)
-    if rule == 2:
-        column = tl.arange(0, COLUMNS)
-        own = tl.load(best_ptr + request * num_columns + column, mask=column <= k, other=0)
-        own = tl.minimum(unpack_best(own), vocab_size - 1)
-        token = tl.load(draft_ids_ptr + column, mask=column < k, other=-1)
-        accepted = tl.min(tl.where((column < k) & (own == token), k, column), 0)
-        last = tl.sum(tl.where(column == accepted, own, 0), 0)
-    else:
-        if rule == 1:
-            accepted = accept_blocks(
-                accepted, rows_to_read, request, k, num_columns, num_blocks, log_scale_ptr,
-                mass_ptr, seed, anchor, words_ptr, NB,
-            )  # fmt: skip
-        last = _draw_last(
-            request, accepted, k, row0 + accepted, num_columns, num_blocks, logits_ptr,
-            logits_stride, width, vocab_size, max_ptr, total_ptr, state_ptr, draft_ids_ptr,
-            draft_logits_ptr, draft_logits_stride_b, draft_logits_stride_k, draft_width,
-            draft_state_ptr, log_scale_ptr, mass_ptr, filtered, seed, anchor, position - anchor,
-            inv_t, words_ptr, PURPOSE, HAS_Q, NB, BLOCK,
-        )  # fmt: skip
-    column = tl.arange(0, COLUMNS)
-    log_z = tl.load(state_ptr + (row0 + column) * 4 + 1, mask=column <= accepted, other=0.0)
-    is_bad = tl.sum((log_z != log_z).to(tl.int32), 0) > 0
-    emit(
-        request, accepted, last, is_bad, num_columns, draft_ids_ptr, token_ids_ptr,
-        num_tokens_ptr, is_bad_ptr, COLUMNS,
-    )  # fmt: skip
+):  # fmt: skip
+    """A token of an unfiltered row's p, of whose blocks the scan left the sums."""
+    row_max, log_z, _threshold, _cutoff = state
+    lane = tl.arange(0, NB)
+    at = row * num_blocks + lane
+    block_max = tl.load(stats.max + at, mask=lane < num_blocks, other=-float("inf"))
+    total = tl.load(stats.total + at, mask=lane < num_blocks, other=0.0)
+    block = pick_block(fixed(total * exp((block_max - row_max) * inv_t - log_z)), num_blocks, words)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    weight = exp((x - row_max) * inv_t - log_z)
+    # Normalised by its block, so that few bits are lost in a light one.
+    return pick_token(block, fixed(weight / tl.sum(weight, 0)), vocab_size, words, BLOCK)
 
 
-def draw(
-    logits: torch.Tensor,
-    stats: BlockStats,
-    state: torch.Tensor,
-    cu_rows: torch.Tensor | None,
-    drafts: Drafts,
-    plan: Plan,
-    mass: torch.Tensor,
-    worklist: Worklist,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    purpose: Purpose,
-    vocab_size: int,
-    words: torch.Tensor | None,
-    verified: Verified,
-) -> None:
-    """Write the tokens of sampled requests; `position` [B] is that of a request's row 0."""
-    blocks = stats.max.shape[1]
-    _draw_kernel[(len(plan.num_accepted),)](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        vocab_size,
-        stats.max,
-        stats.total,
-        blocks,
-        state,
-        cu_rows,
-        drafts.num_drafts,
-        *drafts.launch_arguments(),
-        *sampling,
-        anchor,
-        position,
-        words,
-        *plan,
-        mass,
-        worklist.best,
-        *verified,
-        PURPOSE=int(purpose),
-        NB=triton.next_power_of_2(blocks),
-        BLOCK=BLOCK,
-        COLUMNS=COLUMNS,
-        num_warps=4,
-    )
+@triton.jit
+def draw_from_candidates(
+    row, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token of max(p - q, 0), or of p, where all that p keeps is among candidates by id."""
+    ids, x = load_candidates(candidates_ptr, num_candidates, LANES)
+    y = load_draft_logits(ids, row, HAS_Q)
+    weight = fixed(token_weights(x, y, ids, row, inv_t, HAS_Q))
+    if tl.sum(weight, 0) == 0:
+        weight = fixed(probs(x, ids, row[2], inv_t))
+    # What choosing a block, and then a token inside it, would give.
+    prefix = tl.cumsum(weight, 0)
+    chosen = prefix > pick(words[0], words[1], tl.sum(weight, 0))
+    block = tl.min(tl.where(chosen, ids // BLOCK, 0x7FFFFFFF), 0)
+    here = ids // BLOCK == block
+    before = tl.sum(tl.where(ids // BLOCK < block, weight, 0), 0)
+    target = before + pick(words[2], words[3], tl.sum(tl.where(here, weight, 0), 0))
+    token = tl.min(tl.where(here & (prefix > target), ids, 0x7FFFFFFF), 0)
+    return tl.minimum(token, vocab_size - 1).to(tl.int64)
+
+
+@triton.jit
+def draw_from_blocks(
+    row, mass_ptr, num_blocks, vocab_size, inv_t, words, HAS_Q: tl.constexpr, NB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token of a row that was read again, of whose blocks these are the masses."""
+    lane = tl.arange(0, NB)
+    mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)
+    lost = tl.sum(mass, 0) == 0
+    row = without_draft(lost, row)
+    if lost:
+        # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+        read_blocks(mass_ptr, 0, 1, num_blocks, row, vocab_size, inv_t, HAS_Q, BLOCK)
+        tl.debug_barrier()
+        mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)
+    block = pick_block(mass, num_blocks, words)
+    loaded = load_block(block, row, HAS_Q, BLOCK)
+    weight = block_weights(loaded, row, vocab_size, inv_t, HAS_Q)
+    return pick_token(block, fixed(weight), vocab_size, words, BLOCK)

@@ -86,9 +86,7 @@ def _logprobs_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     vocab_size,
-    max_ptr,  # [N, num_blocks], as the next
-    total_ptr,
-    group_max_ptr,  # [N, num_blocks * groups of a block]
+    stats,
     num_blocks,
     token_ids_ptr,  # [N]
     num_top,
@@ -100,16 +98,15 @@ def _logprobs_kernel(
     GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    one = tl.arange(0, 1)
-    row_max, z, bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, 1.0, NB)
-    base = tl.sum(tl.where(bad, float("nan"), row_max + tl.log(z)), 0)
+    row_max, z, bad = merge_totals(row, stats, num_blocks, 1.0, NB)
+    base = tl.where(bad, float("nan"), row_max + tl.log(z))
     row_ptr = logits_ptr + row * logits_stride
     token = tl.minimum(tl.maximum(tl.load(token_ids_ptr + row), 0), vocab_size - 1)
     tl.store(logprob_ptr + row, tl.load(row_ptr + token).to(tl.float32) - base)
 
     group = tl.arange(0, NB * BLOCK_GROUPS)
     row_groups = num_blocks * BLOCK_GROUPS
-    at = group_max_ptr + row * row_groups + group
+    at = stats.group_max + row * row_groups + group
     best_of_group = tl.load(at, mask=group < row_groups, other=-float("inf"))
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for rank in range(0, num_top):
@@ -147,9 +144,7 @@ def _logprobs(
         logits,
         logits.stride(0),
         vocab_size,
-        stats.max,
-        stats.total,
-        stats.group_max,
+        stats,
         blocks,
         token_ids.contiguous(),
         num_top,

@@ -21,7 +21,7 @@ from outrider.kernels.philox import (
 )
 from outrider.kernels.sampling import GROUP, log_prob, log_prob_reference
 
-NO_BEST = tl.constexpr(-0x7F800001 << 32)  # the key of -inf
+_NO_BEST = tl.constexpr(-0x7F800001 << 32)  # the key of -inf
 
 
 def match_reference(
@@ -55,47 +55,82 @@ def noise_reference(seed: torch.Tensor, position: torch.Tensor, vocab_size: int)
 
 
 @triton.jit
-def unpack_best(packed):
-    return 0x7FFFFFFF - (packed & 0xFFFFFFFF)
+def _best_of_groups(
+    group, valid, row_ptr, vocab_size, row_max, log_z, threshold, cutoff, inv_t, seed, position,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """The tokens' highest score with its id, packed: score ascending, then id descending."""
+    position = position.to(tl.int32)
+    group = group[:, None]
+    zero = group * 0
+    ids = group * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = valid[:, None] & (ids < vocab_size)
+    x = tl.load(row_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    least, place, _, _ = philox(seed, zero + position, zero, zero + 3, group)
+    w0, w1, w2, w3 = philox(seed, ids * 0 + position, ids * 0, ids * 0 + 2, ids // 4)
+    part = ids % 4
+    word = tl.where(part < 2, tl.where(part == 0, w0, w1), tl.where(part == 2, w2, w3))
+    excess = tl.where((place >> 26).to(tl.int32) == ids % GROUP, 0.0, exponential(word))
+    noise = exponential(least) / GROUP + excess
+    score = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t) - log(noise)
+    packed = (key_of(score).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    return tl.max(tl.max(tl.where(inside, packed, _NO_BEST), 1), 0)
 
 
 @triton.jit
-def match_block(
-    best_ptr, block, row_ptr, vocab_size, group_max_ptr, row_max, log_z, threshold, cutoff, inv_t,
-    seed, position, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+def own_token(
+    row_ptr, vocab_size, group_max_ptr, num_groups, row_max, log_z, threshold, cutoff, inv_t, seed,
+    position, LANES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Raise a row's packed best (score ascending, id descending) to that of one of its blocks.
-
-    The bests of other blocks spare work here; which of them are there changes nothing else.
-    """
-    position = position.to(tl.int32)
-    group = block * GROUPS + tl.arange(0, GROUPS)
-    no_group = group * 0
-    group_max = tl.load(group_max_ptr + group)
-    least = philox(seed, no_group + position, no_group, no_group + 3, group)[0]
-    # More than rounding can make of the difference to a token's own score.
-    bound = (group_max - row_max) * inv_t - log_z - log(exponential(least) / GROUP) + 0.01
-    possible = (group_max >= threshold) & (group_max > -float("inf"))
-    bound = tl.where(possible, bound, -float("inf"))
-    highest = tl.max(bound, 0)
-    given = tl.load(best_ptr, volatile=True)
-    best = given
-    lane = tl.arange(0, GROUP)
-    no_lane = lane * 0
-    while (highest > -float("inf")) & (highest >= value_of((best >> 32).to(tl.int32))):
-        here = tl.min(tl.where(bound == highest, group, 0x7FFFFFFF), 0)
-        bound = tl.where(group == here, -float("inf"), bound)
-        highest = tl.max(bound, 0)
-        ids = here * GROUP + lane
-        x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-        of_group = philox(seed, no_lane + position, no_lane, no_lane + 3, no_lane + here)
-        w0, w1, w2, w3 = philox(seed, no_lane + position, no_lane, no_lane + 2, ids // 4)
-        part = lane % 4
-        word = tl.where(part < 2, tl.where(part == 0, w0, w1), tl.where(part == 2, w2, w3))
-        excess = tl.where((of_group[1] >> 26).to(tl.int32) == lane, 0.0, exponential(word))
-        noise = exponential(of_group[0]) / GROUP + excess
-        score = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t) - log(noise)
-        packed = (key_of(score).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-        best = tl.maximum(best, tl.max(packed, 0))
-    if best > given:
-        tl.atomic_max(best_ptr, best, sem="relaxed")
+    """A row's own token. Bounds of the groups' scores take the place of their maxima."""
+    lane = tl.arange(0, LANES)
+    zero = lane * 0
+    highest = -float("inf")
+    highest_group = 0
+    top_group = 0x7FFFFFFF  # that of the highest logit
+    for start in range(0, num_groups, LANES):
+        group = start + lane
+        at = group_max_ptr + group
+        group_max = tl.load(at, mask=group < num_groups, other=-float("inf"))
+        least = philox(seed, zero + position.to(tl.int32), zero, zero + 3, group)[0]
+        # More than rounding can make of the difference to a token's own score.
+        bound = (group_max - row_max) * inv_t - log_z - log(exponential(least) / GROUP) + 0.01
+        possible = (group_max >= threshold) & (group_max > -float("inf"))
+        bound = tl.where(possible, bound, -float("inf"))
+        tl.store(at, bound, mask=group < num_groups)
+        of_lanes = tl.max(bound, 0)
+        here = tl.min(tl.where(bound == of_lanes, group, 0x7FFFFFFF), 0)
+        highest_group = tl.where(of_lanes > highest, here, highest_group)
+        here = tl.min(tl.where(group_max == row_max, group, 0x7FFFFFFF), 0)
+        top_group = tl.minimum(here, top_group)
+        highest = tl.maximum(of_lanes, highest)
+    tl.debug_barrier()
+    # The best of two likely groups is a bound for all others; a list of those that it leaves,
+    # never longer than what was read, takes the place of the bounds.
+    two = tl.arange(0, 2)
+    likely = tl.where(two == 0, highest_group, top_group)
+    best = _best_of_groups(
+        likely, likely < num_groups, row_ptr, vocab_size, row_max, log_z, threshold, cutoff, inv_t,
+        seed, position, GROUP,
+    )  # fmt: skip
+    least_score = value_of((best >> 32).to(tl.int32))
+    num_left = 0
+    for start in range(0, num_groups, LANES):
+        group = start + lane
+        at = group_max_ptr + group
+        bound = tl.load(at, mask=group < num_groups, other=-float("inf"))
+        left = (bound >= least_score) & (bound > -float("inf"))
+        slot = num_left + tl.cumsum(left.to(tl.int32), 0) - 1
+        num_left += tl.sum(left.to(tl.int32), 0)
+        tl.debug_barrier()
+        tl.store(group_max_ptr + slot, group.to(tl.float32), mask=left)
+    tl.debug_barrier()
+    for start in range(0, num_left, TILE):
+        slot = start + tl.arange(0, TILE)
+        group = tl.load(group_max_ptr + slot, mask=slot < num_left, other=0.0).to(tl.int32)
+        of_tile = _best_of_groups(
+            group, slot < num_left, row_ptr, vocab_size, row_max, log_z, threshold, cutoff,
+            inv_t, seed, position, GROUP,
+        )  # fmt: skip
+        best = tl.maximum(best, of_tile)
+    return tl.minimum(0x7FFFFFFF - (best & 0xFFFFFFFF), vocab_size - 1)

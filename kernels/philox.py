@@ -120,6 +120,11 @@ def fixed(p):
 
 
 @triton.jit
+def log_of_fixed(mass):
+    return log(mass.to(tl.float32) * 9.094947017729282e-13)
+
+
+@triton.jit
 def philox(seed, c0, c1, c2, c3):
     c0, c1, c2, c3 = c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32)
     k0 = seed.to(tl.uint32)

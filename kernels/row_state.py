@@ -8,8 +8,6 @@ The kernel ranks the few tokens that can matter against each other (candidates.p
 are not few are left to a second one, which bisects the logits' bit patterns (bisection.py).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,23 +15,31 @@ import triton.language as tl
 from outrider.kernels.bisection import bisect_rows
 from outrider.kernels.candidates import (
     CANDIDATE_SCRATCH,
-    MIN_LANES,
+    CHUNK,
+    MAX_CANDIDATES,
+    MAX_GROUPS,
     threshold_from_candidates,
 )
-from outrider.kernels.drafts import Drafts, rows_of
+from outrider.kernels.decide import BAD, OPEN, accept_test, load_draft
+from outrider.kernels.drafts import COLUMNS, Drafts, Verified, rows_of
+from outrider.kernels.draw import draw_from_candidates, draw_from_sums, draw_words
 from outrider.kernels.keys import value_of
-from outrider.kernels.philox import FIXED_ONE, log
-from outrider.kernels.sampling import GROUP, STATE_WIDTH, Sampling, is_filtered
-from outrider.kernels.scan import BlockStats, merge_totals
+from outrider.kernels.philox import FIXED_ONE, Purpose, log, log_of_fixed
+from outrider.kernels.residual import open_row
+from outrider.kernels.row_outcome import Rows, conclude_row, greedy_token, settle_row
+from outrider.kernels.sampling import (
+    BLOCK,
+    GROUP,
+    STATE_WIDTH,
+    RowStates,
+    Sampling,
+    is_filtered,
+)
+from outrider.kernels.scan import BlockStats, merge_max, merge_totals
 
+_WARPS = 4
+_MAX_REGISTERS = 128  # 4 programs a multiprocessor
 _FIRST_CANDIDATES = 1024  # a nucleus is rarely wider; wider ones are sorted in full
-
-
-class RowStates(NamedTuple):
-    """Of the references; the kernels keep the first alone."""
-
-    state: torch.Tensor  # [N, 4] float32 (max, log_z, threshold, cutoff); log_z NaN: a bad row
-    argmax: torch.Tensor  # [N] int64 token id
 
 
 def row_state_reference(
@@ -59,7 +65,7 @@ def row_state_reference(
         state[filtered] = _filter_reference(
             x, state[filtered], z[filtered], sampling.take(filtered)
         )
-    return RowStates(state, torch.where(bad, 0, argmax))
+    return RowStates(state, torch.where(bad, -1, argmax))
 
 
 def _filter_reference(
@@ -104,75 +110,118 @@ def _filter_reference(
     return state
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
 def _row_state_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
+    width,
     vocab_size,
-    max_ptr,  # [N, num_blocks], as the next
-    total_ptr,
-    group_max_ptr,  # [N, num_blocks * groups of a block]
+    stats,
     num_blocks,
     cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
     num_columns,  # K + 1
-    temperature_ptr,  # [B], as the next three
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    scratch_ptr,  # [N, scratch_stride] int64
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft,
+    sampling,
+    anchor_ptr,  # [B], as the next
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    scratch_ptr,  # [N, scratch_stride] int64, if anything filters
     scratch_stride,
-    state_ptr,  # [N, 4]
+    rows,
+    verified,
+    PURPOSE: tl.constexpr,
+    FILTERS: tl.constexpr,
     NB: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     request = tl.program_id(0) // num_columns
     offset = tl.program_id(0) % num_columns
-    temperature = tl.load(temperature_ptr + request)
-    if not is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
-        return
     k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
     if offset > k:
         return
     row = (row0 + offset).to(tl.int64)
-    inv_t = 1.0 / temperature
-    top_k = tl.load(top_k_ptr + request)
-    top_p = tl.load(top_p_ptr + request)
-    min_p = tl.load(min_p_ptr + request)
-    by_k = (top_k > 0) & (top_k < vocab_size)
-    by_p = top_p < 1.0
-
-    row_groups = num_blocks * BLOCK_GROUPS
-    lane = tl.arange(0, LANES)
-    group_max = tl.load(
-        group_max_ptr + row * row_groups + lane, mask=lane < row_groups, other=-float("inf")
-    )
-    one = tl.arange(0, 1)
-    row_max, z, bad = merge_totals(row + one, one == 0, max_ptr, total_ptr, num_blocks, inv_t, NB)
-    row_max, z = tl.sum(row_max, 0), tl.sum(z, 0)
-    at = state_ptr + row * 4
-    if tl.sum(bad.to(tl.int32), 0) > 0:
-        tl.store(at, 0.0)
-        tl.store(at + 1, float("nan"))
-        tl.store(at + 2, -float("inf"))
-        tl.store(at + 3, vocab_size.to(tl.float32))
-        return
-
     row_ptr = logits_ptr + row * logits_stride
-    scratch_ptr += row * scratch_stride
-    found, threshold, cutoff, kept = threshold_from_candidates(
-        row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, by_p, group_max,
-        scratch_ptr, row_groups, LANES, GROUP,
-    )  # fmt: skip
-    if not found:
-        tl.store(at + 1, float("inf"))  # for bisection
+    draft_ids_ptr += request * draft_stride
+    temperature = tl.load(sampling.temperature + request)
+    if temperature <= 0:
+        row_max, block, bad = merge_max(row, stats, num_blocks, NB)
+        own = greedy_token(row_max, block, row_ptr, vocab_size, BLOCK)
+        conclude_row(
+            tl.where(bad, BAD, own.to(tl.int64)), False, request, offset, k, num_columns,
+            draft_ids_ptr, rows, verified, COLUMNS,
+        )  # fmt: skip
         return
-    tl.store(at, row_max)
-    tl.store(at + 1, log(kept.to(tl.float32) * 9.094947017729282e-13))
-    tl.store(at + 2, value_of(threshold))
-    tl.store(at + 3, cutoff.to(tl.float32))
+    inv_t = 1.0 / temperature
+    rule = tl.load(sampling.rule + request)
+    seed = tl.load(sampling.seed + request)
+    anchor = tl.load(anchor_ptr + request)
+    drafted = load_draft(
+        request, offset, k, row_ptr, vocab_size, num_columns, draft_ids_ptr, draft, seed, anchor,
+        words_ptr,
+    )  # fmt: skip
+    row_max, z, bad = merge_totals(row, stats, num_blocks, inv_t, NB)
+    log_z = tl.where(bad, float("nan"), log(z))
+    threshold = -float("inf")
+    cutoff = vocab_size.to(tl.float32)
+    groups = num_blocks * (BLOCK // GROUP)
+    group_max_ptr = stats.group_max + row * groups
+    scratch_ptr += row * scratch_stride
+    candidates_ptr = scratch_ptr + MAX_GROUPS
+    found = offset <= k
+    filtered = offset > k
+    num_candidates = 0
+    if FILTERS:  # noqa: SIM102 (known when compiled)
+        if is_filtered(request, sampling, vocab_size) & (bad == 0):
+            filtered = offset <= k
+            top_k = tl.load(sampling.top_k + request)
+            found, key, last_tie, kept, num_candidates = threshold_from_candidates(
+                row_ptr, vocab_size, row_max, z, inv_t, top_k, tl.load(sampling.top_p + request),
+                tl.load(sampling.min_p + request), (top_k > 0) & (top_k < vocab_size),
+                group_max_ptr, groups, scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True),
+                candidates_ptr, GROUPS, GROUP,
+            )  # fmt: skip
+            log_z = log_of_fixed(kept)
+            threshold = value_of(key)
+            cutoff = last_tie.to(tl.float32)
+    if not found:
+        slot = tl.atomic_add(rows.counters + 1, 1, sem="relaxed")
+        tl.store(rows.to_bisect + slot, request * COLUMNS + offset)
+        return
+    state = row_max, log_z, threshold, cutoff
+    test = accept_test(drafted, state, inv_t)
+    drawn = tl.full((), OPEN, tl.int64)
+    is_last = offset == k
+    if ((rule != 2) & is_last) | ((rule == 0) & filtered & (test[2] == 0)):
+        words = draw_words(
+            request, offset, num_columns, seed, anchor,
+            tl.load(position_ptr + request) - anchor, words_ptr, PURPOSE,
+        )  # fmt: skip
+        if filtered:
+            HAS_Q: tl.constexpr = draft.raw is not None
+            own = open_row(
+                request, offset, is_last == 0, row_ptr, width, state, drafted[4], draft_ids_ptr,
+                draft, 0.0,
+            )  # fmt: skip
+            drawn = draw_from_candidates(
+                own, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q,
+                MAX_CANDIDATES, BLOCK,
+            )  # fmt: skip
+        else:
+            drawn = draw_from_sums(
+                row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB, BLOCK
+            )
+    settle_row(
+        test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, groups,
+        vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified, CHUNK,
+        GROUP, COLUMNS,
+    )  # fmt: skip
 
 
 def row_state(
@@ -181,43 +230,58 @@ def row_state(
     cu_rows: torch.Tensor | None,
     drafts: Drafts,
     sampling: Sampling,
+    anchor: torch.Tensor,
+    position: torch.Tensor,
+    purpose: Purpose,
     vocab_size: int,
     filters: bool,
-) -> torch.Tensor:
-    """Room for every row's state, with those of filtered rows; `decide` writes the others.
+    words: torch.Tensor | None,
+    rows: Rows,
+    verified: Verified,
+) -> None:
+    """Write what comes of every row, and the outcomes of greedy and of `match` requests.
 
-    `filters` false promises no filtered row. Shape: [N, 4] float32.
+    `filters` false promises no filtered row.
     """
     new = logits.new_empty
-    state = new((len(logits), STATE_WIDTH), dtype=torch.float32)
-    group_max = stats.group_max
-    if filters and group_max is not None:
-        batch, k_max = drafts.token_ids.shape
-        columns = k_max + 1
-        _row_state_kernel[(batch * columns,)](
-            logits,
-            logits.stride(0),
-            vocab_size,
-            stats.max,
-            stats.total,
-            group_max,
-            stats.max.shape[1],
-            cu_rows,
-            drafts.num_drafts,
-            columns,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            new((len(logits), CANDIDATE_SCRATCH), dtype=torch.int64),
-            CANDIDATE_SCRATCH,
-            state,
-            NB=triton.next_power_of_2(stats.max.shape[1]),
-            BLOCK_GROUPS=group_max.shape[2],
-            LANES=max(MIN_LANES, triton.next_power_of_2(stats.max.shape[1]) * group_max.shape[2]),
-            GROUP=GROUP,
-            num_warps=4,
-            maxnreg=128,  # 4 programs a multiprocessor
-        )
-        bisect_rows(logits, stats, state, cu_rows, drafts, sampling, vocab_size)
-    return state
+    batch, k_max = drafts.token_ids.shape
+    columns = k_max + 1
+    blocks = stats.max.shape[1]
+    scratch_rows = len(logits) if filters else 0
+    _row_state_kernel[(batch * columns,)](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        vocab_size,
+        stats,
+        blocks,
+        cu_rows,
+        drafts.num_drafts,
+        columns,
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        drafts.draft_logits(),
+        sampling,
+        anchor,
+        position,
+        words,
+        new((scratch_rows, CANDIDATE_SCRATCH), dtype=torch.int64),
+        CANDIDATE_SCRATCH,
+        rows,
+        verified,
+        PURPOSE=int(purpose),
+        FILTERS=filters,
+        NB=triton.next_power_of_2(blocks),
+        GROUPS=triton.next_power_of_2(blocks * (BLOCK // GROUP)),
+        CHUNK=CHUNK,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        COLUMNS=COLUMNS,
+        num_warps=_WARPS,
+        maxnreg=_MAX_REGISTERS,
+    )
+    if filters:
+        bisect_rows(
+            logits, stats, cu_rows, drafts, sampling, anchor, position, vocab_size, words,
+            rows, verified,
+        )  # fmt: skip

@@ -25,7 +25,7 @@ class Rule(IntEnum):
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters, one entry a request, on the logits' device."""
+    """Sampling parameters, one entry a request, on the logits' device. Kernels take it whole."""
 
     temperature: torch.Tensor  # [B] float32, 0 = greedy
     top_k: torch.Tensor  # [B] int32, 0 = off
@@ -43,6 +43,13 @@ class Sampling(NamedTuple):
     def is_filtered(self, vocab_size: int) -> torch.Tensor:
         top_k = (self.top_k > 0) & (self.top_k < vocab_size)
         return (self.temperature > 0) & (top_k | (self.top_p < 1) | (self.min_p > 0))
+
+
+class RowStates(NamedTuple):
+    """Of the references; the kernels keep the first alone."""
+
+    state: torch.Tensor  # [N, 4] float32 (max, log_z, threshold, cutoff); log_z NaN: a bad row
+    argmax: torch.Tensor  # [N] int64 token id; -1: a bad row
 
 
 def num_blocks(vocab_size: int) -> int:
@@ -73,14 +80,23 @@ def log_prob_reference(
 
 
 @triton.jit
+def load_state(state_ptr, mask):
+    """Columns of a row state; of no row, those of a one-hot distribution."""
+    row_max = tl.load(state_ptr, mask=mask, other=0.0)
+    log_z = tl.load(state_ptr + 1, mask=mask, other=float("nan"))
+    threshold = tl.load(state_ptr + 2, mask=mask, other=-float("inf"))
+    return row_max, log_z, threshold, tl.load(state_ptr + 3, mask=mask, other=0.0)
+
+
+@triton.jit
 def log_prob(logits, token_ids, row_max, log_z, threshold, cutoff, inv_t):
     kept = (logits > threshold) | ((logits == threshold) & (token_ids <= cutoff.to(tl.int32)))
     return tl.where(kept, (logits - row_max) * inv_t - log_z, -float("inf"))
 
 
 @triton.jit
-def is_filtered(request, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
-    top_k = tl.load(top_k_ptr + request)
+def is_filtered(request, sampling, vocab_size):
+    top_k = tl.load(sampling.top_k + request)
     by_k = (top_k > 0) & (top_k < vocab_size)
-    by_p = (tl.load(top_p_ptr + request) < 1.0) | (tl.load(min_p_ptr + request) > 0.0)
-    return (temperature > 0.0) & (by_k | by_p)
+    by_p = (tl.load(sampling.top_p + request) < 1.0) | (tl.load(sampling.min_p + request) > 0.0)
+    return (tl.load(sampling.temperature + request) > 0.0) & (by_k | by_p)

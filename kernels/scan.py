@@ -109,23 +109,6 @@ def _request_of(row, request, cu_rows_ptr, num_requests):
     return request
 
 
-@triton.jit
-def _parameters_of(
-    request, num_requests, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, rule_ptr, vocab_size,
-    RAW: tl.constexpr,
-):  # fmt: skip
-    """log2(e) / temperature, 0 if greedy, and whether the maxima of groups are wanted."""
-    scale = _LOG2_E
-    wants_groups = True
-    if not RAW:
-        safe = tl.minimum(request, num_requests - 1)
-        temperature = tl.load(temperature_ptr + safe)
-        scale = tl.where(temperature > 0, _LOG2_E / temperature, 0.0)
-        wants_groups = is_filtered(safe, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
-        wants_groups = wants_groups | (tl.load(rule_ptr + safe) == 2)
-    return scale, wants_groups
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_requests"])
 def _scan_kernel(
     logits_ptr,  # [N, V]
@@ -136,24 +119,18 @@ def _scan_kernel(
     num_blocks,
     cu_rows_ptr,  # [B + 1], or None: a row a request
     num_requests,
-    temperature_ptr,  # [B], as the next four
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    rule_ptr,
-    max_ptr,  # [N, num_blocks], as the next
-    total_ptr,
-    group_max_ptr,  # [N, num_blocks, BLOCK // GROUP]
-    counter_ptr,  # [1], set to 0; or None
+    sampling,  # None: temperature 1 and group maxima for every row
+    stats,
+    counters_ptr,  # [B + 2], set to 0; or None
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    RAW: tl.constexpr,  # temperature 1 and group maxima for every row
 ):
     # Programs of one warp (no barriers), as many as are resident at once, walk over all blocks and
-    # load one ahead. The first load waits for no other.
-    if counter_ptr is not None and tl.program_id(0) == 0:
-        tl.store(counter_ptr, 0)
+    # load one ahead. No load of logits waits for another load.
     step = tl.num_programs(0)
+    if counters_ptr is not None:
+        for i in range(tl.program_id(0), num_requests + 2, step):
+            tl.store(counters_ptr + i, 0)
     step_rows, step_blocks = step // num_blocks, step % num_blocks
     row, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     lane = tl.arange(0, BLOCK)
@@ -161,15 +138,10 @@ def _scan_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     ahead = tl.load(row_ptr + ids, mask=ids < tl.where(row < num_rows, width, 0), other=0.0)
     request = _request_of(row, tl.zeros((), tl.int32), cu_rows_ptr, num_requests)
-    scale, wants_groups = _parameters_of(
-        request, num_requests, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, rule_ptr,
-        vocab_size, RAW,
-    )  # fmt: skip
     while request < num_requests:
         x = ahead.to(tl.float32)
         at = row.to(tl.int64) * num_blocks + block
         first = block * BLOCK
-        this_scale, this_wants_groups = scale, wants_groups
 
         block += step_blocks
         row += step_rows + (block >= num_blocks).to(tl.int32)
@@ -177,51 +149,62 @@ def _scan_kernel(
         ids = block * BLOCK + lane
         row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
         ahead = tl.load(row_ptr + ids, mask=ids < tl.where(row < num_rows, width, 0), other=0.0)
-        request = _request_of(row, request, cu_rows_ptr, num_requests)
-        scale, wants_groups = _parameters_of(
-            request, num_requests, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, rule_ptr,
-            vocab_size, RAW,
-        )  # fmt: skip
 
+        scale = _LOG2_E
+        wants_groups = True
+        if sampling is not None:
+            temperature = tl.load(sampling.temperature + request)
+            scale = tl.where(temperature > 0, _LOG2_E / temperature, 0.0)
+            wants_groups = is_filtered(request, sampling, vocab_size)
+            wants_groups = wants_groups | (tl.load(sampling.rule + request) == 2)
         if first + BLOCK > vocab_size:
             x = tl.where(first + lane < vocab_size, x, -float("inf"))
         # Maxima of vectors of 8 stay within a thread.
         vector_max = _maximum(tl.reshape(x, (BLOCK // 8, 8)), 1)
         block_max = _maximum(vector_max, 0)
-        tl.store(max_ptr + at, block_max)
-        if this_scale > 0:
+        tl.store(stats.max + at, block_max)
+        if scale > 0:
             origin = tl.where(block_max > -float("inf"), block_max, 0.0)
-            tl.store(total_ptr + at, _sum_of_exp2(x, origin, this_scale))
-            if this_wants_groups:
+            tl.store(stats.total + at, _sum_of_exp2(x, origin, scale))
+            if wants_groups:
                 groups: tl.constexpr = BLOCK // GROUP
                 group_max = tl.max(tl.reshape(vector_max, (groups, GROUP // 8)), 1)
-                tl.store(group_max_ptr + at * groups + tl.arange(0, groups), group_max)
+                tl.store(stats.group_max + at * groups + tl.arange(0, groups), group_max)
+        request = _request_of(row, request, cu_rows_ptr, num_requests)
 
 
 @triton.jit
-def merge_max(row, valid, max_ptr, num_blocks, NB: tl.constexpr):
-    """Maximum of rows, the first block that holds it, and which rows are bad."""
-    lane = tl.arange(0, NB)[None, :]
-    at = row.to(tl.int64)[:, None] * num_blocks + lane
-    mask = valid[:, None] & (lane < num_blocks)
-    block_max = tl.load(max_ptr + at, mask=mask, other=-float("inf"))
-    num_bad = tl.sum(((block_max != block_max) | (block_max == float("inf"))).to(tl.int32), 1)
-    row_max = tl.max(block_max, 1)
+def _load_maxima(row, stats, num_blocks, NB: tl.constexpr):
+    lane = tl.arange(0, NB)
+    return tl.load(stats.max + row * num_blocks + lane, mask=lane < num_blocks, other=-float("inf"))
+
+
+@triton.jit
+def _merge(block_max):
+    num_bad = tl.sum(((block_max != block_max) | (block_max == float("inf"))).to(tl.int32), 0)
+    row_max = tl.max(block_max, 0)
     bad = (num_bad > 0) | (row_max == -float("inf"))
-    row_max = tl.where(bad, 0.0, row_max)
-    first = tl.min(tl.where(block_max == row_max[:, None], lane, NB), 1)
-    return row_max, tl.where(bad, 0, first), bad, block_max
+    return tl.where(bad, 0.0, row_max), bad
 
 
 @triton.jit
-def merge_totals(row, valid, max_ptr, total_ptr, num_blocks, inv_t, NB: tl.constexpr):
-    """Maximum and sum of exp((l - max) / t) of sampled rows, and which of them are bad."""
-    row_max, _, bad, block_max = merge_max(row, valid, max_ptr, num_blocks, NB)
-    lane = tl.arange(0, NB)[None, :]
-    at = row.to(tl.int64)[:, None] * num_blocks + lane
-    total = tl.load(total_ptr + at, mask=valid[:, None] & (lane < num_blocks), other=0.0)
-    weight = total * exp((block_max - row_max[:, None]) * inv_t)
-    return row_max, tl.sum(tl.where(total > 0, weight, 0.0), 1), bad
+def merge_max(row, stats, num_blocks, NB: tl.constexpr):
+    """Maximum of a row, the first block that holds it, and whether the row is bad."""
+    block_max = _load_maxima(row, stats, num_blocks, NB)
+    row_max, bad = _merge(block_max)
+    first = tl.min(tl.where(block_max == row_max, tl.arange(0, NB), NB), 0)
+    return row_max, tl.where(bad, 0, first), bad
+
+
+@triton.jit
+def merge_totals(row, stats, num_blocks, inv_t, NB: tl.constexpr):
+    """Maximum and sum of exp((l - max) / t) of a sampled row, and whether it is bad."""
+    lane = tl.arange(0, NB)
+    total = tl.load(stats.total + row * num_blocks + lane, mask=lane < num_blocks, other=0.0)
+    block_max = _load_maxima(row, stats, num_blocks, NB)
+    row_max, bad = _merge(block_max)
+    weight = total * exp((block_max - row_max) * inv_t)
+    return row_max, tl.sum(tl.where(total > 0, weight, 0.0), 0), bad
 
 
 def scan(
@@ -229,12 +212,12 @@ def scan(
     cu_rows: torch.Tensor | None,
     sampling: Sampling | None,
     vocab_size: int,
-    counter: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> BlockStats:
     """Stats of every request's rows; without sampling, those of the raw logits.
 
-    Shape: logits [N, V], cu_rows [B + 1] (None: a row a request), sampling [B]; `counter` [1] is
-    set to 0 for the kernels behind.
+    Shape: logits [N, V], cu_rows [B + 1] (None: a row a request), sampling [B]; `counters` [B + 2]
+    are set to 0 for the kernels behind.
     """
     shape = (len(logits), num_blocks(vocab_size))
     new = logits.new_empty
@@ -252,12 +235,11 @@ def scan(
         *shape,
         cu_rows,
         len(logits) if cu_rows is None else len(cu_rows) - 1,
-        *((None,) * 5 if sampling is None else (*sampling[:4], sampling.rule)),
-        *stats,
-        counter,
+        sampling,
+        stats,
+        counters,
         BLOCK=BLOCK,
         GROUP=GROUP,
-        RAW=sampling is None,
         num_warps=1,
         maxnreg=64,
     )

@@ -1,4 +1,4 @@
-"""K4, for `block`: how many drafts stand, once K3 has read what was left open."""
+"""How many drafts stand by the rule `block`, once the rows that were left open are read."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 from outrider.kernels.decide import Plan, accept_words_reference
 from outrider.kernels.drafts import Drafts
-from outrider.kernels.philox import FIXED_ONE, exp, philox, uniform, uniform_reference
+from outrider.kernels.philox import FIXED_ONE, exp, uniform_reference
 from outrider.kernels.sampling import Rule, Sampling
 
 
@@ -35,24 +35,18 @@ def accept_blocks_reference(
 
 @triton.jit
 def accept_blocks(
-    accepted, rows_to_read, request, k, num_columns, num_blocks, log_scale_ptr, mass_ptr,
-    seed, anchor, words_ptr, NB: tl.constexpr,
+    accepted, is_open, log_scale, u, k, num_blocks, mass_ptr,
+    NB: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Accepted drafts of a `block` request now that Z is known: the last i with u_i <= h_i."""
+    """Of a `block` request the last i with u_i <= h_i, now that Z is known."""
     lane = tl.arange(0, NB)
-    one = tl.full((), 1, tl.int32)
-    first = accepted
-    for i in range(first + 1, k):
-        if ((rows_to_read >> i) & 1) != 0:
-            at = request * num_columns + i
-            mass = tl.load(mass_ptr + at * num_blocks + lane, mask=lane < num_blocks, other=0)
+    column = tl.arange(0, COLUMNS)
+    for i in range(accepted + 1, k):
+        here = column == i
+        if tl.sum((is_open & here).to(tl.int32), 0) > 0:
+            mass = tl.load(mass_ptr + i * num_blocks + lane, mask=lane < num_blocks, other=0)
             z = tl.sum(mass, 0).to(tl.float32) * 9.094947017729282e-13
-            h = z / (z + 1.0 - exp(tl.load(log_scale_ptr + at)))
-            if words_ptr is None:
-                word, _, _, _ = philox(seed, anchor.to(tl.int32), one * (i - 1), one, one - one)
-            else:
-                at_word = words_ptr + (request * (num_columns + 1) + i - 1) * 4
-                word = tl.load(at_word).to(tl.uint32)
-            passed = (uniform(word) <= h) | (h != h)
+            h = z / (z + 1.0 - exp(tl.sum(tl.where(here, log_scale, 0.0), 0)))
+            passed = (tl.sum(tl.where(here, u, 0.0), 0) <= h) | (h != h)
             accepted = tl.where(passed, i, accepted)
     return accepted

@@ -1,8 +1,7 @@
 """Speculative verification and sampling: the one road that every emitted token takes.
 
-scan (K1) -> row state (K1b) -> decide (K2) -> residual (K3) -> draw (K4). A greedy request is done
-after K2. A request without drafts is plain sampling, and so is the draft model's own sampling (K0):
-the same road with k = 0.
+scan (K1) -> row state (K1b; most requests are done) -> finish (K2). A request without drafts is
+plain sampling, and so is the draft model's own sampling (K0): the same road with k = 0.
 """
 
 from typing import NamedTuple
@@ -10,11 +9,13 @@ from typing import NamedTuple
 import torch
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.decide import Worklist, decide, decide_reference
+from outrider.kernels.decide import decide_reference
 from outrider.kernels.drafts import Drafts, Verified, emit_reference, row_index_reference
-from outrider.kernels.draw import draw, draw_reference
+from outrider.kernels.draw import draw_reference
+from outrider.kernels.finish import finish
 from outrider.kernels.philox import Purpose
-from outrider.kernels.residual import residual, residual_reference
+from outrider.kernels.residual import residual_reference
+from outrider.kernels.row_outcome import Rows
 from outrider.kernels.row_state import row_state, row_state_reference
 from outrider.kernels.sampling import MAX_DRAFTS, STATE_WIDTH, Sampling
 from outrider.kernels.scan import scan, scan_reference
@@ -171,25 +172,33 @@ def _sample(
         )
     _check_layout(logits, drafts, sampling, anchor, position)
     batch, k_max = drafts.token_ids.shape
-    worklist = Worklist(
-        logits.new_empty(1, dtype=torch.int32),
-        logits.new_empty(batch * (k_max + 1), dtype=torch.int64),
-        logits.new_empty((batch, k_max + 1), dtype=torch.int64),
+    new = logits.new_empty
+    rows = Rows(
+        new((len(logits), STATE_WIDTH), dtype=torch.float32),
+        new((batch, k_max + 1, 2), dtype=torch.float32),
+        new((batch, k_max + 1), dtype=torch.int64),
+        new((batch, k_max + 1), dtype=torch.float32),
+        new(batch, dtype=torch.int32),
+        new(batch * (k_max + 1), dtype=torch.int32),
+        new(batch * (k_max + 1), dtype=torch.int32),
+        new(batch + 2, dtype=torch.int32),
     )
-    stats = scan(logits, cu_rows, sampling, vocab_size, worklist.num_items)
-    state = row_state(logits, stats, cu_rows, drafts, sampling, vocab_size, filters)
-    plan, verified = decide(
-        logits, stats, state, cu_rows, drafts, sampling, anchor, vocab_size, worklist, words
+    verified = Verified(
+        new((batch, k_max + 1), dtype=torch.int64),
+        new(batch, dtype=torch.int32),
+        new(batch, dtype=torch.bool),
     )
-    if samples:
-        mass = residual(
-            logits, stats, state, drafts, plan, worklist, sampling, position, vocab_size
-        )
-        draw(
-            logits, stats, state, cu_rows, drafts, plan, mass, worklist, sampling, anchor, position,
-            purpose, vocab_size, words, verified,
+    stats = scan(logits, cu_rows, sampling, vocab_size, rows.counters)
+    row_state(
+        logits, stats, cu_rows, drafts, sampling, anchor, position, purpose, vocab_size, filters,
+        words, rows, verified,
+    )  # fmt: skip
+    if samples and (filters or k_max):
+        finish(
+            logits, stats.max.shape[1], cu_rows, drafts, sampling, anchor, position, purpose,
+            vocab_size, words, rows, verified,
         )  # fmt: skip
-    return verified, state
+    return verified, rows.state
 
 
 def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
@@ -207,9 +216,10 @@ def _verify_greedy(logits: torch.Tensor, cu_rows: torch.Tensor, drafts: Drafts) 
     best, token_ids = logits.max(dim=1)
     bad = ~best.isfinite()
     row_index = row_index_reference(cu_rows, drafts)
-    own = token_ids.where(~bad, 0)[row_index]
+    own = token_ids.where(~bad, -1)[row_index]
     offset = torch.arange(drafts.token_ids.shape[1], device=own.device)
-    stands = (own[:, :-1] == drafts.token_ids) & (offset < drafts.num_drafts[:, None])
+    stands = (own[:, :-1] == drafts.token_ids) & (own[:, :-1] >= 0)
+    stands &= offset < drafts.num_drafts[:, None]
     accepted = stands.long().cumprod(-1).sum(-1)
     last = own.gather(1, accepted[:, None]).squeeze(1)
     return emit_reference(drafts, accepted, last, bad[row_index])

@@ -4,8 +4,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from verification import DEVICE, cu_rows_of, equal, make_sampling, on_road, random_batch
+from verification import (
+    DEVICE,
+    HAS_KERNELS,
+    cu_rows_of,
+    equal,
+    make_sampling,
+    mixed_sampling,
+    on_road,
+    random_batch,
+)
 
+from outrider.kernels import finish
 from outrider.kernels.sampling import Rule, Sampling
 from outrider.kernels.verify import draft_sample, verify
 
@@ -94,6 +104,18 @@ def test_match_gives_the_same_tokens_whatever_k(temperature: float, road: str) -
 def test_rules_of_a_batch_do_not_mix(road: str) -> None:
     requests = [make_request(20, 2, rule=rule) for rule in Rule]
     assert run(requests, road) == [run([request], road)[0] for request in requests]
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+def test_programs_that_share_a_request_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batch = random_batch(generator, 6, [2] * 6, 5000, torch.bfloat16, mixed_sampling(6, 1))
+    results = []
+    for num_programs in (1, 12, 1000):
+        monkeypatch.setattr(finish, "num_programs", lambda *_, n=num_programs: n)
+        results.append(batch.verify("kernel"))
+    assert equal(results[0], batch.verify("reference"))
+    assert all(equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -1,0 +1,190 @@
+"""K2: read the rows that are still open again, block by block, then draw and emit.
+
+What a listed row waits for is the mass of max(P p - q, 0): the draw needs it, and `block`'s tests
+do. All programs share the listed rows evenly; a second kernel draws, a program a request.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels._dispatch import num_programs
+from outrider.kernels.decide import BAD, accept_tests
+from outrider.kernels.drafts import COLUMNS, Drafts, Verified, emit, rows_of
+from outrider.kernels.draw import draw_from_blocks, draw_words
+from outrider.kernels.philox import Purpose
+from outrider.kernels.residual import open_row, read_blocks
+from outrider.kernels.row_outcome import Rows
+from outrider.kernels.sampling import BLOCK, Sampling, load_state
+from outrider.kernels.settle import accept_blocks
+
+_PROGRAMS_PER_SM = 8  # as many as are resident
+_WARPS = 4
+_MAX_REGISTERS = 64
+
+
+@triton.jit
+def _open(
+    request, j, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr, draft, rows
+):
+    """A listed row, as residual.py takes it."""
+    row = (row0 + j).to(tl.int64)
+    q_state = load_state(rows.state + row * 4, False)
+    if draft.raw is not None:
+        q_state = load_state(draft.state + (request * (num_columns - 1) + j) * 4, j < k)
+    return open_row(
+        request, j, j < k, logits_ptr + row * logits_stride, width,
+        load_state(rows.state + row * 4, True), q_state, draft_ids_ptr, draft,
+        tl.load(rows.log_scale + request * num_columns + j),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
+def _read_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    num_blocks,
+    cu_rows_ptr,  # [B + 1], or None: a row a request
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft,
+    sampling,
+    mass_ptr,  # [B, K + 1, num_blocks]
+    rows,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    num_rows = tl.load(rows.counters)
+    parts = tl.minimum(tl.maximum(tl.num_programs(0) // tl.maximum(num_rows, 1), 1), num_blocks)
+    for item in range(tl.program_id(0), num_rows * parts, tl.num_programs(0)):
+        listed = tl.load(rows.to_read + item // parts)
+        request, j = listed // COLUMNS, listed % COLUMNS
+        k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+        row = _open(
+            request, j, k, row0, logits_ptr, logits_stride, width, num_columns,
+            draft_ids_ptr + request * draft_stride, draft, rows,
+        )  # fmt: skip
+        read_blocks(
+            mass_ptr + (request * num_columns + j).to(tl.int64) * num_blocks, item % parts, parts,
+            num_blocks, row, vocab_size, 1.0 / tl.load(sampling.temperature + request),
+            draft.raw is not None, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
+def _draw_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    num_blocks,
+    cu_rows_ptr,  # [B + 1], or None: a row a request
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft,
+    sampling,
+    anchor_ptr,  # [B], as the next
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    mass_ptr,  # [B, K + 1, num_blocks]
+    rows,
+    verified,
+    PURPOSE: tl.constexpr,
+    NB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    if tl.load(rows.num_open + request) == 0:
+        return
+    column = tl.arange(0, COLUMNS)
+    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    draft_ids_ptr += request * draft_stride
+    mass_ptr += (request * num_columns).to(tl.int64) * num_blocks
+    inv_t = 1.0 / tl.load(sampling.temperature + request)
+    is_block = tl.load(sampling.rule + request) == 1
+    accepted, own, is_open, log_scale, u = accept_tests(
+        request, k, is_block, num_columns, draft_ids_ptr, rows, COLUMNS
+    )
+    if is_block:
+        accepted = accept_blocks(
+            accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB, COLUMNS
+        )
+    row = _open(
+        request, accepted, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr,
+        draft, rows,
+    )  # fmt: skip
+    anchor = tl.load(anchor_ptr + request)
+    words = draw_words(
+        request, accepted, num_columns, tl.load(sampling.seed + request), anchor,
+        tl.load(position_ptr + request) - anchor, words_ptr, PURPOSE,
+    )  # fmt: skip
+    HAS_Q: tl.constexpr = draft.raw is not None
+    last = draw_from_blocks(
+        row, mass_ptr + accepted * num_blocks, num_blocks, vocab_size, inv_t, words, HAS_Q, NB,
+        BLOCK,
+    )  # fmt: skip
+    is_bad = tl.sum(((column <= accepted) & (own == BAD)).to(tl.int32), 0) > 0
+    emit(request, accepted, last, is_bad, num_columns, draft_ids_ptr, verified, COLUMNS)
+
+
+def finish(
+    logits: torch.Tensor,
+    num_blocks: int,
+    cu_rows: torch.Tensor | None,
+    drafts: Drafts,
+    sampling: Sampling,
+    anchor: torch.Tensor,
+    position: torch.Tensor,
+    purpose: Purpose,
+    vocab_size: int,
+    words: torch.Tensor | None,
+    rows: Rows,
+    verified: Verified,
+) -> None:
+    """Write the outcomes of requests with listed rows; `position` [B] is that of their row 0."""
+    items = len(rows.to_read) * num_blocks
+    mass = logits.new_empty(items, dtype=torch.int64)
+    batch = (
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        vocab_size,
+        num_blocks,
+        cu_rows,
+        drafts.num_drafts,
+        drafts.token_ids.shape[1] + 1,
+        drafts.token_ids,
+        drafts.token_ids.stride(0),
+        drafts.draft_logits(),
+        sampling,
+    )
+    _read_kernel[(min(items, num_programs(logits.device, _PROGRAMS_PER_SM)),)](
+        *batch,
+        mass,
+        rows,
+        BLOCK=BLOCK,
+        COLUMNS=COLUMNS,
+        num_warps=_WARPS,
+        maxnreg=_MAX_REGISTERS,
+    )
+    _draw_kernel[(len(rows.num_open),)](
+        *batch,
+        anchor,
+        position,
+        words,
+        mass,
+        rows,
+        verified,
+        PURPOSE=int(purpose),
+        NB=triton.next_power_of_2(num_blocks),
+        BLOCK=BLOCK,
+        COLUMNS=COLUMNS,
+        num_warps=4,
+    )
