@@ -89,6 +89,11 @@ def _packed_lens(shape: tuple[int, int, int]) -> list[int]:
     return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits, 1]
 
 
+def packed_len(shape: tuple[int, int, int]) -> int:
+    """Of what `HostBatch.packed` returns for this shape."""
+    return sum(aligned(length) for length in _packed_lens(shape))
+
+
 def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
     padded = np.full(length, value, dtype=np.int64)
     padded[: len(array)] = array

@@ -81,7 +81,7 @@ class PagedModel:
     def bind_slots(self, slots: Slots) -> None:
         """Take the rows of batches from these slots. What was captured before is gone."""
         self._slots = slots
-        self._phase = Phase(self._run, slots.device)
+        self._phase = Phase(self.run, slots.device)
         self._shapes: list[tuple[int, int, int]] = []
 
     def capture(
@@ -133,7 +133,8 @@ class PagedModel:
         num_seqs, num_rows, num_logits = shape
         return num_seqs, padded_rows(num_rows), padded_rows(num_logits) if num_logits else 0
 
-    def _run(self, packed: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """`forward` as it is captured: of a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         with attention_context(PagedContext(batch)):
             return self._compute(batch.input_ids, batch.positions, batch.logits_rows)

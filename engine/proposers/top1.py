@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import ReportProgress
-from outrider.engine.batch import HostBatch
+from outrider.engine.batch import HostBatch, packed_len
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
@@ -66,19 +66,27 @@ class Top1Proposer(Proposer):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._stops_early = stops_early
         self._phase = Phase(self._draw, slots.device)
+        self._ahead = Phase(self._run_ahead, slots.device)
         self._sizes: list[int] = []  # captured, ascending
         self._kept = self._empty(draft.vocab_size, draft.dtype)
 
     def capture(self, report: ReportProgress) -> DraftDistributions:
-        """Capture the draft's steps, its catch-ups of two rows, and its sampling."""
+        """Capture the draft's steps, its catch-ups of two rows, its sampling, and all of these in
+        one for drafting ahead.
+        """
         stage = "capturing the draft's graphs"
         logits = self._draft.capture(2, False, partial(report, stage))
         sizes = padded_sizes(self._slots.max_num_seqs)
-        for size in sizes:
+        nobody = np.zeros(0, dtype=np.int64)
+        for done, size in enumerate(sizes):
+            report("capturing the draft's loops", done, len(sizes))
             for kind in SAMPLING_KINDS:
                 integers_np = self._pad(np.zeros((5, 0), dtype=np.int64), size)
-                tensors = (logits[:size], self._kept.logits, self._kept.state)
-                self._phase.capture(integers_np, (size, *kind), tensors)
+                kept = (self._kept.logits, self._kept.state)
+                self._phase.capture(integers_np, (size, *kind), (logits[:size], *kept))
+                for k in range(self._slots.max_drafts, 0, -1):
+                    integers_np = self._pack_ahead(nobody, nobody, size, k)
+                    self._ahead.capture(integers_np, (size, k, *kind), kept)
         self._sizes = sizes[::-1]
         return self._kept
 
@@ -105,12 +113,13 @@ class Top1Proposer(Proposer):
         if not ahead:
             return
         wanted_np = np.array([scheduled.num_drafts for scheduled in ahead])
-        zeros_np = np.zeros_like(wanted_np)
-        # Of what will be known the draft has seen all but one or two tokens: it computes two.
-        logits = self._forward(
-            slots_of(ahead), zeros_np - 2, zeros_np + 2, zeros_np + 1, is_relative=True
+        size, k = padded_size(len(ahead), self._sizes), int(wanted_np.max())
+        self._ahead(
+            self._pack_ahead(slots_of(ahead), wanted_np, size, k),
+            (size, k, *sampling_kind(ahead)),
+            self._kept.logits,
+            self._kept.state,
         )
-        self._draft_for(ahead, wanted_np, zeros_np, logits, is_relative=True)
         for scheduled in ahead:
             scheduled.request.num_drafts_ahead = scheduled.num_drafts
 
@@ -168,8 +177,6 @@ class Top1Proposer(Proposer):
         num_drafts_np: np.ndarray,
         anchors_np: np.ndarray,
         logits: Tensor,
-        *,
-        is_relative: bool = False,
     ) -> tuple[DraftDistributions, np.ndarray]:
         """Draw up to k_i drafts for each sequence, writing them behind its known tokens.
 
@@ -186,7 +193,7 @@ class Top1Proposer(Proposer):
         kind = sampling_kind(scheduled)
         for j in range(int(num_drafts_np.max())):
             kept_np = slots_np * self._slots.max_drafts + j
-            relative_np = np.full_like(slots_np, is_relative)
+            relative_np = np.zeros_like(slots_np)
             integers_np = np.stack((slots_np, anchors_np + j, anchors_np, kept_np, relative_np))
             size = len(slots_np)
             if kept is self._kept:
@@ -204,9 +211,7 @@ class Top1Proposer(Proposer):
             seqs_np = seqs_np[goes_on_np]
             slots_np, anchors_np = slots_np[goes_on_np], anchors_np[goes_on_np]
             ones_np = np.ones_like(slots_np)
-            logits = self._forward(
-                slots_np, anchors_np + j, ones_np, ones_np, is_relative=is_relative
-            )
+            logits = self._forward(slots_np, anchors_np + j, ones_np, ones_np)
             logits = self._edited(logits, slots_np, anchors_np + j + 1)
         return kept, num_drawn_np
 
@@ -221,7 +226,7 @@ class Top1Proposer(Proposer):
         """
         size, filters, samples = shape
         slot, kept, is_relative = integers[0], integers[3], integers[4]
-        position, anchor = integers[1:3] + is_relative * self._slots.num_tokens[slot]
+        position, anchor = integers[1:3].addcmul(is_relative, self._slots.num_tokens[slot])
         slot, position, anchor, kept = (x[:size] for x in (slot, position, anchor, kept))
         drawn = draft_sample(
             logits,
@@ -237,6 +242,43 @@ class Top1Proposer(Proposer):
             kept_logits.flatten(0, 1).index_copy_(0, kept, logits.to(kept_logits.dtype))
             state.flatten(0, 1).index_copy_(0, kept, drawn.state)
         return drawn.token_ids
+
+    def _run_ahead(
+        self, integers: Tensor, shape: Shape, kept_logits: Tensor, state: Tensor
+    ) -> Tensor:
+        """Draw up to k drafts a sequence behind what it will know, each pass followed by its draw.
+
+        Shape: integers, see `_pack_ahead`; kept_logits, state as in `_draw`.
+        """
+        size, k, *kind = shape
+        drawn = integers
+        for j in range(k):
+            batch_shape = _ahead_shape(size, j)
+            batch_len, draws_len = packed_len(batch_shape), 5 * aligned(size)
+            logits = self._draft.run(integers[:batch_len], batch_shape)
+            draws = integers[batch_len : batch_len + draws_len].view(5, -1)
+            drawn = self._draw(draws, (size, *kind), logits, kept_logits, state)
+            integers = integers[batch_len + draws_len :]
+        return drawn
+
+    def _pack_ahead(
+        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
+    ) -> np.ndarray:
+        """For each of k passes its batch, of the sequences that go so far, and its draws."""
+        parts = []
+        for j in range(k):
+            slots_np, num_drafts_np = slots_np[num_drafts_np > j], num_drafts_np[num_drafts_np > j]
+            zeros_np, ones_np = np.zeros_like(slots_np), np.ones_like(slots_np)
+            # Of what will be known the draft has seen all but one or two tokens: it computes two.
+            starts_np, lens_np = (
+                (zeros_np - 2, 2 * ones_np) if j == 0 else (zeros_np + j - 1, ones_np)
+            )
+            batch = HostBatch.build(slots_np, starts_np, lens_np, ones_np, is_relative=True)
+            parts.append(batch.packed(_ahead_shape(size, j), self._slots.dummy))
+            kept_np = slots_np * self._slots.max_drafts + j
+            draws_np = np.stack((slots_np, zeros_np + j, zeros_np, kept_np, ones_np))
+            parts.append(self._pad(draws_np, size).ravel())
+        return np.concatenate(parts)
 
     def _pad(self, integers_np: np.ndarray, size: int) -> np.ndarray:
         """Shape: [5, N] -> [5, size or more]; the rows behind are those of nobody."""
@@ -261,12 +303,8 @@ class Top1Proposer(Proposer):
         starts_np: np.ndarray,
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
-        *,
-        is_relative: bool = False,
     ) -> Tensor:
-        batch = HostBatch.build(
-            slots_np, starts_np, query_lens_np, num_logits_np, is_relative=is_relative
-        )
+        batch = HostBatch.build(slots_np, starts_np, query_lens_np, num_logits_np)
         return self._draft.forward(batch)
 
 
@@ -275,3 +313,8 @@ def _likelihood(logits: Tensor, token_ids: Tensor) -> np.ndarray:
     probs = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])
     of_row: np.ndarray = probs.squeeze(1).float().numpy()
     return of_row
+
+
+def _ahead_shape(size: int, j: int) -> tuple[int, int, int]:
+    """Of pass j of drafting ahead."""
+    return size, size * (2 if j == 0 else 1), size
