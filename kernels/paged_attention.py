@@ -25,6 +25,8 @@ from outrider.kernels.dependent_launch import (
     wait_for_inputs,
 )
 
+# Of one row: the large product behind them starts early where programs leave it registers.
+_MANY_OUTPUTS = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -98,16 +100,17 @@ def paged_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         PHASES=2 if not items.splits and window is None else 1,
-        **_tiling(items, k_cache, v_cache, block_table),
+        **_tiling(query, items, k_cache, v_cache, block_table),
         **dependent_launch(query.device),
     )
     return out
 
 
 def _tiling(
-    items: AttentionItems, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
+    query: Tensor, items: AttentionItems, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
 ) -> dict[str, int]:
     """Tokens a block, warps, and blocks under way; measured on an H200 with heads of 128."""
+    num_rows, num_heads = query.shape[:2]
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     bytes_per_token = (head_dim + v_cache.shape[3]) * k_cache.element_size()
     if bytes_per_token > 512:  # what is measured would not fit a multiprocessor
@@ -119,6 +122,8 @@ def _tiling(
     is_short = block_table.shape[1] * page_size <= 8192
     if num_blocks <= (num_sms if is_short else num_sms // 4):
         early = num_blocks <= num_sms // 4  # beyond, the second look at each block costs more
+        if is_short and num_rows == 1 and num_heads * head_dim >= _MANY_OUTPUTS:
+            return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "EARLY": early}
         return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1, "EARLY": early}
     if items.block_m > 32:
         return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}

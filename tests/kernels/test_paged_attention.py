@@ -5,6 +5,7 @@ import torch
 from verification import HAS_KERNELS
 
 from outrider.kernels import attention_items
+from outrider.kernels import paged_attention as module
 from outrider.kernels.attention_items import list_items
 from outrider.kernels.attention_reference import attention_mask, paged_attention_reference
 from outrider.kernels.paged_attention import paged_attention
@@ -39,6 +40,11 @@ def test_kernel_equals_reference(
     device: torch.device,
 ) -> None:
     check(batch, num_heads, num_kv_heads, head_dim, value_dim, window, softcap, with_sinks, device)
+
+
+def test_one_row_of_many_heads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "num_programs", lambda *_: 132)  # more than there are blocks
+    check([(1, 150)], 32, 8, 128, 128, None, None, False, device)
 
 
 @pytest.mark.parametrize("window", [None, 300])
