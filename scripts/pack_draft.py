@@ -1,6 +1,6 @@
 """Put a distilled draft into the package, as the default target's.
 
-outrider distill --target smollm2-135m-instruct --out /tmp/draft --budget 100M --size 3x256
+outrider distill --target smollm2-135m-instruct --out /tmp/draft --budget 10m --size 4x256
 .venv/bin/python -P scripts/pack_draft.py /tmp/draft
 """
 

