@@ -26,7 +26,8 @@ TARGET ?=
 DRAFT ?=
 # The longest first.
 GPU_TESTS := $(patsubst %,tests/engine/test_%.py,losslessness edit_losslessness paged_model loop \
-	fused_layers memory phases prompt_logprobs propose_ahead) $(wildcard tests/kernels/test_*.py)
+	fused_layers memory phases prompt_logprobs propose_ahead score_ahead) \
+	$(wildcard tests/kernels/test_*.py)
 
 .PHONY: gpu help serve test sweep clients check format-check lint types mutate format clean
 
