@@ -18,12 +18,13 @@ Idle is the rest of the step: the host's, and that of copies between the graphs.
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from step_parts import Call, wrapped
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import (
@@ -150,7 +151,7 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
         (engine.verifier, "verify", "verify"),
     ]
 
-    def labelled(call: Callable[..., Any], part: str) -> Callable[..., Any]:
+    def labelled(call: Call, part: str) -> Call:
         def run(*args: Any) -> Any:
             nonlocal current
             current = part
@@ -166,15 +167,12 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
         after.record()
         spans[current].append((before, after))
 
-    for owner, name, part in calls:
-        setattr(owner, name, labelled(getattr(owner, name), part))
     torch.cuda.CUDAGraph.replay = timed
     try:
-        yield spent_s
+        with wrapped(calls, labelled):
+            yield spent_s
     finally:
         torch.cuda.CUDAGraph.replay = replay
-        for owner, name, _ in calls:
-            delattr(owner, name)  # the class's own method shows again
         torch.cuda.synchronize()
         for part, pairs in spans.items():
             spent_s[part] = [before.elapsed_time(after) / 1e3 for before, after in pairs]

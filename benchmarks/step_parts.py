@@ -2,13 +2,27 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from outrider.engine.loop import Engine
 
 PARTS = ("schedule", "propose", "score", "verify", "commit")
+
+Call = Callable[..., Any]
+
+
+@contextmanager
+def wrapped(calls: list[tuple[Any, str, str]], wrap: Callable[[Call, str], Call]) -> Iterator[None]:
+    """Wrap methods of an engine's parts: each of an owner, the method's name and its part."""
+    for owner, name, part in calls:
+        setattr(owner, name, wrap(getattr(owner, name), part))
+    try:
+        yield
+    finally:
+        for owner, name, _ in calls:
+            delattr(owner, name)  # the class's own method shows again
 
 
 @contextmanager
@@ -28,9 +42,7 @@ def timed_parts(engine: Engine) -> Iterator[dict[str, list[float]]]:
         (engine, "step", "step"),
     ]
 
-    def wrap(owner: Any, name: str, part: str) -> None:
-        call = getattr(owner, name)
-
+    def wrap(call: Call, part: str) -> Call:
         def timed(*args: Any) -> Any:
             start_s = time.perf_counter()
             result = call(*args)
@@ -44,12 +56,7 @@ def timed_parts(engine: Engine) -> Iterator[dict[str, list[float]]]:
                 in_step[part] += elapsed_s
             return result
 
-        setattr(owner, name, timed)
+        return timed
 
-    for each in calls:
-        wrap(*each)
-    try:
+    with wrapped(calls, wrap):
         yield spent
-    finally:
-        for owner, name, _ in calls:
-            delattr(owner, name)  # the class's own method shows again
