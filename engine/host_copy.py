@@ -1,4 +1,4 @@
-"""A copy from the device to the host that the host need not wait for at once."""
+"""Copies between the device and the host that the host need not wait for at once."""
 
 import numpy as np
 import torch
@@ -23,3 +23,11 @@ class HostCopy:
             self._done.synchronize()
         array: np.ndarray = self._host.numpy()
         return array
+
+
+def staged(values: Tensor, device: torch.device) -> Tensor:
+    """Where the device reads them behind all that is launched already, while nobody waits.
+
+    For copies with `non_blocking`; the allocator keeps the memory until they are done.
+    """
+    return values.pin_memory() if device.type == "cuda" else values

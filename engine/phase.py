@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.host_copy import staged
+
 Shape = tuple[int, ...]
 Body = Callable[..., Tensor]  # (integers, shape, *tensors) -> output
 
@@ -44,10 +46,7 @@ class Phase:
         # A graph would round tensors of another dtype (edited logits are float32) to its own.
         if captured is None or not _alike(tensors, captured.tensors):
             return self._body(torch.from_numpy(integers_np).to(self._device), shape, *tensors)
-        # Pinned, so that nothing waits; the allocator keeps the memory until the copy is done.
-        integers = torch.from_numpy(integers_np)
-        if self._device.type == "cuda":
-            integers = integers.pin_memory()
+        integers = staged(torch.from_numpy(integers_np), self._device)
         captured.integers.copy_(integers, non_blocking=True)
         for given, fixed in zip(tensors, captured.tensors, strict=True):
             if given.data_ptr() != fixed.data_ptr():

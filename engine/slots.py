@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import SamplingParams, Verification
+from outrider.engine.host_copy import staged
 from outrider.engine.logit_edits import LogitEdits
 from outrider.engine.request import Request
 from outrider.kernels.sampling import Rule, Sampling
@@ -92,7 +93,8 @@ class Slots:
     def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
         """Copy tokens from the host into the request's row, from `position` on."""
         row = self.token_ids[request.slot, position : position + len(token_ids)]
-        row.copy_(self._staged(torch.tensor(token_ids, dtype=torch.int32)), non_blocking=True)
+        values = torch.tensor(token_ids, dtype=torch.int32)
+        row.copy_(staged(values, self.device), non_blocking=True)
 
     def write_pages(self, grown: list[tuple[Request, int]]) -> None:
         """Copy the pages of each seated request, from an index on, into its block table: all in
@@ -105,13 +107,9 @@ class Slots:
             for column in range(first, len(request.pages))
         ]
         if entries:
-            staged = self._staged(torch.tensor(entries))
-            slot, column, page = staged.to(self.device, non_blocking=True).unbind(1)
+            values = staged(torch.tensor(entries), self.device)
+            slot, column, page = values.to(self.device, non_blocking=True).unbind(1)
             self.block_table[slot, column] = page.int()
-
-    def _staged(self, values: Tensor) -> Tensor:
-        """Where the device reads them behind all that is launched already, while nobody waits."""
-        return values.pin_memory() if self.device.type == "cuda" else values
 
     def sampling_of(self, slots: Tensor) -> Sampling:
         """Sampling parameters by batch row; `slots`: [B], batch_idx -> slot."""
