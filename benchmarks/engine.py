@@ -9,10 +9,16 @@ from one sequence to the next (at k = 4 its standard deviation is 0.04). One eng
 which every request names for itself; the best k of each line is found by measuring all up to
 --best-of.
 
-The floor is that of the weights that a step reads once. A step's time is that of steps whose batch
-is full. Draft, target and verify are the GPU's time for their graphs in such steps, measured in a
-second pass over the same text with a pause in front of each graph, so that no launch is waited for.
-Idle is the rest of the step: the host's, and that of copies between the graphs.
+Tokens/s and a step's time are those of steps whose batch is full, until the first of its sequences
+ends: what a server gives that has so many at all times. "To end" goes on until the last one has
+ended, as a fixed set of prompts is timed: sequences whose drafts stand more often end earlier, and
+the rest is decoded in smaller batches, which plain decoding never does. The best k is best by
+tokens/s.
+
+The floor is that of the weights that a step reads once. Draft, target and verify are the GPU's time
+for their graphs in steps of a full batch, measured in a second pass over the same text with a pause
+in front of each graph, so that no launch is waited for. Idle is the rest of the step: the host's,
+and that of copies between the graphs.
 """
 
 import argparse
@@ -78,17 +84,18 @@ class Measured:
         self._batch, self._temperature, self._k = batch, temperature, k
         self._prompt_tokens = args.prompt_tokens
         self._firsts = range(0, args.sequences, batch)  # of each batch
-        self.tokens_per_s = self.step_s = self.acceptance = 0.0
+        self.tokens_per_s = self.to_end_per_s = self.step_s = self.acceptance = 0.0
 
     def decode(self, new_tokens: int) -> None:
         """Decode all to their ends; the clock runs once a batch's prompts are computed."""
-        num_tokens = num_drafted = num_accepted = num_full_steps = 0
+        num_tokens = num_full_tokens = num_full_steps = num_drafted = num_accepted = 0
         spent_s = full_s = 0.0
         for first in self._firsts:
             self._start(first, new_tokens)
             before, start_s = self._engine.stats(), time.perf_counter()
             num_full_steps += self._step_while_full()
             full_s += time.perf_counter() - start_s
+            num_full_tokens += self._engine.stats().generation_tokens - before.generation_tokens
             while self._engine.has_work():
                 self._engine.step()
             spent_s += time.perf_counter() - start_s
@@ -96,7 +103,8 @@ class Measured:
             num_tokens += after.generation_tokens - before.generation_tokens
             num_drafted += sum(after.drafted_per_position) - sum(before.drafted_per_position)
             num_accepted += sum(after.accepted_per_position) - sum(before.accepted_per_position)
-        self.tokens_per_s = num_tokens / spent_s
+        self.tokens_per_s = num_full_tokens / full_s
+        self.to_end_per_s = num_tokens / spent_s
         self.step_s = full_s / num_full_steps
         self.acceptance = num_accepted / max(1, num_drafted)
 
@@ -206,7 +214,9 @@ def main() -> None:
     info = engine.info
     print(f"ready in {info.load_s:.1f} s, {info.warm_up_s:.1f} s of them to warm up")
     columns = "  ".join(f"{part:>7}" for part in PARTS)
-    print(f"batch temp   k     tokens/s  accepted  step ms  floor ms  |  {columns}  |  idle")
+    print(
+        f"batch temp   k     tokens/s   to end  accepted  step ms  floor ms  |  {columns}  |  idle"
+    )
     for batch in args.batch:
         for temperature in (0.0, 1.0):
             measure = [
@@ -225,7 +235,8 @@ def main() -> None:
                 spent = "  ".join(f"{1e3 * parts[part]:7.2f}" for part in PARTS)
                 print(
                     f"{batch:5d} {temperature:4.1f}  {k:2d}{' best' if k in best else '     '}"
-                    f" {measure[k].tokens_per_s:8.1f}  {measure[k].acceptance:8.3f}"
+                    f" {measure[k].tokens_per_s:8.1f} {measure[k].to_end_per_s:8.1f}"
+                    f"  {measure[k].acceptance:8.3f}"
                     f"  {1e3 * step_s:7.2f}  {floor_ms:8.2f}  |  {spent}"
                     f"  |  {1 - sum(parts.values()) / step_s:.1%}",
                     flush=True,
