@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.drafts import Drafts, row_index_reference
+from outrider.kernels.drafts import Drafts, draft_row, row_index_reference
 from outrider.kernels.philox import (
     Purpose,
     log,
@@ -148,10 +148,11 @@ def load_draft(
     raw_q = zero - float("inf")
     q_state = zero, zero + float("nan"), zero, zero
     if draft.raw is not None:
-        at_q = request.to(tl.int64) * draft.stride_b + j.to(tl.int64) * draft.stride_k + token
+        row = draft_row(request, draft)
+        at_q = row * draft.stride_b + j.to(tl.int64) * draft.stride_k + token
         in_q = exists & (token < draft.width)
         raw_q = tl.load(draft.raw + at_q, mask=in_q, other=-float("inf")).to(tl.float32)
-        q_state = load_state(draft.state + (request * (num_columns - 1) + j) * 4, j < k)
+        q_state = load_state(draft.state + (row * (num_columns - 1) + j) * 4, j < k)
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
         word, _, _, _ = philox(seed, anchor.to(tl.int32), j, one, one - one)

@@ -14,24 +14,32 @@ class Drafts(NamedTuple):
 
     token_ids: torch.Tensor  # [B, K] int64, ignored from num_drafts on
     num_drafts: torch.Tensor  # [B] int32, 0..K; empty where a row is a request
-    logits: torch.Tensor | None  # [B, K, V'] raw, as the draft's head gave them
-    state: torch.Tensor | None  # [B, K, 4] float32, from draft_sample
+    logits: torch.Tensor | None  # [B or more, K, V'] raw, as the draft's head gave them
+    state: torch.Tensor | None  # [B or more, K, 4] float32, from draft_sample
+    rows: torch.Tensor | None  # [B] int64 where in the two a request's are; None: in order
 
     def draft_logits(self) -> "DraftLogits":
         q, state = self.logits, self.state
         if q is None or state is None or q.shape[1] == 0:
-            return DraftLogits(None, 0, 0, 0, None)
-        return DraftLogits(q, q.stride(0), q.stride(1), q.shape[2], state)
+            return DraftLogits(None, 0, 0, 0, None, None)
+        return DraftLogits(q, q.stride(0), q.stride(1), q.shape[2], state, self.rows)
+
+    def in_order(self) -> "Drafts":
+        """Logits and states copied into the order of the requests."""
+        if self.rows is None or self.logits is None or self.state is None:
+            return self
+        return self._replace(logits=self.logits[self.rows], state=self.state[self.rows], rows=None)
 
 
 class DraftLogits(NamedTuple):
     """Raw draft logits as the kernels take them; all one-hot without."""
 
-    raw: torch.Tensor | None  # [B, K, V']
+    raw: torch.Tensor | None  # [B or more, K, V']
     stride_b: int
     stride_k: int
     width: int  # V'
-    state: torch.Tensor | None  # [B, K, 4]
+    state: torch.Tensor | None  # [B or more, K, 4]
+    rows: torch.Tensor | None  # [B]
 
 
 class Verified(NamedTuple):
@@ -71,6 +79,15 @@ def rows_of(request, cu_rows_ptr, num_drafts_ptr):
     else:
         k, row0 = tl.load(num_drafts_ptr + request), tl.load(cu_rows_ptr + request)
     return k, row0
+
+
+@triton.jit
+def draft_row(request, draft):
+    """Where a request's draft logits and their states are."""
+    row = request.to(tl.int64)
+    if draft.rows is not None:
+        row = tl.load(draft.rows + request)
+    return row
 
 
 @triton.jit

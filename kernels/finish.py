@@ -10,7 +10,7 @@ import triton.language as tl
 
 from outrider.kernels._dispatch import num_programs
 from outrider.kernels.decide import BAD, accept_tests
-from outrider.kernels.drafts import COLUMNS, Drafts, Verified, emit, rows_of
+from outrider.kernels.drafts import COLUMNS, Drafts, Verified, draft_row, emit, rows_of
 from outrider.kernels.draw import draw_from_blocks, draw_words
 from outrider.kernels.philox import Purpose
 from outrider.kernels.residual import open_row, read_blocks
@@ -31,7 +31,8 @@ def _open(
     row = (row0 + j).to(tl.int64)
     q_state = load_state(rows.state + row * 4, False)
     if draft.raw is not None:
-        q_state = load_state(draft.state + (request * (num_columns - 1) + j) * 4, j < k)
+        at_state = draft_row(request, draft) * (num_columns - 1) + j
+        q_state = load_state(draft.state + at_state * 4, j < k)
     return open_row(
         request, j, j < k, logits_ptr + row * logits_stride, width,
         load_state(rows.state + row * 4, True), q_state, draft_ids_ptr, draft,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.decide import Plan
-from outrider.kernels.drafts import Drafts, row_index_reference
+from outrider.kernels.drafts import Drafts, draft_row, row_index_reference
 from outrider.kernels.philox import FIXED_ONE, exp, fixed
 from outrider.kernels.sampling import (
     STATE_LOG_Z,
@@ -106,7 +106,8 @@ def open_row(
     q_ptr = row_ptr
     q_width = 0
     if draft.raw is not None:
-        q_ptr = draft.raw + request.to(tl.int64) * draft.stride_b + j.to(tl.int64) * draft.stride_k
+        q_ptr = draft.raw + draft_row(request, draft) * draft.stride_b
+        q_ptr += j.to(tl.int64) * draft.stride_k
         q_width = tl.where(has_draft, draft.width, 0)
     draft_id = tl.load(draft_ids_ptr + j, mask=has_draft, other=-1)
     scale = tl.where(has_draft, exp(log_scale), 1.0)

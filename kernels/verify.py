@@ -63,7 +63,9 @@ def draft_sample(
     vocab_size = min(vocab_size, logits.shape[1])
     if not samples and not uses_triton(logits):
         return _greedy_drafts(logits[:, :vocab_size])
-    drafts = Drafts(sampling.seed.new_empty(len(logits), 0), sampling.rule.new_empty(0), None, None)
+    drafts = Drafts(
+        sampling.seed.new_empty(len(logits), 0), sampling.rule.new_empty(0), None, None, None
+    )
     verified, state = _sample(
         logits,
         None,
@@ -93,6 +95,7 @@ def verify(
     filters: bool = True,
     samples: bool = True,
     words: torch.Tensor | None = None,
+    draft_rows: torch.Tensor | None = None,
 ) -> Verified:
     """Keep of each request's drafts what its rule accepts, and draw the token after them.
 
@@ -127,6 +130,9 @@ def verify(
     words
         Random words to use instead of Philox's, for proofs: row i < K is draft i's accept word,
         row K + 1 the last draw's. Shape: [B, K + 2, 4] int64. `match` ignores them.
+    draft_rows
+        Which entry of draft_logits and draft_state, which may be more, is each request's; None:
+        they are in order. Shape: [B] int64.
     """
     if draft_token_ids.shape[1] > MAX_DRAFTS:
         raise ValueError(f"{draft_token_ids.shape[1]} drafts a request; at most {MAX_DRAFTS}")
@@ -134,7 +140,7 @@ def verify(
         raise ValueError(
             f"vocab_size {vocab_size} exceeds the {target_logits.shape[1]} target logits of a row"
         )
-    drafts = Drafts(draft_token_ids, num_drafts, draft_logits, draft_state)
+    drafts = Drafts(draft_token_ids, num_drafts, draft_logits, draft_state, draft_rows)
     if not samples and not uses_triton(target_logits):
         return _verify_greedy(target_logits[:, :vocab_size], cu_rows, drafts)
     return _sample(
@@ -239,6 +245,7 @@ def _sample_reference(
     if cu_rows is None:
         cu_rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         drafts = drafts._replace(num_drafts=torch.zeros_like(sampling.rule))
+    drafts = drafts.in_order()
     used = logits[: int(cu_rows[-1])]
     of_row = sampling.take(torch.repeat_interleave(drafts.num_drafts.long() + 1))
     stats = scan_reference(used, of_row, vocab_size)
@@ -261,3 +268,5 @@ def _check_layout(
     assert drafts.token_ids.stride(1) == 1 or drafts.token_ids.shape[1] < 2
     assert drafts.logits is None or drafts.logits.stride(2) == 1
     assert drafts.state is None or drafts.state.is_contiguous(), "draft_state must be contiguous"
+    assert drafts.state is None or drafts.state.shape[1] == drafts.token_ids.shape[1]
+    assert drafts.rows is None or drafts.rows.is_contiguous(), "draft_rows must be contiguous"

@@ -40,6 +40,20 @@ def test_mixed_batch(
     )
 
 
+def test_draft_rows_are_found_where_they_lie(road: str) -> None:
+    """Among those of other requests, in another order."""
+    generator = torch.Generator().manual_seed(9)
+    batch = random_batch(generator, 4, [2, 1, 0, 2], 97, torch.bfloat16, mixed_sampling(4, 5))
+    expected = batch.verify("reference")
+    draft_rows = torch.tensor([5, 0, 2, 3], device=DEVICE)
+    for name in ("draft_logits", "state"):
+        own = getattr(batch, name)
+        kept = torch.full((6, *own.shape[1:]), 7.0, dtype=own.dtype, device=DEVICE)
+        kept[draft_rows] = own
+        setattr(batch, name, kept)
+    assert equal(batch.verify(road, draft_rows=draft_rows), expected)
+
+
 @pytest.mark.parametrize("rule", list(Rule))
 def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
     """Models close enough that most drafts stand, past the first tile of rows."""

@@ -171,7 +171,9 @@ class Batch:
                 )
                 self.draft_ids[:, j], self.state[:, j] = drawn.token_ids, drawn.state
 
-    def verify(self, road: str, one_hot: bool = False) -> verify_module.Verified:
+    def verify(
+        self, road: str, one_hot: bool = False, draft_rows: torch.Tensor | None = None
+    ) -> verify_module.Verified:
         with on_road(road):
             return verify_module.verify(
                 self.target_logits,
@@ -183,6 +185,7 @@ class Batch:
                 self.sampling,
                 self.positions,
                 self.vocab_size,
+                draft_rows=draft_rows,
             )
 
 
