@@ -2,10 +2,12 @@
 
 A step with k drafts emits `1 + sum_j P(the first j drafts stand)` tokens a sequence, and takes a
 time that depends on the machine, the models and the batch. Both are measured while decoding; the k
-that gave the most tokens a second is used, and now and then another one is tried. At first only the
-most drafts, one and none are: the costs of the others lie between.
+that gave the most tokens a second is used, and now and then another one is tried. A batch size that
+is new decodes plainly, then with one draft; from there on k follows what the costs known so far
+lead to expect. So decoding stays plain where no step can be timed.
 """
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -27,27 +29,28 @@ class AdaptiveSpeculation:
         self._acceptance = [PRIOR_ACCEPTANCE] * max_k
         self._num_seen = [PRIOR_STEPS] * max_k
         self._costs: dict[int, _StepCosts] = {}  # by batch bucket
-        self._chosen = max_k
-        self._previous_k = max_k
+        self._chosen = self._previous_k = 0
         self._interval_steps = self._steps_until_trial = SHORTEST_INTERVAL_STEPS
         self._trial: list[int] = []  # k of the next steps, while another k is tried
         self._tries_more = True
 
-    def choose(self, num_seqs: int) -> int:
-        """k for a step that decodes `num_seqs` sequences."""
+    def choose(self, num_seqs: int, *, is_timed: bool = True) -> int:
+        """k for a step that decodes `num_seqs` sequences.
+
+        Where it has prompts to compute as well, its time will tell nothing: nothing is tried.
+        """
         costs = self._costs_of(num_seqs)
-        # The others lie between, until they are tried. From the top down: no step has a gap to
-        # catch up with.
-        for k in (self._max_k, 1, 0):
+        for k in (0, 1):
             if not costs.is_known(k):
-                return k
-        if not self._trial:
-            self._update_choice(costs)
-            if self._steps_until_trial > 0:
-                self._steps_until_trial -= 1
-                return self._chosen
+                return k if is_timed else 0
+        if is_timed and self._trial:
+            return self._trial.pop()
+        self._update_choice(costs)
+        self._steps_until_trial -= 1
+        if is_timed and self._steps_until_trial < 0:
             self._start_trial(costs)
-        return self._trial.pop()
+            return self._trial.pop()
+        return self._chosen
 
     def observe(
         self, wanted: Sequence[int], accepted: Sequence[int], elapsed_s: float | None
@@ -63,10 +66,11 @@ class AdaptiveSpeculation:
                 self._num_seen[j] += 1
                 weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
                 self._acceptance[j] += weight * (share - self._acceptance[j])
-        k = wanted[0]
+        # Some draft fewer: their last tokens need no drafts, or they asked for a k of their own.
+        k = round(sum(wanted) / len(wanted))
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
         self._previous_k = k
-        if elapsed_s is not None and not catches_up and all(w == k for w in wanted):
+        if elapsed_s is not None and not catches_up:
             self._costs_of(len(wanted)).observe(k, elapsed_s, sets_pace=k == self._chosen)
 
     def expect_change(self) -> None:
@@ -123,13 +127,14 @@ class _StepCosts:
         return len(self._latest.get(k, ())) >= MIN_TIMES
 
     def of(self, k: int) -> float:
-        """The cost of k or, where it is not known, what those around it lead to expect."""
+        """The cost of k or, where it is not known, what the two nearest lead to expect."""
         if self.is_known(k):
             return median(self._latest[k])
-        known = [other for other in self._latest if self.is_known(other)]
-        below, above = max(j for j in known if j < k), min(j for j in known if j > k)
-        share = (k - below) / (above - below)
-        return (1 - share) * self.of(below) + share * self.of(above)
+        known = sorted(other for other in self._latest if self.is_known(other))
+        i = min(bisect(known, k), len(known) - 1)
+        below, above = known[i - 1], known[i]
+        slope = max(0.0, self.of(above) - self.of(below)) / (above - below)
+        return self.of(below) + (k - below) * slope
 
     def observe(self, k: int, elapsed_s: float, *, sets_pace: bool) -> None:
         if k not in self._warmed:  # the first step allocates and chooses kernels: not counted

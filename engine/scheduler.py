@@ -93,11 +93,13 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
         prefilling = [r for r in self.running if r.num_uncomputed_tokens > 1]
+        num_seatable = min(len(self.waiting), self._slots.num_free)
         if self._adaptive is not None:
             if not self.running:
                 self._adaptive.expect_change()
-            self._num_speculative_tokens = self._adaptive.choose(max(1, len(decoding)))
-        num_seatable = min(len(self.waiting), self._slots.num_free)
+            self._num_speculative_tokens = self._adaptive.choose(
+                max(1, len(decoding)), is_timed=not prefilling and num_seatable == 0
+            )
         for i, request in enumerate(decoding + prefilling):
             if budget == 0:
                 break

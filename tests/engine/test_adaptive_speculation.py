@@ -105,18 +105,27 @@ def test_a_machine_that_slows_down_does_not_move_the_choice() -> None:
         assert adaptive.choose(1) == k
 
 
-def test_a_step_without_a_time_teaches_acceptance_only() -> None:
+def test_where_no_step_can_be_timed_nothing_is_drafted() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
-    for _ in range(50):
-        assert adaptive.choose(1) == MAX_K
-        adaptive.observe([MAX_K], [0], None)
+    for step in range(50):
+        assert adaptive.choose(32, is_timed=False) == 0
+        adaptive.observe([0] * 32, [0] * 32, 0.1 if step % 2 else None)
+
+
+def test_k_is_found_though_some_sequences_always_draft_fewer() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    chosen = []
+    for _ in range(200):
+        chosen.append(adaptive.choose(4))
+        adaptive.observe([chosen[-1]] * 3 + [0], [0] * 4, compute_bound(3, chosen[-1]))
+    assert chosen[100:].count(0) >= 90
 
 
 def test_a_new_batch_size_takes_few_steps_to_know() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     chosen = []
-    for _ in range(40):
+    for _ in range(50):
         chosen.append(adaptive.choose(1))
         adaptive.observe([chosen[-1]], [chosen[-1]], memory_bound(1, chosen[-1]))
-    assert set(chosen[:15]) == {MAX_K, 1, 0}
-    assert set(chosen[15:]) == {MAX_K}
+    assert set(chosen[:11]) == {0, 1}
+    assert set(chosen[25:]) == {MAX_K}
