@@ -10,6 +10,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.engine.client import EngineClient
 from outrider.engine.config import EngineConfig
@@ -23,6 +24,8 @@ log = logging.getLogger("outrider.server")
 
 # Longer than clients keep idle connections, so that none is closed under a request of theirs.
 KEEP_ALIVE_S = 75
+HEAD_TIMEOUT_S = 60  # for a request's first line and headers; its body has a time of its own
+MAX_HEAD_BYTES = 65_536
 FAREWELL_S = 2  # for the last bytes to reach their clients once the engine has stopped
 
 
@@ -48,6 +51,47 @@ async def load_app(
     )
 
 
+class Connection(HttpToolsProtocol):
+    """Uvicorn's, but closed where the head of a request takes long to come, or has no end."""
+
+    _timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_here()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        awaited = self._timer
+        super().data_received(data)
+        if awaited is not None and awaited is self._timer:  # the same head still
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(f"The head of the request exceeds {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._timer is None:  # not the first request
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_is_here()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._head_bytes = 0
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _head_is_here(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class Server(uvicorn.Server):
     """Uvicorn, but a signal first turns new requests away and lets running ones finish."""
 
@@ -57,7 +101,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,

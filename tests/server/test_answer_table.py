@@ -15,6 +15,7 @@ from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.client import EngineUnavailableError, QueueFullError
+from outrider.server import http_server
 from outrider.server.tokenizer import Tokenizer
 
 OK = {"prompt": "Hi"}
@@ -42,6 +43,10 @@ class Site:
         assert reply.headers["content-type"] == "application/json"
         assert len(self.served.client.submitted) == before
         return error_of(reply)
+
+    def connection(self) -> socket.socket:
+        url = self.http.base_url
+        return socket.create_connection((url.host, url.port or 0), timeout=5)
 
     def events(self, path: str = "/v1/completions", **fields: Any) -> list[str]:
         reply = self.post(path, stream=True, **fields)
@@ -206,15 +211,36 @@ def test_body_too_large_is_413(site: Site, chunked: bool) -> None:
 def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
     head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n"
-    with socket.create_connection((site.http.base_url.host, site.http.base_url.port or 0)) as slow:
+    with site.connection() as slow:
         slow.sendall(head.encode())
         for byte in b'{"pro':
             slow.sendall(bytes([byte]))
             time.sleep(0.01)
-        slow.settimeout(5)
         answer = b"".join(iter(lambda: slow.recv(4096), b""))  # and the connection is closed
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"body_timeout"' in answer
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_head_that_does_not_arrive_ends_the_connection(
+    site: Site, first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+    with site.connection() as slow:
+        slow.sendall(first + b"GET /version HTT")
+        start_s = time.monotonic()
+        answer = b"".join(iter(lambda: slow.recv(4096), b""))
+    assert answer.count(b"HTTP/1.1 ") == (1 if first else 0)
+    assert time.monotonic() - start_s < 3
+
+
+def test_head_without_end_is_400(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_HEAD_BYTES", 1000)
+    with site.connection() as endless:
+        endless.sendall(b"GET /version HTTP/1.1\r\n" + 100 * b"a: bcdefghijk\r\n")
+        answer = b"".join(iter(lambda: endless.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"1000 bytes" in answer
 
 
 @each_endpoint
