@@ -10,8 +10,9 @@ def ragged_arange(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     return offsets + np.arange(len(offsets))
 
 
-def aligned(size: int) -> int:
-    """Room for `size` int64, so that what lies behind begins at 16 bytes, as all that is allocated
-    does: Triton compiles a kernel anew for a pointer that does not.
+def aligned(size: int, itemsize: int = 8) -> int:
+    """Room for `size` integers, so that what lies behind begins at 16 bytes, as all that is
+    allocated does: Triton compiles a kernel anew for a pointer that does not.
     """
-    return size + size % 2
+    at_once = 16 // itemsize
+    return -(-size // at_once) * at_once

@@ -6,14 +6,13 @@ token crosses from the host after its sequence was admitted.
 """
 
 import torch
-from torch import Tensor
 
 from outrider.engine.api import SamplingParams, Verification
 from outrider.engine.host_copy import staged
 from outrider.engine.logit_edits import LogitEdits
 from outrider.engine.request import Request
 from outrider.kernels.sampling import Rule, Sampling
-from outrider.kernels.take_sampling import take_sampling
+from outrider.kernels.slot_rows import SlotState
 
 RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
 
@@ -57,6 +56,7 @@ class Slots:
             seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
             rule=torch.full((num_slots,), int(Rule.TOKEN), dtype=torch.int32, device=device),
         )
+        self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
         self.edits = LogitEdits(self.token_ids, vocab_size)
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -110,10 +110,6 @@ class Slots:
             values = staged(torch.tensor(entries), self.device)
             slot, column, page = values.to(self.device, non_blocking=True).unbind(1)
             self.block_table[slot, column] = page.int()
-
-    def sampling_of(self, slots: Tensor) -> Sampling:
-        """Sampling parameters by batch row; `slots`: [B], batch_idx -> slot."""
-        return take_sampling(self.sampling, slots)
 
     def check_integrity(self, live_requests: list[Request]) -> None:
         """Every slot is free or held by one request; raises RuntimeError otherwise."""

@@ -20,6 +20,7 @@ from outrider.engine.proposers.base import (
 from outrider.engine.ragged import aligned, ragged_arange
 from outrider.engine.slots import Slots
 from outrider.kernels.logprobs import gather_logprobs
+from outrider.kernels.slot_rows import read_slots, write_verified
 from outrider.kernels.verify import verify
 
 
@@ -125,27 +126,22 @@ class Verifier:
         """
         size, num_columns, filters, samples = shape
         cu_rows, (slot, num_drafts, anchor) = integers[0, : size + 1], integers[1:, :size].unbind()
-        if draft_logits is not None and draft_state is not None:
-            draft_logits = draft_logits[slot] if samples else None
-            draft_state = draft_state[slot] if samples else None
-        # [B, K + 1] where a step's tokens lie in the slots
-        positions = anchor[:, None] + torch.arange(num_columns + 1, device=anchor.device)
-        drawn = verify(
+        rows = read_slots(self._slots.state, slot, anchor, num_columns)
+        verified = verify(
             logits,
-            cu_rows.int(),
-            self._slots.token_ids[slot[:, None], positions[:, :-1]].long(),
-            num_drafts.int(),
-            draft_logits,
-            draft_state,
-            self._slots.sampling_of(slot),
-            anchor,
+            cu_rows,
+            rows.draft_ids,
+            num_drafts,
+            draft_logits if samples else None,
+            draft_state if samples else None,
+            rows.sampling,
+            rows.anchor,
             self._vocab_size,
             filters=bool(filters),
             samples=bool(samples),
+            draft_rows=slot,
         )
-        self._slots.num_tokens[slot] = anchor + drawn.num_tokens
-        self._slots.token_ids[slot[:, None], positions] = drawn.token_ids.clamp_min(0).int()
-        return torch.cat((drawn.token_ids, drawn.is_bad[:, None]), dim=1)
+        return write_verified(self._slots.state, slot, anchor, verified)
 
     def _pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, anchors_np: np.ndarray, size: int
@@ -153,7 +149,7 @@ class Verifier:
         """Arguments: [B] -> [4, size + 1 or more]: first rows of the sequences' logits and, one
         column short, slots, drafts and anchors. Padding is plain decodes of the dummy slot.
         """
-        packed = np.zeros((4, aligned(size + 1)), dtype=np.int64)
+        packed = np.zeros((4, aligned(size + 1, itemsize=4)), dtype=np.int32)
         packed[1] = self._slots.dummy
         for row, of_sampled_np in zip(
             packed[1:], (slots_np, num_drafts_np, anchors_np), strict=True

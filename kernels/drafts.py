@@ -16,7 +16,7 @@ class Drafts(NamedTuple):
     num_drafts: torch.Tensor  # [B] int32, 0..K; empty where a row is a request
     logits: torch.Tensor | None  # [B or more, K, V'] raw, as the draft's head gave them
     state: torch.Tensor | None  # [B or more, K, 4] float32, from draft_sample
-    rows: torch.Tensor | None  # [B] int64 where in the two a request's are; None: in order
+    rows: torch.Tensor | None  # [B] int, where in the two a request's are; None: in order
 
     def draft_logits(self) -> "DraftLogits":
         q, state = self.logits, self.state
@@ -86,7 +86,7 @@ def draft_row(request, draft):
     """Where a request's draft logits and their states are."""
     row = request.to(tl.int64)
     if draft.rows is not None:
-        row = tl.load(draft.rows + request)
+        row = tl.load(draft.rows + request).to(tl.int64)
     return row
 
 

@@ -132,7 +132,7 @@ def verify(
         row K + 1 the last draw's. Shape: [B, K + 2, 4] int64. `match` ignores them.
     draft_rows
         Which entry of draft_logits and draft_state, which may be more, is each request's; None:
-        they are in order. Shape: [B] int64.
+        they are in order. Shape: [B] of any integers.
     """
     if draft_token_ids.shape[1] > MAX_DRAFTS:
         raise ValueError(f"{draft_token_ids.shape[1]} drafts a request; at most {MAX_DRAFTS}")

@@ -22,6 +22,7 @@ from outrider.engine.proposers.base import (
 )
 from outrider.engine.ragged import aligned
 from outrider.engine.slots import Slots
+from outrider.kernels.slot_rows import read_slots, write_draft
 from outrider.kernels.verify import draft_sample
 
 # Below it another draft pays less than it costs: measured with the default pair, where anything
@@ -81,7 +82,7 @@ class Top1Proposer(Proposer):
         for done, size in enumerate(sizes):
             report("capturing the draft's loops", done, len(sizes))
             for kind in SAMPLING_KINDS:
-                integers_np = self._pad(np.zeros((5, 0), dtype=np.int64), size)
+                integers_np = self._pad(np.zeros((4, 0), dtype=np.int64), size)
                 kept = (self._kept.logits, self._kept.state)
                 self._phase.capture(integers_np, (size, *kind), (logits[:size], *kept))
                 for k in range(self._slots.max_drafts, 0, -1):
@@ -192,9 +193,8 @@ class Top1Proposer(Proposer):
             kept = self._empty(logits.shape[1], logits.dtype)
         kind = sampling_kind(scheduled)
         for j in range(int(num_drafts_np.max())):
-            kept_np = slots_np * self._slots.max_drafts + j
-            relative_np = np.zeros_like(slots_np)
-            integers_np = np.stack((slots_np, anchors_np + j, anchors_np, kept_np, relative_np))
+            zeros_np = np.zeros_like(slots_np)
+            integers_np = np.stack((slots_np, anchors_np, zeros_np + j, zeros_np))
             size = len(slots_np)
             if kept is self._kept:
                 size = padded_size(size, self._sizes)
@@ -216,31 +216,33 @@ class Top1Proposer(Proposer):
         return kept, num_drawn_np
 
     def _draw(
-        self, integers: Tensor, shape: Shape, logits: Tensor, kept_logits: Tensor, state: Tensor
+        self,
+        integers: Tensor,
+        shape: Shape,
+        logits: Tensor,
+        kept_logits: Tensor,
+        kept_state: Tensor,
     ) -> Tensor:
         """Draw one draft a row, write it to its slot, and keep what it was drawn from.
 
-        Shape: integers [5, N or more], of each row its slot, position, the step's first, where to
-        keep it, and whether positions count from the slot's known tokens; logits [N, V'];
-        kept_logits [num_slots, K, V'], state [num_slots, K, 4].
+        Shape: integers [4, N or more], of each row its slot, the position of the step's first
+        draft, how many come before this one, and whether positions count from the slot's known
+        tokens; logits [N, V']; kept_logits [num_slots, K, V'], kept_state [num_slots, K, 4].
         """
         size, filters, samples = shape
-        slot, kept, is_relative = integers[0], integers[3], integers[4]
-        position, anchor = integers[1:3].addcmul(is_relative, self._slots.num_tokens[slot])
-        slot, position, anchor, kept = (x[:size] for x in (slot, position, anchor, kept))
+        slot, anchor, offset, is_relative = integers[:, :size].unbind()
+        rows = read_slots(self._slots.state, slot, anchor, 0, offset, is_relative)
         drawn = draft_sample(
             logits,
-            self._slots.sampling_of(slot),
-            position,
-            anchor,
+            rows.sampling,
+            rows.position,
+            rows.anchor,
             self._vocab_size,
             filters=bool(filters),
             samples=bool(samples),
         )
-        self._slots.token_ids[slot, position] = drawn.token_ids.int()
-        if samples:  # greedy requests are verified without
-            kept_logits.flatten(0, 1).index_copy_(0, kept, logits.to(kept_logits.dtype))
-            state.flatten(0, 1).index_copy_(0, kept, drawn.state)
+        kept = (kept_logits, kept_state) if samples else None  # greedy ones are verified without
+        write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
         return drawn.token_ids
 
     def _run_ahead(
@@ -254,9 +256,9 @@ class Top1Proposer(Proposer):
         drawn = integers
         for j in range(k):
             batch_shape = _ahead_shape(size, j)
-            batch_len, draws_len = packed_len(batch_shape), 5 * aligned(size)
+            batch_len, draws_len = packed_len(batch_shape), 4 * aligned(size)
             logits = self._draft.run(integers[:batch_len], batch_shape)
-            draws = integers[batch_len : batch_len + draws_len].view(5, -1)
+            draws = integers[batch_len : batch_len + draws_len].view(4, -1)
             drawn = self._draw(draws, (size, *kind), logits, kept_logits, state)
             integers = integers[batch_len + draws_len :]
         return drawn
@@ -275,16 +277,14 @@ class Top1Proposer(Proposer):
             )
             batch = HostBatch.build(slots_np, starts_np, lens_np, ones_np, is_relative=True)
             parts.append(batch.packed(_ahead_shape(size, j), self._slots.dummy))
-            kept_np = slots_np * self._slots.max_drafts + j
-            draws_np = np.stack((slots_np, zeros_np + j, zeros_np, kept_np, ones_np))
+            draws_np = np.stack((slots_np, zeros_np, zeros_np + j, ones_np))
             parts.append(self._pad(draws_np, size).ravel())
         return np.concatenate(parts)
 
     def _pad(self, integers_np: np.ndarray, size: int) -> np.ndarray:
-        """Shape: [5, N] -> [5, size or more]; the rows behind are those of nobody."""
-        padded = np.zeros((5, aligned(size)), dtype=np.int64)
+        """Shape: [4, N] -> [4, size or more]; the rows behind are those of nobody."""
+        padded = np.zeros((4, aligned(size)), dtype=np.int64)
         padded[0] = self._slots.dummy
-        padded[3] = self._slots.dummy * self._slots.max_drafts
         padded[:, : integers_np.shape[1]] = integers_np
         return padded
 
