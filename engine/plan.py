@@ -17,6 +17,7 @@ class ScheduledRequest:
     request: Request
     num_new_tokens: int  # known tokens that the target computes
     num_drafts: int = 0  # at most this many proposals are scored behind them
+    is_drafted_for: bool = False  # in this step or, where its prompt goes on, in later ones
     # It may go on, and there is room for as many drafts again behind whatever this step draws.
     has_room_ahead: bool = False
     # Of the prompt tokens that this step scores; the target's part of the step fills it.

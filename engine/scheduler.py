@@ -316,9 +316,11 @@ class Scheduler:
                 num_told = max(0, request.num_scored_tokens - request.num_computed_tokens)
                 num_new = num_told + num_left
                 scheduled = ScheduledRequest(request, num_new)
+        num_wanted = self._num_drafts_wanted(request)
+        scheduled.is_drafted_for = num_wanted > 0
         if scheduled.samples:
             request.follow_grammar()
-            if num_wanted := self._num_drafts_wanted(request):
+            if num_wanted:
                 # The last token needs no draft: verification emits one more than it accepts.
                 room = min(
                     request.params.max_tokens - request.num_output_tokens - 1,

@@ -146,7 +146,8 @@ class Top1Proposer(Proposer):
             # The last draft is never fed back, so k drafts take k - 1 positions behind the known.
             room = self._draft.max_positions - request.num_tokens + 1
             num_drafts = max(0, min(scheduled.num_drafts, room))
-            follows = num_drafts > 0 or (not scheduled.samples and room > 0)
+            reads_prompt = scheduled.is_drafted_for and not scheduled.samples and room > 0
+            follows = num_drafts > 0 or reads_prompt
             lag = scheduled.end - request.num_draft_computed_tokens
             num_unseen = min(lag, budget) if follows else 0
             budget -= num_unseen

@@ -61,6 +61,19 @@ def test_each_sequence_keeps_its_own_k(target: Path, draft: Path, truth: list[li
     assert outputs[5][-1].num_draft_tokens > outputs[1][-1].num_draft_tokens > 0
 
 
+def test_the_draft_reads_no_prompt_that_it_is_not_to_draft_for(target: Path, draft: Path) -> None:
+    engine = Engine(engine_config(target, draft, k=3, max_num_batched_tokens=16))
+    read = {}
+    for k in (0, 3):
+        (prompt,) = prompts([50], VOCAB, seed=k)
+        params = replace(GREEDY, num_speculative_tokens=k)
+        engine.submit([NewRequest(request_id="0", prompt_token_ids=prompt, params=params)])
+        engine.step()
+        read[k] = engine.scheduler.running[0].num_draft_computed_tokens
+        engine.abort(["0"])
+    assert read == {0: 0, 3: 16}
+
+
 def test_a_measured_k_changes_nobodys_output(
     target: Path, draft: Path, truth: list[list[int]]
 ) -> None:
