@@ -18,7 +18,7 @@ from outrider.kernels.sampling import (
     log_prob_reference,
     num_blocks,
 )
-from outrider.kernels.scan import blocks_reference
+from outrider.kernels.scan import blocks_reference, rows_in_cache
 
 
 def weights_reference(
@@ -37,16 +37,18 @@ def weights_reference(
     Shape: target, draft [R, ...]; the rest a row each.
     """
     lead = (-1,) + (1,) * (target.ndim - 1)
-    has_draft = has_draft.reshape(lead)
     p = log_prob_reference(target, token_ids, target_state, inv_t).exp()
-    scaled = p * log_scale.exp().reshape(lead)
-    is_draft = token_ids == draft_id.reshape(lead)
-    residual = torch.where(is_draft, 0.0, scaled)  # one-hot: P p(X) - 1 <= 0
-    if draft is not None and draft_state is not None:
+    scale = torch.where(has_draft, log_scale.exp(), 1.0)
+    if draft is None or draft_state is None:
+        q, one_hot = torch.zeros_like(p), has_draft
+    else:
         q = log_prob_reference(draft, token_ids, draft_state, inv_t).exp()
-        one_hot = draft_state[:, STATE_LOG_Z].isnan().reshape(lead)
-        residual = torch.where(one_hot, residual, (scaled - q).clamp_min(0.0))
-    return (torch.where(has_draft, residual, p) * FIXED_ONE).long()
+        one_hot = has_draft & draft_state[:, STATE_LOG_Z].isnan()
+        q[one_hot | ~has_draft] = 0.0
+    if bool(one_hot.any()):
+        drafted = one_hot.reshape(lead) & (token_ids == draft_id.reshape(lead))
+        q.masked_fill_(drafted, torch.inf)  # P p(X) - 1 <= 0
+    return ((p * scale.reshape(lead) - q).clamp_min(0.0) * FIXED_ONE).long()
 
 
 def residual_reference(
@@ -66,25 +68,26 @@ def residual_reference(
     shape = (batch, width, num_blocks(vocab_size))
     mass = torch.zeros(shape, dtype=torch.int64, device=logits.device)
     offset = torch.arange(width, device=logits.device)
-    b, j = ((plan.rows_to_read[:, None] >> offset) & 1).nonzero(as_tuple=True)
-    if not len(b):
-        return mass
-    row = row_index_reference(cu_rows, drafts)[b, j]
-    x = blocks_reference(logits[row], vocab_size)
-    ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
-    draft = draft_state = None
-    slot = j.clamp_max(max(width - 2, 0))
-    if drafts.logits is not None and drafts.state is not None and width > 1:
-        narrow = drafts.logits[b, slot, :vocab_size].float()
-        pad = x[0].numel() - narrow.shape[1]
-        draft = torch.nn.functional.pad(narrow, (0, pad), value=-torch.inf).view(x.shape)
-        draft_state = drafts.state[b, slot]
-    draft_id = drafts.token_ids[b, slot] if width > 1 else torch.full_like(b, -1)
-    weight = weights_reference(
-        x, ids, rows.state[row], draft, draft_state, draft_id, j < drafts.num_drafts[b],
-        plan.log_scale[b, j], sampling.inverse_temperature()[b],
-    )  # fmt: skip
-    mass[b, j] = weight.sum(-1)
+    to_read = ((plan.rows_to_read[:, None] >> offset) & 1).nonzero()
+    for b, j in (pairs.unbind(1) for pairs in to_read.split(rows_in_cache(vocab_size))):
+        if not len(b):
+            break
+        row = row_index_reference(cu_rows, drafts)[b, j]
+        x = blocks_reference(logits[row], vocab_size)
+        ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
+        draft = draft_state = None
+        slot = j.clamp_max(max(width - 2, 0))
+        if drafts.logits is not None and drafts.state is not None and width > 1:
+            narrow = drafts.logits[b, slot, :vocab_size].float()
+            pad = x[0].numel() - narrow.shape[1]
+            draft = torch.nn.functional.pad(narrow, (0, pad), value=-torch.inf).view(x.shape)
+            draft_state = drafts.state[b, slot]
+        draft_id = drafts.token_ids[b, slot] if width > 1 else torch.full_like(b, -1)
+        weight = weights_reference(
+            x, ids, rows.state[row], draft, draft_state, draft_id, j < drafts.num_drafts[b],
+            plan.log_scale[b, j], sampling.inverse_temperature()[b],
+        )  # fmt: skip
+        mass[b, j] = weight.sum(-1)
     return mass
 
 

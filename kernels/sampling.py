@@ -74,8 +74,10 @@ def log_prob_reference(
     """
     lead = state.shape[:-1] + (1,) * (logits.ndim - state.ndim + 1)
     row_max, log_z, threshold, cutoff = (state[..., i].reshape(lead) for i in range(STATE_WIDTH))
-    kept = (logits > threshold) | ((logits == threshold) & (token_ids <= cutoff))
     value = (logits - row_max) * inv_t.reshape(lead) - log_z
+    if not bool((threshold > -torch.inf).any()):  # whole rows: masks take longer than the rest
+        return value
+    kept = (logits > threshold) | ((logits == threshold) & (token_ids <= cutoff))
     return torch.where(kept & (logits > -torch.inf), value, -torch.inf)
 
 

@@ -22,6 +22,11 @@ class BlockStats(NamedTuple):
     group_max: torch.Tensor | None  # [N, num_blocks, 16] float32, where wanted (kernel only)
 
 
+def rows_in_cache(vocab_size: int) -> int:
+    """Rows that the references take at a time, so that what is made of them stays in a cache."""
+    return max(1, _NUM_CACHED // vocab_size)
+
+
 def blocks_reference(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Raw logits as float32 blocks, the last padded with -inf.
 
@@ -38,8 +43,7 @@ def blocks_reference(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def scan_reference(logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> BlockStats:
     """Stats of each row under its own parameters. Shape: logits [N, V], sampling [N]."""
     is_sampled, inv_t = sampling.temperature > 0, sampling.inverse_temperature()
-    # As many rows at a time as a processor's cache holds: what is made of them then stays there.
-    num_rows = max(1, _NUM_CACHED // vocab_size)
+    num_rows = rows_in_cache(vocab_size)
     parts = [
         _scan_rows(*rows, vocab_size)
         for rows in zip(

@@ -81,6 +81,14 @@ def test_a_nucleus_of_many_thousands_is_exact(road: str) -> None:
     assert len(kept_by_state(logits[0], state[0]) ^ truth) <= 1
 
 
+def test_top_k_of_thousands_is_what_top_p_takes_its_share_of() -> None:
+    vocab = 5000
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3)) * 0.5
+    state = states(logits, make_sampling(2, top_k=3000, top_p=0.3), "reference", vocab)
+    truth = kept_by_definition(logits[0], 1.0, 3000, 0.3, 0.0)
+    assert len(kept_by_state(logits[0], state[0]) ^ truth) <= 1
+
+
 def test_normaliser_is_that_of_the_kept_tokens(road: str) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(1, 3000, generator=generator) * 4
