@@ -268,5 +268,5 @@ def _check_layout(
     assert drafts.token_ids.stride(1) == 1 or drafts.token_ids.shape[1] < 2
     assert drafts.logits is None or drafts.logits.stride(2) == 1
     assert drafts.state is None or drafts.state.is_contiguous(), "draft_state must be contiguous"
-    assert drafts.state is None or drafts.state.shape[1] == drafts.token_ids.shape[1]
+    assert drafts.state is None or drafts.token_ids.shape[1] in (0, drafts.state.shape[1])
     assert drafts.rows is None or drafts.rows.is_contiguous(), "draft_rows must be contiguous"

@@ -6,6 +6,7 @@ from verification import (
     DEVICE,
     HAS_KERNELS,
     Batch,
+    cu_rows_of,
     equal,
     make_sampling,
     mixed_sampling,
@@ -52,6 +53,12 @@ def test_draft_rows_are_found_where_they_lie(road: str) -> None:
         kept[draft_rows] = own
         setattr(batch, name, kept)
     assert equal(batch.verify(road, draft_rows=draft_rows), expected)
+    nothing_drafted = torch.zeros_like(batch.num_drafts)
+    batch.target_logits = batch.target_logits[: len(nothing_drafted)]
+    batch.cu_rows, batch.num_drafts = cu_rows_of(nothing_drafted), nothing_drafted
+    batch.draft_ids = batch.draft_ids[:, :0]
+    plain = batch.verify("reference", one_hot=True)
+    assert equal(batch.verify(road, draft_rows=draft_rows), plain)
 
 
 @pytest.mark.parametrize("rule", list(Rule))
