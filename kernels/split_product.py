@@ -2,10 +2,10 @@
 
     y += x W^T,     z = rmsnorm(y)
 
-From some 33 to 256 rows a product of many inputs and few outputs keeps few multiprocessors busy, or
-has them read x again and again in small tiles. The library splits such sums over K where it judges
-well, and adds the parts by a launch of its own. Here the sums are always split; what adds the parts
-has each row whole, and normalises it too.
+A product of many inputs and few outputs keeps few multiprocessors busy, or has them read x again
+and again in small tiles. The library splits such sums over K where it judges well, and adds the
+parts by a launch of its own. Here the sums are always split; what adds the parts has each row
+whole, and normalises it too.
 """
 
 import torch
@@ -18,16 +18,26 @@ from outrider.kernels.dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from outrider.kernels.product import is_ahead, num_splits_of, product_parts
 from outrider.kernels.rms_norm import Norm
+
+_MIN_LARGE_WEIGHTS = 1 << 24
+
+
+def can_split(x: Tensor, weight: Tensor) -> bool:
+    return is_ahead(x, weight) or weight.shape[1] % (8 * _num_library_splits(weight)) == 0
 
 
 def add_split_product(
-    residual: Tensor, x: Tensor, weight: Tensor, num_splits: int, norm: Norm | None
+    residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None
 ) -> Tensor | None:
     """Add x W^T to the residual, in place; returns the sum normalised, if that is asked for.
 
-    Shape: residual [T, N] dense, x [T, K] with K a multiple of num_splits, weight [N, K]
+    Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K] that `can_split`
     """
+    if is_ahead(x, weight):
+        return add_parts(residual, product_parts(x, weight, num_splits_of(weight)), norm)
+    num_splits = _num_library_splits(weight)
     a = x.unflatten(1, (num_splits, -1)).transpose(0, 1)
     b = weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
     if x.is_cuda and x.element_size() == 2:
@@ -35,6 +45,10 @@ def add_split_product(
     else:
         parts = torch.bmm(a.float(), b.float())
     return add_parts(residual, parts, norm)
+
+
+def _num_library_splits(weight: Tensor) -> int:
+    return 2 if weight.numel() >= _MIN_LARGE_WEIGHTS else 4  # measured on an H200
 
 
 def add_parts(residual: Tensor, parts: Tensor, norm: Norm | None) -> Tensor | None:
