@@ -57,9 +57,11 @@ def list_items(
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i.
     num_row_blocks = num_rows // block_q + num_reqs
     most = num_row_blocks * (MAX_SPLITS if splits else 1)
-    # Sequences that fill the GPU by themselves are split only where one would hold up the others.
-    fills = num_reqs * num_kv_heads >= num_programs(seq_lens.device, 1)
-    min_split_tokens = 1024 if fills else 256
+    # The nearer sequences come to filling the GPU by themselves, the longer are their splits, which
+    # are left for where one would hold up the others.
+    num_blocks = num_reqs * num_kv_heads
+    share = 1024 * num_blocks // num_programs(seq_lens.device, 1)
+    min_split_tokens = min(1024, max(256, triton.next_power_of_2(share)))
     items = torch.empty(most, WIDTH.value, dtype=torch.int32, device=seq_lens.device)
     num_items = torch.empty(1, dtype=torch.int32, device=seq_lens.device)
     _list_items_kernel[(num_reqs,)](

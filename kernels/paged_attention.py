@@ -117,18 +117,18 @@ def _tiling(
         return {"BLOCK_N": 32, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 1}
     if not items.splits:
         return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
-    # Where few programs have work, latency is all, unless there can be much of it.
     num_blocks, num_sms = items.num_row_blocks * num_kv_heads, num_programs(k_cache.device, 1)
     is_short = block_table.shape[1] * page_size <= 8192
-    if num_blocks <= (num_sms if is_short else num_sms // 4):
-        early = num_blocks <= num_sms // 4  # beyond, the second look at each block costs more
+    # The fewer programs have work, the more tokens each asks for at once.
+    if num_blocks <= num_sms // 4:
         if is_short and num_rows == 1 and num_heads * head_dim >= _MANY_OUTPUTS:
-            return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "EARLY": early}
-        return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1, "EARLY": early}
-    if items.block_m > 32:
-        return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    few = is_short and num_blocks < 4 * num_sms
-    return {"BLOCK_N": 32, "num_warps": 4 if few else 2, "num_stages": 3}
+            return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "EARLY": True}
+        return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1, "EARLY": True}
+    if is_short and num_blocks <= num_sms:
+        return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+    if items.block_m > 32 or num_blocks < 4 * num_sms:
+        return {"BLOCK_N": 64, "num_warps": 8 if items.block_m == 16 else 4, "num_stages": 3}
+    return {"BLOCK_N": 32, "num_warps": 2, "num_stages": 3}
 
 
 @functools.cache
@@ -195,8 +195,6 @@ def _paged_attention_kernel(
         split_tokens = tl.load(item_ptr + 5)
         row_block = tl.load(item_ptr + 6)
         context_len = tl.load(item_ptr + 7)
-        if not EARLY:
-            wait_for_inputs(DEPENDENT)
 
         end = first_position + num_rows
         begin = 0
@@ -214,8 +212,6 @@ def _paged_attention_kernel(
             is_row = m < num_rows * GROUP
             query_at = query_ptr + row[:, None] * query_stride_t + head[:, None] * query_stride_h
             query_mask = is_row[:, None] & (head_dims < HEAD_DIM)
-            if not EARLY:
-                query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             if sinks_ptr is not None:
@@ -225,35 +221,28 @@ def _paged_attention_kernel(
                 total = tl.where(owns_sink, 1.0, total)
             acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
             pages_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride
+            keys_ptr = k_ptr + kv_head * k_stride_h + head_dims[:, None]
+            values_ptr = v_ptr + kv_head * v_stride_h + value_dims[None, :]
+            start = begin // BLOCK_N * BLOCK_N
+            n = start + tl.arange(0, BLOCK_N)
+            page = tl.load(pages_ptr + n // PAGE_SIZE, mask=n < end, other=0)
+            if not EARLY:
+                wait_for_inputs(DEPENDENT)
+                query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
 
             # Blocks that every row sees whole come first, where there are many of them.
-            start = begin // BLOCK_N * BLOCK_N
             seen_by_all = start
             if PHASES == 2:
                 seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
-            n = start + tl.arange(0, BLOCK_N)
-            page = tl.load(pages_ptr + n // PAGE_SIZE, mask=n < end, other=0)
             for phase in tl.static_range(PHASES):
                 first, last = start, seen_by_all
                 if phase == PHASES - 1:
                     first, last = seen_by_all, end
                 for start in range(first, last, BLOCK_N):
                     n = start + tl.arange(0, BLOCK_N)
-                    in_page = n % PAGE_SIZE
-                    k_at = (
-                        k_ptr
-                        + page.to(tl.int64)[None, :] * k_stride_page
-                        + in_page[None, :] * k_stride_pos
-                        + kv_head * k_stride_h
-                        + head_dims[:, None]
-                    )
-                    v_at = (
-                        v_ptr
-                        + page.to(tl.int64)[:, None] * v_stride_page
-                        + in_page[:, None] * v_stride_pos
-                        + kv_head * v_stride_h
-                        + value_dims[None, :]
-                    )
+                    k_row = page.to(tl.int64) * k_stride_page + n % PAGE_SIZE * k_stride_pos
+                    v_row = page.to(tl.int64) * v_stride_page + n % PAGE_SIZE * v_stride_pos
+                    k_at, v_at = keys_ptr + k_row[None, :], values_ptr + v_row[:, None]
                     # The next block's pages, so that its keys need not wait for them.
                     next_n = n + BLOCK_N
                     page = tl.load(pages_ptr + next_n // PAGE_SIZE, mask=next_n < end, other=0)
@@ -275,29 +264,10 @@ def _paged_attention_kernel(
                     else:
                         key = tl.load(k_at, mask=k_mask, other=0.0)
                         value = tl.load(v_at, mask=v_mask, other=0.0)
-                    logits = tl.dot(query, key, input_precision="ieee") * scale
-                    if HAS_SOFTCAP:
-                        # tanh by exp2 of a negative number only, which cannot overflow.
-                        e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
-                        capped = softcap * (1.0 - e) / (1.0 + e)
-                        logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
-                    if phase == PHASES - 1:
-                        visible = n[None, :] <= position[:, None]
-                        if HAS_WINDOW:
-                            visible &= n[None, :] > position[:, None] - window
-                        logits = tl.where(visible, logits, float("-inf"))
-                    new_best = tl.maximum(best, tl.max(logits, 1))
-                    shift = new_best
-                    if phase == PHASES - 1:
-                        # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
-                        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-                    weights = tl.exp2(logits - shift[:, None])
-                    decay = tl.exp2(best - shift)
-                    total = total * decay + tl.sum(weights, 1)
-                    acc = acc * decay[:, None] + tl.dot(
-                        weights.to(value.dtype), value, input_precision="ieee"
-                    )
-                    best = new_best
+                    best, total, acc = _attend(
+                        query, key, value, n, position, best, total, acc, scale, softcap, window,
+                        phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW,
+                    )  # fmt: skip
 
             if EARLY:
                 wait_for_inputs(DEPENDENT)  # of sequences without tokens
@@ -326,6 +296,36 @@ def _paged_attention_kernel(
                 mask=mask & (num_before == num_parts - 1),
             )
     wait_for_inputs(DEPENDENT)  # of programs without an item
+
+
+@triton.jit
+def _attend(
+    query, key, value, n, position, best, total, acc, scale, softcap, window,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Maximum, total and sum of some rows, with the tokens n added to them."""
+    logits = tl.dot(query, key, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        # tanh by exp2 of a negative number only, which cannot overflow.
+        e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
+        capped = softcap * (1.0 - e) / (1.0 + e)
+        logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
+    if MASKED:
+        visible = n[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            visible &= n[None, :] > position[:, None] - window
+        logits = tl.where(visible, logits, float("-inf"))
+    new_best = tl.maximum(best, tl.max(logits, 1))
+    shift = new_best
+    if MASKED:
+        # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
+        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+    weights = tl.exp2(logits - shift[:, None])
+    decay = tl.exp2(best - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return new_best, total, acc
 
 
 @triton.jit
