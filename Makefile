@@ -25,8 +25,8 @@ GPU_JOBS ?= 8
 TARGET ?=
 DRAFT ?=
 # The longest first.
-GPU_TESTS := $(patsubst %,tests/engine/test_%.py,losslessness edit_losslessness paged_model loop \
-	fused_layers memory phases prompt_logprobs propose_ahead score_ahead) \
+GPU_TESTS := $(patsubst %,tests/engine/test_%.py,losslessness edit_losslessness loop logit_edits \
+	paged_model memory fused_layers prompt_logprobs score_ahead propose_ahead phases) \
 	$(wildcard tests/kernels/test_*.py)
 
 .PHONY: gpu help serve test sweep clients check format-check lint types mutate format clean

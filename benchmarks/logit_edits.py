@@ -3,8 +3,8 @@
     python benchmarks/logit_edits.py [--batch 8,64] [--k 4] [--vocab 151936] [--prompt 1000]
 
 A step edits B (k + 1) rows of the target; the draft's k passes take as much again, B rows each. The
-columns are for every request of the batch and for one of them, whose neighbours pay that much. The
-last lines time the verification behind it: edited batches are verified in float32.
+columns are for every request of the batch and for one of them. The last lines time the verification
+behind it: edited rows are verified in float32.
 """
 
 import argparse
@@ -27,7 +27,6 @@ DTYPE = torch.bfloat16
 OUTPUT_TOKENS = 200
 
 FEATURES: dict[str, dict[str, object]] = {
-    "none": {},
     "penalties": {
         "repetition_penalty": 1.1,
         "frequency_penalty": 0.2,
@@ -90,12 +89,13 @@ def edit_calls(
     for name, asked in FEATURES.items():
         for kind, num_asking in (("all", batch), ("one", 1)):
             edits = LogitEdits(token_ids, vocab)
-            for slot in range(batch):
+            for slot in range(num_asking):
                 prompt = tokens_np[slot, :prompt_len].tolist()
-                made = request(slot, prompt, asked if slot < num_asking else {})
+                made = request(slot, prompt, asked)
                 made.token_ids += tokens_np[slot, prompt_len : prompt_len + OUTPUT_TOKENS].tolist()
                 edits.seat(made)
-            calls[f"{name}|{kind}"] = lambda edits=edits: edits.apply(logits, rows)
+            asking = rows.take(slots_np < num_asking)
+            calls[f"{name}|{kind}"] = lambda edits=edits, asking=asking: edits.apply(logits, asking)
     return calls
 
 

@@ -25,6 +25,11 @@ class HostCopy:
         return array
 
 
+def uploaded(array_np: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device, behind all that is launched already, while nobody waits."""
+    return staged(torch.from_numpy(array_np), device).to(device, non_blocking=True)
+
+
 def staged(values: Tensor, device: torch.device) -> Tensor:
     """Where the device reads them behind all that is launched already, while nobody waits.
 

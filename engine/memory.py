@@ -95,8 +95,7 @@ def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) 
 
 def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) -> None:
     """Prompts that fill a step, alone; then such prompts beside seats that decode with every draft,
-    and one that asks for its prompt's logprobs. All ask for what gathers logits, the first for what
-    copies them.
+    and one that asks for its prompt's logprobs. All ask for what gathers and copies logits.
 
     Between the two, short prompts of ever fewer sequences. On the way, kernels are compiled for
     which the first requests would have to wait.
@@ -108,13 +107,19 @@ def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) ->
         num_speculative_tokens=1,
         ignore_eos=True,
     )
-    asks_all = replace(plain, top_p=0.9, logprobs=MAX_LOGPROBS, num_speculative_tokens=k)
+    asks_all = replace(
+        plain,
+        top_p=0.9,
+        logit_bias={0: 1.0},
+        logprobs=MAX_LOGPROBS,
+        num_speculative_tokens=k,
+    )
     bans = {
         "allowed_token_ids": tuple(range(min(64, pair.vocab_size))),
         "bad_words": ((0, 1),),
         "min_tokens": 1,
     }
-    edits = bans | {"logit_bias": {0: 1.0}, "repetition_penalty": 1.1}
+    edits = bans | {"repetition_penalty": 1.1}
     longest = pair.max_model_len - 1
     lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)][:num_seqs]
     alone = _requests("alone", lens, asks_all, edits)
@@ -145,9 +150,7 @@ def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) ->
 def _requests(
     name: str, prompt_lens: list[int], params: SamplingParams, edits: Mapping[str, Any]
 ) -> list[NewRequest]:
-    """Sequences that share no pages, the first of which asks for edits: logits are then copied for
-    all, and to ask takes time.
-    """
+    """Sequences that share no pages, the first of which asks for edits, too: to ask takes time."""
     return [
         NewRequest(
             request_id=f"{name} {i}",

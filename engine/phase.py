@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.host_copy import staged
+from outrider.engine.host_copy import staged, uploaded
 
 Shape = tuple[int, ...]
 Body = Callable[..., Tensor]  # (integers, shape, *tensors) -> output
@@ -43,9 +43,8 @@ class Phase:
         short; the output stays valid until the next call.
         """
         captured = self._captured.get(shape)
-        # A graph would round tensors of another dtype (edited logits are float32) to its own.
-        if captured is None or not _alike(tensors, captured.tensors):
-            return self._body(torch.from_numpy(integers_np).to(self._device), shape, *tensors)
+        if captured is None:
+            return self._body(uploaded(integers_np, self._device), shape, *tensors)
         integers = staged(torch.from_numpy(integers_np), self._device)
         captured.integers.copy_(integers, non_blocking=True)
         for given, fixed in zip(tensors, captured.tensors, strict=True):
@@ -67,10 +66,6 @@ class Phase:
         graph, output = record_graph(lambda: self._body(integers, shape, *tensors), pool)
         self._captured[shape] = _Captured(graph, integers, tuple(tensors), output)
         return output
-
-
-def _alike(given: Sequence[Tensor], fixed: Sequence[Tensor]) -> bool:
-    return all(x.dtype == y.dtype for x, y in zip(given, fixed, strict=True))
 
 
 def record_graph(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:

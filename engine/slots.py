@@ -5,10 +5,11 @@ place, behind the known tokens, so the draft, the target and the verifier all re
 token crosses from the host after its sequence was admitted.
 """
 
+import numpy as np
 import torch
 
 from outrider.engine.api import SamplingParams, Verification
-from outrider.engine.host_copy import staged
+from outrider.engine.host_copy import staged, uploaded
 from outrider.engine.logit_edits import LogitEdits
 from outrider.engine.request import Request
 from outrider.kernels.sampling import Rule, Sampling
@@ -107,8 +108,7 @@ class Slots:
             for column in range(first, len(request.pages))
         ]
         if entries:
-            values = staged(torch.tensor(entries), self.device)
-            slot, column, page = values.to(self.device, non_blocking=True).unbind(1)
+            slot, column, page = uploaded(np.array(entries), self.device).unbind(1)
             self.block_table[slot, column] = page.int()
 
     def check_integrity(self, live_requests: list[Request]) -> None:

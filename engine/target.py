@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.batch import HostBatch
-from outrider.engine.host_copy import staged
+from outrider.engine.host_copy import uploaded
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.plan import Plan, slots_of
 from outrider.engine.prompt_logprobs import read_prompt_logprobs
@@ -93,5 +93,4 @@ class Target:
         return np.where(query_lens_np == 1, rows_np, -1)
 
     def _index(self, rows_np: np.ndarray) -> Tensor:
-        device = self._ahead_logits.device
-        return staged(torch.from_numpy(rows_np), device).to(device, non_blocking=True)
+        return uploaded(rows_np, self._ahead_logits.device)

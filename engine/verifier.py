@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import TokenLogprobs
-from outrider.engine.host_copy import HostCopy
+from outrider.engine.host_copy import HostCopy, uploaded
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
 from outrider.engine.plan import Plan, Verified, slots_of
@@ -39,7 +39,6 @@ class Verifier:
         self._vocab_size = vocab_size
         self._phase = Phase(self._run, slots.device)
         self._sizes: list[int] = []  # captured, ascending
-        self._dtypes: set[torch.dtype] = set()
 
     def capture(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
         """Capture verification of logits at this place, of drafts from these or one-hot drafts.
@@ -60,7 +59,6 @@ class Verifier:
                         tensors,
                     )
         self._sizes = sizes[::-1]
-        self._dtypes = {logits.dtype} | ({distributions.logits.dtype} if distributions else set())
 
     def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> Drawn | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
@@ -76,22 +74,37 @@ class Verifier:
         anchors_np = np.array([s.request.num_tokens for s in sampled])
         cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
         rows = RequestRows(slots_np, cu_rows_np[:-1], num_drafts_np + 1, anchors_np)
+        edited_np = self._slots.edits.asked_by(slots_np)
+        distributions = proposals.distributions
+        # Edited rows take it even where nothing is drafted: others would be kernels of their own.
+        has_drafts = num_drafts_np.any() or (edited_np.any() and distributions is not None)
+        kind = (self._slots.max_drafts if has_drafts else 0, *sampling_kind(sampled))
+        tensors = (logits, *(distributions or ())) if has_drafts else (logits,)
+        if edited_np.all():
+            drawn = self._verify_edited(rows, kind, *tensors)
+        else:
+            # Among the others, those whose logits are edited stand for nobody.
+            slots_np = np.where(edited_np, self._slots.dummy, slots_np)
+            size = padded_size(len(sampled), self._sizes)
+            packed_np = self._pack(slots_np, num_drafts_np, anchors_np, size)
+            drawn = self._phase(packed_np, (size, *kind), *tensors)[: len(sampled)]
+            if edited_np.any():
+                index = uploaded(edited_np.nonzero()[0], drawn.device)
+                drawn[index] = self._verify_edited(rows.take(edited_np), kind, *tensors)
+        return Drawn(HostCopy(drawn), logits)  # the one copy to the host a step
+
+    def _verify_edited(
+        self, rows: RequestRows, kind: Shape, logits: Tensor, *distributions: Tensor
+    ) -> Tensor:
+        """What `_run` returns, of requests that ask for edits. Uncaptured: no graph takes their
+        float32 logits, and the host is done with it while the GPU still scores.
+        """
+        num_drafts_np = rows.num_rows_np - 1
+        size = len(num_drafts_np)
+        integers_np = self._pack(rows.slots_np, num_drafts_np, rows.first_positions_np, size)
+        integers = uploaded(integers_np, self._slots.device)
         edited = self._slots.edits.apply(logits, rows)
-        if edited is not logits and any(s.request.params.logprobs is not None for s in sampled):
-            logits = logits.clone()  # where they lie, captured verification reads the edited ones
-        tensors = [edited]
-        if proposals.distributions is not None and num_drafts_np.any():
-            tensors += proposals.distributions
-        size = len(sampled)
-        if all(x.dtype in self._dtypes for x in tensors[:2]):  # edited logits are float32
-            size = padded_size(size, self._sizes)
-        num_columns = self._slots.max_drafts if num_drafts_np.any() else 0
-        drawn = self._phase(
-            self._pack(slots_np, num_drafts_np, anchors_np, size),
-            (size, num_columns, *sampling_kind(sampled)),
-            *tensors,
-        )
-        return Drawn(HostCopy(drawn[: len(sampled)]), logits)  # the one copy to the host a step
+        return self._run(integers, (size, *kind), edited, *distributions)
 
     def read(self, plan: Plan, proposals: Proposals, drawn: Drawn | None) -> Verified:
         """What `verify` drew, once it is on the host."""

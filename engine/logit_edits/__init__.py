@@ -1,9 +1,9 @@
 """What requests change about their logits, before temperature and filters."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from outrider.engine.host_copy import uploaded
 from outrider.engine.logit_edits.allowed_tokens import AllowedTokens
 from outrider.engine.logit_edits.bad_words import BadWords
 from outrider.engine.logit_edits.base import LogitEdit, RequestRows
@@ -46,12 +46,15 @@ class LogitEdits:
         # [edits, num_slots] which of them each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
         self._slots: set[int] = set()  # whose request asks for any
-        # [num_slots] whether the request asks for more than bans
-        self._reweighs_np = np.zeros(len(token_ids), dtype=bool)
 
-    def __bool__(self) -> bool:
-        """Whether any seated request asks for any."""
-        return bool(self._slots)
+    def __contains__(self, slot: int | None) -> bool:
+        """Whether a slot's request asks for any."""
+        return slot in self._slots
+
+    def asked_by(self, slots_np: np.ndarray) -> np.ndarray:
+        """Which of these slots' requests ask for any. Shape: [B] -> [B] bool."""
+        asked_np: np.ndarray = np.logical_or.reduce(self._asked_np[:, slots_np])
+        return asked_np
 
     def seat(self, request: Request) -> None:
         """Take up what a request asks for; its tokens are in its slot already."""
@@ -60,30 +63,22 @@ class LogitEdits:
             if edit.is_asked_by(request.params):
                 self._asked_np[i, request.slot] = True
                 self._slots.add(request.slot)
-                self._reweighs_np[request.slot] |= edit.reweighs(request.params)
                 edit.seat(request)
 
     def unseat(self, slot: int) -> None:
         self._asked_np[:, slot] = False
         self._slots.discard(slot)
-        self._reweighs_np[slot] = False
 
     def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
-        """The logits as these rows' requests want them: a copy, or, where none of them asks for an
-        edit, the logits themselves.
+        """The logits as these rows' requests want them, all of whom ask for edits.
 
-        A copy, because raw logits are reported as logprobs; in float32 unless all edits are bans,
-        because bfloat16 would round a small penalty on a large logit away.
-        Shape: [N, V'] -> [N, V'].
+        A copy, because raw logits are reported as logprobs; in float32, because bfloat16 would
+        round a small penalty on a large logit away.
+        Shape: [N, V'] -> [sum(num_rows), V'].
         """
-        if not self._slots:
-            return logits
-        asked_np = self._asked_np[:, rows.slots_np]
-        if not asked_np.any():
-            return logits
-        reweighs = bool(self._reweighs_np[rows.slots_np].any())
-        logits = logits.to(torch.float32 if reweighs else logits.dtype, copy=True)
-        for edit, of_np in zip(self._chain, asked_np, strict=True):
+        edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()
+        rows = rows.packed()
+        for edit, of_np in zip(self._chain, self._asked_np[:, rows.slots_np], strict=True):
             if of_np.any():
-                edit.apply(logits, rows.take(of_np))
-        return logits
+                edit.apply(edited, rows.take(of_np))
+        return edited

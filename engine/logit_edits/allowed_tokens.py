@@ -1,5 +1,6 @@
 """allowed_token_ids: no token but these."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +18,8 @@ class AllowedTokens(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.allowed_token_ids) > 0
 
-    def reweighs(self, params: SamplingParams) -> bool:
-        return False
-
     def seat(self, request: Request) -> None:
-        allowed = torch.tensor(request.params.allowed_token_ids, device=self._device)
+        allowed = self._uploaded(request.params.allowed_token_ids, np.int64)
         self._bitmask[request.slot] = pack_bitmask(allowed, self._vocab_size)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:

@@ -1,5 +1,6 @@
 """bad_words: token sequences that the output may not have."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +26,12 @@ class BadWords(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.bad_words) > 0
 
-    def reweighs(self, params: SamplingParams) -> bool:
-        return False
-
     def seat(self, request: Request) -> None:
         slot, words = request.slot, request.params.bad_words
-        flat = torch.tensor([token_id for word in words for token_id in word], dtype=torch.int32)
-        self._state.token_ids[slot, : len(flat)] = flat
-        self._state.end[slot, : len(words)] = torch.tensor([len(word) for word in words]).cumsum(0)
+        flat = [token_id for word in words for token_id in word]
+        self._state.token_ids[slot, : len(flat)] = self._uploaded(flat, np.int32)
+        ends_np = np.cumsum([len(word) for word in words])
+        self._state.end[slot, : len(words)] = self._uploaded(ends_np, np.int32)
         self._state.num_words[slot] = len(words)
         self._state.output_start[slot] = request.num_prompt_tokens
 

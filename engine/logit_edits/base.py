@@ -1,13 +1,16 @@
 """What an edit of logits is, and how it is told which rows to edit."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from outrider.engine.api import SamplingParams
+from outrider.engine.host_copy import uploaded
 from outrider.engine.ragged import aligned, ragged_arange
 from outrider.engine.request import Request
 from outrider.kernels.edit_rows import EditRows
@@ -37,6 +40,11 @@ class RequestRows:
             self.first_positions_np[index_np],
         )
 
+    def packed(self) -> "RequestRows":
+        """The same rows where there are no others between them."""
+        ends_np = np.cumsum(self.num_rows_np)
+        return replace(self, first_rows_np=ends_np - self.num_rows_np)
+
     def each_np(self) -> np.ndarray:
         """Row, slot and position of every single row. Shape: [3, M]."""
         each = (
@@ -52,7 +60,7 @@ class RequestRows:
         num_rows = each_np.shape[1]
         packed_np = np.zeros((3, aligned(num_rows)), dtype=np.int64)
         packed_np[:, :num_rows] = each_np
-        return EditRows(*torch.from_numpy(packed_np).to(device)[:, :num_rows])
+        return EditRows(*uploaded(packed_np, device)[:, :num_rows])
 
 
 class LogitEdit(ABC):
@@ -68,12 +76,11 @@ class LogitEdit(ABC):
         """State by slot. Shape: [num_slots, *shape]."""
         return torch.full((len(self._token_ids), *shape), fill, dtype=dtype, device=self._device)
 
+    def _uploaded(self, values: ArrayLike, dtype: type[np.number[Any]]) -> Tensor:
+        return uploaded(np.asarray(values, dtype), self._device)
+
     @abstractmethod
     def is_asked_by(self, params: SamplingParams) -> bool: ...
-
-    def reweighs(self, params: SamplingParams) -> bool:
-        """Whether it does more than ban for a request that asks for it."""
-        return True
 
     @abstractmethod
     def seat(self, request: Request) -> None:
@@ -81,6 +88,4 @@ class LogitEdit(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        """Edit the rows of requests that ask for this edit, in place; logits: [N, V'],
-        float32 if any of them reweighs.
-        """
+        """Edit the rows of requests that ask for this edit, in place; logits: [N, V'] float32."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.grammar import Grammar, compute_masks
+from outrider.engine.host_copy import uploaded
 from outrider.engine.logit_edits.base import LogitEdit, RequestRows
 from outrider.engine.request import Request
 from outrider.kernels.bitmask import apply_bitmask
@@ -23,9 +24,6 @@ class Grammars(LogitEdit):
 
     def is_asked_by(self, params: SamplingParams) -> bool:
         return params.grammar is not None
-
-    def reweighs(self, params: SamplingParams) -> bool:
-        return False
 
     def seat(self, request: Request) -> None:
         assert request.slot is not None
@@ -50,7 +48,7 @@ class Grammars(LogitEdit):
         apply_bitmask(
             logits,
             rows.on(self._device).row,
-            torch.from_numpy(masks_np).to(self._device),
+            uploaded(masks_np, self._device),
             torch.arange(len(masks_np), device=self._device),
             self._vocab_size,
         )
@@ -65,8 +63,8 @@ class Grammars(LogitEdit):
         """Copy from the slots what the draft model drew. All: [B]."""
         if all(len(g.drafts) >= n for g, n in zip(grammars, num_drafts_np, strict=True)):
             return
-        slot = torch.from_numpy(slots_np)
-        position = torch.from_numpy(known_np[:, None] + np.arange(num_drafts_np.max()))
-        drafts = self._token_ids[slot.to(self._device)[:, None], position.to(self._device)].tolist()
+        slot = uploaded(slots_np[:, None], self._device)
+        position = uploaded(known_np[:, None] + np.arange(num_drafts_np.max()), self._device)
+        drafts = self._token_ids[slot, position].tolist()
         for grammar, drawn, num_drafts in zip(grammars, drafts, num_drafts_np, strict=True):
             grammar.drafts = drawn[:num_drafts]

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import SamplingParams
+from outrider.engine.host_copy import uploaded
 from outrider.engine.logit_edits.base import LogitEdit, RequestRows
 from outrider.engine.ragged import ragged_arange
 from outrider.engine.request import Request
@@ -57,10 +58,10 @@ class Penalties(LogitEdit):
             return
         positions_np = ragged_arange(first_np, lens_np)
         index_np = np.stack((np.repeat(slots_np, lens_np), positions_np))
-        slot, position = torch.from_numpy(index_np).to(self._device)
-        twice = torch.full((), 2, dtype=torch.int32, device=self._device)
-        at = slot, self._token_ids[slot, position].long()
-        self._state.seen.index_put_(at, twice, accumulate=True)
-        counted = torch.from_numpy(np.stack((slots_np, known_np))).to(self._device)
-        self._state.num_counted[counted[0]] = counted[1]
+        slot, position = uploaded(index_np, self._device)
+        at = slot * self._vocab_size + self._token_ids[slot, position]
+        twice = torch.full_like(at, 2, dtype=torch.int32)
+        self._state.seen.view(-1).index_add_(0, at, twice)
+        slot, known = uploaded(np.stack((slots_np, known_np)), self._device)
+        self._state.num_counted[slot] = known
         self._num_counted_np[slots_np] = known_np

@@ -1,5 +1,6 @@
 """logit_bias, and min_tokens, which bans what would end the sequence early."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,18 +25,16 @@ class TokenBias(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.logit_bias) > 0 or params.min_tokens > 0
 
-    def reweighs(self, params: SamplingParams) -> bool:
-        return len(params.logit_bias) > 0
-
     def seat(self, request: Request) -> None:
         bias = request.params.logit_bias
         ends = request.end_token_ids if request.params.min_tokens > 0 else frozenset[int]()
         token_ids = [*bias, *(ends - bias.keys())]
         first_end = request.num_prompt_tokens + request.params.min_tokens
         at = request.slot, slice(len(token_ids))
-        self._state.token_ids[at] = torch.tensor(token_ids, dtype=torch.int32)
-        self._state.bias[at] = torch.tensor([bias.get(t, 0.0) for t in token_ids])
-        self._state.banned_until[at] = torch.tensor([first_end * (t in ends) for t in token_ids])
+        self._state.token_ids[at] = self._uploaded(token_ids, np.int32)
+        self._state.bias[at] = self._uploaded([bias.get(t, 0.0) for t in token_ids], np.float32)
+        banned_until = [first_end * (t in ends) for t in token_ids]
+        self._state.banned_until[at] = self._uploaded(banned_until, np.int64)
         self._state.num_entries[request.slot] = len(token_ids)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.batch import HostBatch, packed_len
+from outrider.engine.host_copy import uploaded
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
@@ -69,7 +70,9 @@ class Top1Proposer(Proposer):
         self._phase = Phase(self._draw, slots.device)
         self._ahead = Phase(self._run_ahead, slots.device)
         self._sizes: list[int] = []  # captured, ascending
-        self._kept = self._empty(draft.vocab_size, draft.dtype)
+        self._kept = DraftDistributions.empty(
+            slots.max_num_seqs + 1, slots.max_drafts, draft.vocab_size, draft.dtype, slots.device
+        )
 
     def capture(self, report: ReportProgress) -> DraftDistributions:
         """Capture the draft's steps, its catch-ups of two rows, its sampling, and all of these in
@@ -94,22 +97,19 @@ class Top1Proposer(Proposer):
     def _propose(self, plan: Plan) -> Proposals:
         shares = self._divide(plan)
         logits = self._catch_up([share for share in shares if share.num_unseen > 0])
-        kept = self._kept if any(share.num_drafts > 0 for share in shares) else None
         drafting = [share for share in shares if share.num_unseen > 0 and share.num_drafts > 0]
         if drafting:
             scheduled = [share.scheduled for share in drafting]
             wanted_np = np.array([share.num_drafts for share in drafting])
             anchors_np = np.array([s.request.num_tokens for s in scheduled])
-            kept, num_drawn_np = self._draft_for(scheduled, wanted_np, anchors_np, logits)
+            num_drawn_np = self._draft_for(scheduled, wanted_np, anchors_np, logits)
             for share, num_drawn in zip(drafting, num_drawn_np.tolist(), strict=True):
                 share.num_drafts = num_drawn
                 share.scheduled.request.num_draft_computed_tokens += num_drawn - 1
         num_drafts = [share.num_drafts for share in shares if share.scheduled.samples]
-        return Proposals(np.array(num_drafts, dtype=np.int64), kept)
+        return Proposals(np.array(num_drafts, dtype=np.int64), self._kept)
 
     def _propose_ahead(self, plan: Plan) -> None:
-        if self._slots.edits:  # they need the tokens on the host
-            return
         ahead = [s for s in plan.sampled if self._can_go_ahead(s)]
         if not ahead:
             return
@@ -128,6 +128,8 @@ class Top1Proposer(Proposer):
         request, k = scheduled.request, scheduled.num_drafts
         if k == 0 or not scheduled.has_room_ahead:
             return False
+        if request.slot in self._slots.edits:  # they need the tokens on the host
+            return False
         # Where the draft ran in this step, it lags by one or two tokens behind its outcome.
         follows = request.num_draft_computed_tokens >= request.num_tokens
         return follows and request.num_tokens + 2 * k + 1 <= self._draft.max_positions
@@ -139,7 +141,7 @@ class Top1Proposer(Proposer):
         for scheduled in plan.scheduled:
             request = scheduled.request
             num_ahead, request.num_drafts_ahead = request.num_drafts_ahead, 0
-            if 0 < scheduled.num_drafts <= num_ahead and not self._slots.edits:
+            if 0 < scheduled.num_drafts <= num_ahead:
                 request.num_draft_computed_tokens = request.num_tokens + num_ahead - 1
                 shares.append(_Share(scheduled, 0, scheduled.num_drafts))
                 continue
@@ -179,28 +181,23 @@ class Top1Proposer(Proposer):
         num_drafts_np: np.ndarray,
         anchors_np: np.ndarray,
         logits: Tensor,
-    ) -> tuple[DraftDistributions, np.ndarray]:
+    ) -> np.ndarray:
         """Draw up to k_i drafts for each sequence, writing them behind its known tokens.
 
         Arguments: [B] positions of the first drafts, and the logits [B, V'] in front of them.
-        Returns what they were drawn from, and how many they are: [B].
+        Returns how many they are: [B].
         """
         slots_np = slots_of(scheduled)
         num_drawn_np, likelihood_np = np.zeros_like(num_drafts_np), np.ones(len(scheduled))
         seqs_np = np.arange(len(scheduled))  # that are still drafted for
-        logits = self._edited(logits, slots_np, anchors_np)
-        kept = self._kept
-        if logits.dtype != kept.logits.dtype:  # edited: rounding would make it another distribution
-            kept = self._empty(logits.shape[1], logits.dtype)
+        self._edit(logits, slots_np, anchors_np)
         kind = sampling_kind(scheduled)
         for j in range(int(num_drafts_np.max())):
             zeros_np = np.zeros_like(slots_np)
             integers_np = np.stack((slots_np, anchors_np, zeros_np + j, zeros_np))
-            size = len(slots_np)
-            if kept is self._kept:
-                size = padded_size(size, self._sizes)
+            size = padded_size(len(slots_np), self._sizes)
             token_ids = self._phase(
-                self._pad(integers_np, size), (size, *kind), logits, kept.logits, kept.state
+                self._pad(integers_np, size), (size, *kind), logits, *self._kept
             )
             num_drawn_np[seqs_np] += 1
             goes_on_np = num_drafts_np[seqs_np] > j + 1
@@ -213,8 +210,8 @@ class Top1Proposer(Proposer):
             slots_np, anchors_np = slots_np[goes_on_np], anchors_np[goes_on_np]
             ones_np = np.ones_like(slots_np)
             logits = self._forward(slots_np, anchors_np + j, ones_np, ones_np)
-            logits = self._edited(logits, slots_np, anchors_np + j + 1)
-        return kept, num_drawn_np
+            self._edit(logits, slots_np, anchors_np + j + 1)
+        return num_drawn_np
 
     def _draw(
         self,
@@ -289,14 +286,16 @@ class Top1Proposer(Proposer):
         padded[:, : integers_np.shape[1]] = integers_np
         return padded
 
-    def _empty(self, width: int, dtype: torch.dtype) -> DraftDistributions:
-        slots = self._slots
-        num_slots = slots.max_num_seqs + 1
-        return DraftDistributions.empty(num_slots, slots.max_drafts, width, dtype, slots.device)
+    def _edit(self, logits: Tensor, slots_np: np.ndarray, positions_np: np.ndarray) -> None:
+        """In place, where the requests of the rows want it. Shape: [N, V'], positions_np [N].
 
-    def _edited(self, logits: Tensor, slots_np: np.ndarray, positions_np: np.ndarray) -> Tensor:
-        """As the requests of the rows want them. Shape: [N, V'], positions_np [N]."""
-        return self._slots.edits.apply(logits, RequestRows.one_each(slots_np, positions_np))
+        Rounding is no harm: drafts are drawn from what is then there, and that is what is kept.
+        """
+        edited_np = self._slots.edits.asked_by(slots_np)
+        if edited_np.any():
+            rows = RequestRows.one_each(slots_np, positions_np).take(edited_np)
+            edited = self._slots.edits.apply(logits, rows).to(logits.dtype)
+            logits[uploaded(rows.first_rows_np, logits.device)] = edited
 
     def _forward(
         self,

@@ -48,7 +48,8 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     monkeypatch.setattr(memory, "MAX_PROMPT_LOGITS", 16)
     target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     config = engine_config(target, draft, k=3, max_num_seqs=max_num_seqs, max_queue_len=0)
-    engine = Engine(replace(config, max_model_len=max_model_len))
+    # It runs before anything is captured: graphs would write into the pages that it frees.
+    engine = Engine(replace(config, max_model_len=max_model_len, enforce_eager=True))
     shapes = []  # sequences, rows and logits of the target's passes
     forward = engine.target._model.forward
 
