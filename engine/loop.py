@@ -17,6 +17,7 @@ from outrider.engine.api import (
     ReportProgress,
     RequestOutput,
 )
+from outrider.engine.compiling import compile_together
 from outrider.engine.config import EngineConfig
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.logit_edits import ProcessorRegistry
@@ -88,6 +89,9 @@ class Engine:
             pid=os.getpid(),
         )
         loaded_s = time.perf_counter()
+        if device.type == "cuda":
+            report("compiling kernels", 0, 1)
+            self._compile()
         num_pages = config.cache.num_pages
         if num_pages is None:
             num_pages = measure_pages(self, pair, config, report)
@@ -98,6 +102,14 @@ class Engine:
         report("ready", 1, 1)
         ready_s = time.perf_counter()
         self.info = replace(self.info, load_s=ready_s - start_s, warm_up_s=ready_s - loaded_s)
+
+    def _compile(self) -> None:
+        """Compile the kernels of drawing and verification, which take longest."""
+        target, device = self._pair.target, self._slots.device
+        num_rows = 2 * (self._slots.max_drafts + 1)
+        logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=device)
+        verifications = self.verifier.warm_ups(logits, self.proposer.distributions)
+        compile_together([*self.proposer.warm_ups(), *verifications], device)
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the pages, in place of those there are, and begin to schedule over them."""
@@ -120,9 +132,9 @@ class Engine:
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
         gc.collect()  # an engine of before gives its memory back
-        distributions = self.proposer.capture(report)
+        self.proposer.capture(report)
         logits = self.target.capture(self._slots.max_drafts, report)
-        self.verifier.capture(logits, distributions)
+        self.verifier.capture(logits, self.proposer.distributions)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

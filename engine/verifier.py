@@ -1,5 +1,8 @@
 """The verification kernels on a step's logits: which drafts stand, and the token after them."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -40,24 +43,30 @@ class Verifier:
         self._phase = Phase(self._run, slots.device)
         self._sizes: list[int] = []  # captured, ascending
 
+    def warm_ups(
+        self, logits: Tensor, distributions: DraftDistributions | None
+    ) -> Iterator[Callable[[], Tensor]]:
+        """Verifications of nobody that launch every kernel between them, edited logits' too.
+
+        Shape: logits [2 * (K + 1), V].
+        """
+        integers = uploaded(self._nobody(2), self._slots.device)
+        for num_columns, q in self._cases(distributions):
+            edited = [logits.float()] if num_columns == self._slots.max_drafts else []
+            for x, kind in product([logits, *edited], SAMPLING_KINDS):
+                yield partial(self._run, integers, (2, num_columns, *kind), x, *q)
+
     def capture(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
         """Capture verification of logits at this place, of drafts from these or one-hot drafts.
 
         Shape: logits [max_num_seqs * (K + 1), V].
         """
         sizes = padded_sizes(self._slots.max_num_seqs)
-        max_drafts = self._slots.max_drafts
         for size in sizes:
-            for num_columns in sorted({max_drafts, 0}, reverse=True):
-                q = [] if distributions is None or num_columns == 0 else [*distributions]
+            for num_columns, q in self._cases(distributions):
                 tensors = (logits[: size * (num_columns + 1)], *q)
                 for kind in SAMPLING_KINDS:
-                    nobody = np.zeros(0, dtype=np.int64)
-                    self._phase.capture(
-                        self._pack(nobody, nobody, nobody, size),
-                        (size, num_columns, *kind),
-                        tensors,
-                    )
+                    self._phase.capture(self._nobody(size), (size, num_columns, *kind), tensors)
         self._sizes = sizes[::-1]
 
     def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> Drawn | None:
@@ -155,6 +164,17 @@ class Verifier:
             draft_rows=slot,
         )
         return write_verified(self._slots.state, slot, anchor, verified)
+
+    def _cases(
+        self, distributions: DraftDistributions | None
+    ) -> list[tuple[int, tuple[Tensor, ...]]]:
+        """Most drafts a sequence, and what they were drawn from: with drafts, and without."""
+        columns = sorted({self._slots.max_drafts, 0}, reverse=True)
+        return [(n, tuple(distributions or ()) if n else ()) for n in columns]
+
+    def _nobody(self, size: int) -> np.ndarray:
+        nobody = np.zeros(0, dtype=np.int64)
+        return self._pack(nobody, nobody, nobody, size)
 
     def _pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, anchors_np: np.ndarray, size: int

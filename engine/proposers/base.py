@@ -2,6 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,7 +65,10 @@ class Proposer(ABC):
     """Proposes up to `num_drafts` tokens for each sampled sequence of a plan, in the plan's order.
 
     Proposing fewer, or none, is always allowed: those sequences decode plainly in the same step.
+    `distributions` is that of all its proposals.
     """
+
+    distributions: DraftDistributions | None = None
 
     def propose(self, plan: Plan) -> Proposals:
         """Draft for the plan. A proposer that fails costs nobody more than its drafts."""
@@ -84,9 +88,13 @@ class Proposer(ABC):
         except Exception:
             log.exception("drafting ahead failed; the next step drafts later")
 
-    def capture(self, report: ReportProgress) -> DraftDistributions | None:
-        """Capture what it runs on a GPU; returns what its proposals' distributions are views of."""
-        return None
+    def warm_ups(self) -> Iterable[Callable[[], Tensor]]:
+        """Draws of nobody that launch every sampling kernel between them."""
+        return ()
+
+    def capture(self, report: ReportProgress) -> None:
+        """Capture what it runs on a GPU."""
+        return
 
     @abstractmethod
     def _propose(self, plan: Plan) -> Proposals: ...

@@ -1,5 +1,6 @@
 """The draft model runs ahead, one token a pass, each sequence for its own k_i."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,11 +71,18 @@ class Top1Proposer(Proposer):
         self._phase = Phase(self._draw, slots.device)
         self._ahead = Phase(self._run_ahead, slots.device)
         self._sizes: list[int] = []  # captured, ascending
-        self._kept = DraftDistributions.empty(
+        self.distributions: DraftDistributions = DraftDistributions.empty(
             slots.max_num_seqs + 1, slots.max_drafts, draft.vocab_size, draft.dtype, slots.device
         )
 
-    def capture(self, report: ReportProgress) -> DraftDistributions:
+    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
+        device = self._slots.device
+        logits = torch.zeros(2, self._draft.vocab_size, dtype=self._draft.dtype, device=device)
+        integers = uploaded(self._pad(np.zeros((4, 0), dtype=np.int64), 2), device)
+        for kind in SAMPLING_KINDS:
+            yield partial(self._draw, integers, (2, *kind), logits, *self.distributions)
+
+    def capture(self, report: ReportProgress) -> None:
         """Capture the draft's steps, its catch-ups of two rows, its sampling, and all of these in
         one for drafting ahead.
         """
@@ -86,13 +94,12 @@ class Top1Proposer(Proposer):
             report("capturing the draft's loops", done, len(sizes))
             for kind in SAMPLING_KINDS:
                 integers_np = self._pad(np.zeros((4, 0), dtype=np.int64), size)
-                kept = (self._kept.logits, self._kept.state)
+                kept = tuple(self.distributions)
                 self._phase.capture(integers_np, (size, *kind), (logits[:size], *kept))
                 for k in range(self._slots.max_drafts, 0, -1):
                     integers_np = self._pack_ahead(nobody, nobody, size, k)
                     self._ahead.capture(integers_np, (size, k, *kind), kept)
         self._sizes = sizes[::-1]
-        return self._kept
 
     def _propose(self, plan: Plan) -> Proposals:
         shares = self._divide(plan)
@@ -107,7 +114,7 @@ class Top1Proposer(Proposer):
                 share.num_drafts = num_drawn
                 share.scheduled.request.num_draft_computed_tokens += num_drawn - 1
         num_drafts = [share.num_drafts for share in shares if share.scheduled.samples]
-        return Proposals(np.array(num_drafts, dtype=np.int64), self._kept)
+        return Proposals(np.array(num_drafts, dtype=np.int64), self.distributions)
 
     def _propose_ahead(self, plan: Plan) -> None:
         ahead = [s for s in plan.sampled if self._can_go_ahead(s)]
@@ -118,8 +125,7 @@ class Top1Proposer(Proposer):
         self._ahead(
             self._pack_ahead(slots_of(ahead), wanted_np, size, k),
             (size, k, *sampling_kind(ahead)),
-            self._kept.logits,
-            self._kept.state,
+            *self.distributions,
         )
         for scheduled in ahead:
             scheduled.request.num_drafts_ahead = scheduled.num_drafts
@@ -197,7 +203,7 @@ class Top1Proposer(Proposer):
             integers_np = np.stack((slots_np, anchors_np, zeros_np + j, zeros_np))
             size = padded_size(len(slots_np), self._sizes)
             token_ids = self._phase(
-                self._pad(integers_np, size), (size, *kind), logits, *self._kept
+                self._pad(integers_np, size), (size, *kind), logits, *self.distributions
             )
             num_drawn_np[seqs_np] += 1
             goes_on_np = num_drafts_np[seqs_np] > j + 1

@@ -1,0 +1,42 @@
+"""Kernels are compiled before there are requests, on threads."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import engine_config
+from tiny_models import DEVICE
+
+from outrider.engine.compiling import compile_together
+from outrider.engine.loop import Engine
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+def test_warming_up_touches_no_sequence(tiny_model: Callable[..., Path], proposer: str) -> None:
+    target = tiny_model("llama", seed=0)
+    engine = Engine(engine_config(target, target, k=2, proposer=proposer, max_num_seqs=2))
+    state = engine._slots.state
+    state.token_ids.random_(90)
+    state.num_tokens.random_(9)
+    before = [field[:2].clone() for field in (state.token_ids, state.num_tokens)]
+    model = engine._pair.target
+    logits = torch.zeros(2 * 3, model.vocab_size, dtype=model.dtype, device=DEVICE)
+    with torch.inference_mode():
+        for warm_up in [
+            *engine.proposer.warm_ups(),
+            *engine.verifier.warm_ups(logits, engine.proposer.distributions),
+        ]:
+            warm_up()
+    assert torch.equal(before[0], state.token_ids[:2])
+    assert torch.equal(before[1], state.num_tokens[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_what_a_thread_raises_is_raised() -> None:
+    def fail() -> None:
+        raise RuntimeError("no such instruction")
+
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        compile_together([lambda: None, fail], DEVICE)
