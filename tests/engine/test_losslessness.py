@@ -1,7 +1,7 @@
 """Many steps of the whole engine, against exact enumeration of the target's own distribution."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from distributions import bound, chi_squared, total_variation
 from engines import engine_config, run, sampling_config, tokens
 from target_distribution import joint, sample
 
+from outrider.engine import loop
+from outrider.engine.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.api import SamplingParams
 from outrider.engine.loop import Engine
 
@@ -48,9 +50,24 @@ def test_the_joint_over_many_steps_is_the_targets(
     assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
 
 
+class FollowsTheLastStep(AdaptiveSpeculation):
+    """As many drafts as the last step leads to, whatever a step costs."""
+
+    _last = 0
+
+    def choose(self, num_seqs: int, *, is_timed: bool = True) -> int:
+        return self._last % (self._max_k + 1)
+
+    def observe(
+        self, wanted: Sequence[int], accepted: Sequence[int], elapsed_s: float | None
+    ) -> None:
+        self._last = 1 + sum(wanted) + 2 * sum(accepted)
+
+
 def test_a_k_that_follows_what_was_drafted_and_accepted_keeps_the_joint(
-    tiny_model: Callable[..., Path],
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loop, "AdaptiveSpeculation", FollowsTheLastStep)
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     config = engine_config(target, draft, k=3, adaptive=True, max_num_seqs=40, num_pages=1024)
@@ -67,4 +84,4 @@ def test_a_k_that_follows_what_was_drafted_and_accepted_keeps_the_joint(
     assert total_variation(truth, counts) < bound(len(truth), counts.total())
     assert chi_squared(truth, counts) < 1
     drafted = engine.stats().drafted_per_position
-    assert drafted[0] > drafted[2] > 0
+    assert drafted[0] > drafted[1] > drafted[2] > 0
