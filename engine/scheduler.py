@@ -97,8 +97,10 @@ class Scheduler:
         if self._adaptive is not None:
             if not self.running:
                 self._adaptive.expect_change()
+            prompts = prefilling + self.waiting[:num_seatable]
             self._num_speculative_tokens = self._adaptive.choose(
-                max(1, len(decoding)), is_timed=not prefilling and num_seatable == 0
+                max(1, len(decoding)),
+                is_timed=_decodes(sum(r.num_uncomputed_tokens for r in prompts), len(decoding)),
             )
         for i, request in enumerate(decoding + prefilling):
             if budget == 0:
@@ -167,12 +169,11 @@ class Scheduler:
         if self._adaptive is None or not sampled:
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
-        # A few prompt tokens more hardly show in a step's time; a chunk of a long prompt does.
-        decodes = num_prefill_rows <= 2 * len(sampled)
+        is_timed = _decodes(num_prefill_rows, len(sampled))
         self._adaptive.observe(
             [s.num_drafts for s in sampled],
             [len(drawn) - 1 for drawn in verified.token_ids],
-            time.perf_counter() - plan.start_s if decodes else None,
+            time.perf_counter() - plan.start_s if is_timed else None,
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
@@ -365,3 +366,11 @@ class Scheduler:
         self._kv_cache.release(request)
         insort(self.waiting, request, key=_TURN)
         self.counters.num_preemptions += 1
+
+
+def _decodes(num_prompt_tokens: int, num_decoding: int) -> bool:
+    """Whether a step's time tells what decoding takes.
+
+    A few prompt tokens more hardly show in it; a chunk of a long prompt does.
+    """
+    return num_prompt_tokens <= 2 * num_decoding
