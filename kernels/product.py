@@ -21,7 +21,7 @@ from outrider.kernels.dependent_launch import (
 # Measured on an H200.
 _MAX_ROWS = 32
 _BLOCK_N, _BLOCK_K = 64, 128
-_MOST_AT_ONCE = 256  # inputs whose weights are asked for before x is there
+_AT_ONCE = (64, 128, 256)  # inputs of a program that asks for all its weights before x is there
 
 
 def is_ahead(x: Tensor, weight: Tensor) -> bool:
@@ -42,12 +42,12 @@ def product_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:
 
 
 def num_splits_of(weight: Tensor) -> int:
-    """Into how many parts a product is split: as many as programs have a multiprocessor each."""
+    """Into how many parts a product is split: as many as have a multiprocessor for each program."""
     num_out, num_in = weight.shape
     most = num_programs(weight.device, 1) // triton.cdiv(num_out, _BLOCK_N)
-    splits = 1
-    while 2 * splits <= most and num_in % (2 * splits * _BLOCK_K) == 0:
-        splits *= 2
+    splits, share = 1, num_in
+    while 2 * splits <= most and share % 16 == 0 and share >= 2 * _BLOCK_K:
+        splits, share = 2 * splits, share // 2
     return splits
 
 
@@ -57,7 +57,6 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, num_splits: int, gated: bool
     grid = (triton.cdiv(len(weight), _BLOCK_N), num_splits)
     # Programs that are fewer than multiprocessors must each have more under way.
     few = grid[0] * num_splits <= num_programs(x.device, 1)
-    at_once = share if share <= _MOST_AT_ONCE and triton.next_power_of_2(share) == share else 0
     _product_kernel[grid](
         out,
         x,
@@ -69,7 +68,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, num_splits: int, gated: bool
         SHARE=share,
         BLOCK_M=16 if num_rows <= 16 else 32,
         BLOCK_N=_BLOCK_N,
-        BLOCK_K=at_once or _BLOCK_K,
+        BLOCK_K=share if share in _AT_ONCE else _BLOCK_K,
         GATED=gated,
         num_warps=4,
         num_stages=6 if few else 3,

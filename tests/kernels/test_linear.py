@@ -82,7 +82,7 @@ def test_weights_in_half_precision_are_multiplied_the_same(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("num_rows", "num_in"), [(33, 192), (5, 192), (5, 512), (20, 768)])
+@pytest.mark.parametrize(("num_rows", "num_in"), [(33, 192), (5, 288), (5, 512), (20, 768)])
 def test_a_product_is_added_to_the_residual_and_normalised(
     num_rows: int, num_in: int, with_norm: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
