@@ -18,8 +18,9 @@ class ScheduledRequest:
     num_new_tokens: int  # known tokens that the target computes
     num_drafts: int = 0  # at most this many proposals are scored behind them
     is_drafted_for: bool = False  # in this step or, where its prompt goes on, in later ones
-    # It may go on, and there is room for as many drafts again behind whatever this step draws.
+    # It may go on, and there is room for the next step's drafts behind whatever this one draws.
     has_room_ahead: bool = False
+    num_next_drafts: int = 0  # that the next step will want
     # Of the prompt tokens that this step scores; the target's part of the step fills it.
     prompt_logprobs: list[TokenLogprobs] | None = None
     end: int = field(init=False)  # position behind the last known token that this step computes
@@ -62,7 +63,9 @@ class Plan:
     def is_plain(self) -> bool:
         """Whether each sequence draws one token, and nothing else is read of the logits."""
         return all(
-            s.samples and s.num_drafts == 0 and s.request.params.logprobs is None
+            s.samples
+            and s.num_drafts == s.num_next_drafts == 0
+            and s.request.params.logprobs is None
             for s in self.scheduled
         )
 

@@ -326,9 +326,12 @@ class Scheduler:
                 room = min(
                     request.params.max_tokens - request.num_output_tokens - 1,
                     self._max_model_len - request.num_tokens - 1,
-                    budget - num_new,
                 )
-                scheduled.num_drafts = max(0, min(num_wanted, room))
+                scheduled.num_next_drafts = max(0, min(num_wanted, room))
+                # A first token need not wait for the draft to read the prompt, if it can do so
+                # behind this step, in one pass with the others' drafts.
+                if request.num_output_tokens > 0 or not self.plans_ahead:
+                    scheduled.num_drafts = min(scheduled.num_next_drafts, budget - num_new)
         return scheduled
 
     def _num_drafts_wanted(self, request: Request) -> int:
@@ -344,10 +347,10 @@ class Scheduler:
         return self._max_speculative_tokens if pinned else self._num_speculative_tokens
 
     def _has_room_ahead(self, scheduled: ScheduledRequest) -> bool:
-        request, k = scheduled.request, scheduled.num_drafts
+        request = scheduled.request
         if request.num_output_tokens + 1 >= request.params.max_tokens:
             return False
-        end = scheduled.end + k + 1 + k
+        end = scheduled.end + scheduled.num_drafts + 1 + scheduled.num_next_drafts
         return end <= self._max_model_len and self._grow(request, end)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:

@@ -117,28 +117,44 @@ class Top1Proposer(Proposer):
         return Proposals(np.array(num_drafts, dtype=np.int64), self.distributions)
 
     def _propose_ahead(self, plan: Plan) -> None:
-        ahead = [s for s in plan.sampled if self._can_go_ahead(s)]
+        ahead, room = [], self._max_num_batched_tokens + 2 * len(plan.sampled)
+        for scheduled in plan.sampled:
+            num_unseen = _num_unseen_ahead(scheduled)
+            if self._can_go_ahead(scheduled) and num_unseen <= room:
+                ahead.append(scheduled)
+                room -= num_unseen
         if not ahead:
             return
-        wanted_np = np.array([scheduled.num_drafts for scheduled in ahead])
-        size, k = padded_size(len(ahead), self._sizes), int(wanted_np.max())
-        self._ahead(
-            self._pack_ahead(slots_of(ahead), wanted_np, size, k),
-            (size, k, *sampling_kind(ahead)),
-            *self.distributions,
-        )
+        wanted_np = np.array([scheduled.num_next_drafts for scheduled in ahead])
+        if all(scheduled.num_drafts > 0 for scheduled in ahead):
+            size, k = padded_size(len(ahead), self._sizes), int(wanted_np.max())
+            self._ahead(
+                self._pack_ahead(slots_of(ahead), wanted_np, size, k),
+                (size, k, *sampling_kind(ahead)),
+                *self.distributions,
+            )
+        else:
+            unseen_np = np.array([_num_unseen_ahead(s) for s in ahead])
+            logits = self._forward(
+                slots_of(ahead), -unseen_np, unseen_np, np.ones_like(unseen_np), is_relative=True
+            )
+            self._draft_for(ahead, wanted_np, np.zeros_like(wanted_np), logits, is_relative=True)
         for scheduled in ahead:
-            scheduled.request.num_drafts_ahead = scheduled.num_drafts
+            request = scheduled.request
+            request.num_drafts_ahead = scheduled.num_next_drafts
+            if scheduled.num_drafts == 0:  # what it knew before this step is computed now
+                request.num_draft_computed_tokens = request.num_tokens
 
     def _can_go_ahead(self, scheduled: ScheduledRequest) -> bool:
-        request, k = scheduled.request, scheduled.num_drafts
+        request, k = scheduled.request, scheduled.num_next_drafts
         if k == 0 or not scheduled.has_room_ahead:
             return False
         if request.slot in self._slots.edits:  # they need the tokens on the host
             return False
-        # Where the draft ran in this step, it lags by one or two tokens behind its outcome.
+        # Of one that the draft did not run for in this step it is known how many tokens it draws.
         follows = request.num_draft_computed_tokens >= request.num_tokens
-        return follows and request.num_tokens + 2 * k + 1 <= self._draft.max_positions
+        num_known = request.num_tokens + scheduled.num_drafts + 1
+        return (follows or scheduled.num_drafts == 0) and num_known + k <= self._draft.max_positions
 
     def _divide(self, plan: Plan) -> list[_Share]:
         """Separate the sequences that can be drafted for from those that decode plainly."""
@@ -187,10 +203,13 @@ class Top1Proposer(Proposer):
         num_drafts_np: np.ndarray,
         anchors_np: np.ndarray,
         logits: Tensor,
+        *,
+        is_relative: bool = False,
     ) -> np.ndarray:
         """Draw up to k_i drafts for each sequence, writing them behind its known tokens.
 
         Arguments: [B] positions of the first drafts, and the logits [B, V'] in front of them.
+        With `is_relative` position 0 is the first behind those that the last verification left.
         Returns how many they are: [B].
         """
         slots_np = slots_of(scheduled)
@@ -199,15 +218,15 @@ class Top1Proposer(Proposer):
         self._edit(logits, slots_np, anchors_np)
         kind = sampling_kind(scheduled)
         for j in range(int(num_drafts_np.max())):
-            zeros_np = np.zeros_like(slots_np)
-            integers_np = np.stack((slots_np, anchors_np, zeros_np + j, zeros_np))
+            offset_np, relative_np = np.full_like(slots_np, j), np.full_like(slots_np, is_relative)
+            integers_np = np.stack((slots_np, anchors_np, offset_np, relative_np))
             size = padded_size(len(slots_np), self._sizes)
             token_ids = self._phase(
                 self._pad(integers_np, size), (size, *kind), logits, *self.distributions
             )
             num_drawn_np[seqs_np] += 1
             goes_on_np = num_drafts_np[seqs_np] > j + 1
-            if self._stops_early and goes_on_np.any():
+            if self._stops_early and not is_relative and goes_on_np.any():
                 likelihood_np[seqs_np] *= _likelihood(logits, token_ids)
                 goes_on_np &= likelihood_np[seqs_np] >= _MIN_LIKELIHOOD
             if not goes_on_np.any():
@@ -215,7 +234,9 @@ class Top1Proposer(Proposer):
             seqs_np = seqs_np[goes_on_np]
             slots_np, anchors_np = slots_np[goes_on_np], anchors_np[goes_on_np]
             ones_np = np.ones_like(slots_np)
-            logits = self._forward(slots_np, anchors_np + j, ones_np, ones_np)
+            logits = self._forward(
+                slots_np, anchors_np + j, ones_np, ones_np, is_relative=is_relative
+            )
             self._edit(logits, slots_np, anchors_np + j + 1)
         return num_drawn_np
 
@@ -309,8 +330,12 @@ class Top1Proposer(Proposer):
         starts_np: np.ndarray,
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
+        *,
+        is_relative: bool = False,
     ) -> Tensor:
-        batch = HostBatch.build(slots_np, starts_np, query_lens_np, num_logits_np)
+        batch = HostBatch.build(
+            slots_np, starts_np, query_lens_np, num_logits_np, is_relative=is_relative
+        )
         return self._draft.forward(batch)
 
 
@@ -319,6 +344,14 @@ def _likelihood(logits: Tensor, token_ids: Tensor) -> np.ndarray:
     probs = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])
     of_row: np.ndarray = probs.squeeze(1).float().numpy()
     return of_row
+
+
+def _num_unseen_ahead(scheduled: ScheduledRequest) -> int:
+    """Tokens that the draft has to compute behind this step, in front of its first draft."""
+    request = scheduled.request
+    if scheduled.num_drafts > 0:
+        return 2  # of what will be known it has seen all but one or two
+    return request.num_tokens + 1 - request.num_draft_computed_tokens
 
 
 def _ahead_shape(size: int, j: int) -> tuple[int, int, int]:

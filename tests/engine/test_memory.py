@@ -57,6 +57,13 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
         shapes.append(batch.shape)
         return forward(batch)
 
+    allocate = engine.allocate
+
+    def planned_as_on_a_cpu(num_pages: int, max_model_len: int) -> None:
+        allocate(num_pages, max_model_len)
+        engine.scheduler.plans_ahead = False  # a GPU drafts for no first token
+
+    monkeypatch.setattr(engine, "allocate", planned_as_on_a_cpu)
     monkeypatch.setattr(engine.target._model, "forward", recorded)
     run_largest_step(engine, engine._pair, config)
     assert shapes == expected
