@@ -56,8 +56,8 @@ MUTATIONS = [
     Mutation(
         "residual without P_tau",
         "residual.py",
-        "scaled = p * log_scale.exp().reshape(lead)",
-        "scaled = p",
+        "(p * scale.reshape(lead) - q).clamp_min(0.0)",
+        "(p - q).clamp_min(0.0)",
         BREAKPOINTS,
     ),
     Mutation(
@@ -77,8 +77,8 @@ MUTATIONS = [
     Mutation(
         "recovery from p instead of the residual",
         "residual.py",
-        "(scaled - q).clamp_min(0.0)",
-        "scaled",
+        "(p * scale.reshape(lead) - q).clamp_min(0.0)",
+        "(p * scale.reshape(lead))",
         BREAKPOINTS,
     ),
     Mutation(
@@ -112,22 +112,22 @@ MUTATIONS = [
     Mutation(
         "top-p drops the token that crosses it",
         "row_state.py",
-        "before < top_p * mass[:, None]",
-        "(before + weight) < top_p * mass[:, None]",
+        "(total - weight).double(), top_p * mass",
+        "total.double(), top_p * mass",
         FILTERS,
     ),
     Mutation(
         "every tie at the boundary is kept",
         "row_state.py",
-        "    if len(cut):",
-        "    if False:",
+        "if num_ties < len(tied) else vocab_size",
+        "if False else vocab_size",
         FILTERS,
     ),
     Mutation(
         "top-p over the whole row instead of what top-k leaves",
         "row_state.py",
-        "torch.where(top_k < vocab_size, mass, z * FIXED_ONE)",
-        "z * FIXED_ONE",
+        "float(total[-1]) if top_k < vocab_size else float(z) * FIXED_ONE",
+        "float(z) * FIXED_ONE",
         FILTERS,
     ),
     Mutation(
