@@ -9,15 +9,21 @@ import triton
 import triton.language as tl
 
 from outrider.kernels._dispatch import num_programs
-from outrider.kernels.candidates import CHUNK
 from outrider.kernels.decide import OPEN, accept_test, load_draft
-from outrider.kernels.drafts import COLUMNS, Drafts, Verified, rows_of
+from outrider.kernels.dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from outrider.kernels.drafts import COLUMNS, Step, Verified, rows_of
 from outrider.kernels.keys import key_of, value_of
 from outrider.kernels.philox import exp, fixed, log_of_fixed
 from outrider.kernels.row_outcome import Rows, settle_row
-from outrider.kernels.sampling import BLOCK, GROUP, Sampling
+from outrider.kernels.sampling import BLOCK, GROUP
 from outrider.kernels.scan import BlockStats, merge_totals
 
+_BLOCK = tl.constexpr(BLOCK)
+_GROUP = tl.constexpr(GROUP)
 _KEY_STEPS = {torch.float32: 1, torch.float16: 1 << 13, torch.bfloat16: 1 << 16}
 _PROGRAMS_PER_SM = 1  # so that the rows under way fit the L2 cache
 _WARPS = 16
@@ -166,7 +172,6 @@ def _bisect_kernel(
     logits_stride,
     width,
     vocab_size,
-    stats,
     num_blocks,
     cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
@@ -178,16 +183,16 @@ def _bisect_kernel(
     anchor_ptr,  # [B], as the next
     position_ptr,
     words_ptr,  # [B, K + 2, 4] or None
+    stats,
     rows,
     verified,
     NB: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,  # no two distinct logits have keys closer than this
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     for i in range(tl.program_id(0), tl.load(rows.counters + 1), tl.num_programs(0)):
         listed = tl.load(rows.to_bisect + i)
         request, offset = listed // COLUMNS, listed % COLUMNS
@@ -196,8 +201,9 @@ def _bisect_kernel(
         row_ptr = logits_ptr + row * logits_stride
         own_draft_ids_ptr = draft_ids_ptr + request * draft_stride
         inv_t = 1.0 / tl.load(sampling.temperature + request)
+        draft_id = tl.load(own_draft_ids_ptr + offset, mask=offset < k, other=-1)
         drafted = load_draft(
-            request, offset, k, row_ptr, vocab_size, num_columns, own_draft_ids_ptr, draft,
+            draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft,
             tl.load(sampling.seed + request), tl.load(anchor_ptr + request), words_ptr,
         )  # fmt: skip
         row_max, z, _bad = merge_totals(row, stats, num_blocks, inv_t, NB)
@@ -206,56 +212,26 @@ def _bisect_kernel(
             tl.load(sampling.top_p + request), tl.load(sampling.min_p + request), TILE, STEP,
         )  # fmt: skip
         state = row_max, log_of_fixed(kept), threshold, last_tie.to(tl.float32)
-        groups = num_blocks * (BLOCK // GROUP)
+        groups = num_blocks * (_BLOCK // _GROUP)
         settle_row(
             accept_test(drafted, state, inv_t), tl.full((), OPEN, tl.int64), request, offset, k,
             row, row_ptr, state, inv_t, stats.group_max + row * groups, groups, vocab_size,
-            num_columns, own_draft_ids_ptr, sampling, position_ptr, rows, verified, CHUNK, GROUP,
-            COLUMNS,
+            num_columns, own_draft_ids_ptr, sampling, position_ptr, rows, verified,
         )  # fmt: skip
 
 
-def bisect_rows(
-    logits: torch.Tensor,
-    stats: BlockStats,
-    cu_rows: torch.Tensor | None,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    vocab_size: int,
-    words: torch.Tensor | None,
-    rows: Rows,
-    verified: Verified,
-) -> None:
+def bisect_rows(step: Step, stats: BlockStats, rows: Rows, verified: Verified) -> None:
     """Settle the rows that are listed for it."""
-    programs = min(len(rows.to_bisect), num_programs(logits.device, _PROGRAMS_PER_SM))
-    _bisect_kernel[(programs,)](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        vocab_size,
+    device, blocks = step.logits.device, stats.max.shape[1]
+    _bisect_kernel[(min(len(rows.to_bisect), num_programs(device, _PROGRAMS_PER_SM)),)](
+        *step.arguments(blocks),
         stats,
-        stats.max.shape[1],
-        cu_rows,
-        drafts.num_drafts,
-        drafts.token_ids.shape[1] + 1,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.draft_logits(),
-        sampling,
-        anchor,
-        position,
-        words,
         rows,
         verified,
-        NB=triton.next_power_of_2(stats.max.shape[1]),
+        NB=triton.next_power_of_2(blocks),
         TILE=_TILE,
-        STEP=_KEY_STEPS[logits.dtype],
-        CHUNK=CHUNK,
-        BLOCK=BLOCK,
-        GROUP=GROUP,
-        COLUMNS=COLUMNS,
+        STEP=_KEY_STEPS[step.logits.dtype],
+        **dependent_launch(device),
         num_warps=_WARPS,
         maxnreg=_MAX_REGISTERS,
     )

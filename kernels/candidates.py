@@ -10,9 +10,10 @@ import triton.language as tl
 
 from outrider.kernels.keys import key_of, relative_of, value_of, weight_of
 from outrider.kernels.philox import exp, fixed
+from outrider.kernels.sampling import GROUP
 
+_GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-CHUNK = 1024  # groups whose maxima are looked at together
 _TILE_GROUPS = tl.constexpr(32)  # groups that are read at a time
 MAX_GROUPS = tl.constexpr(256)
 MAX_CANDIDATES = tl.constexpr(256)
@@ -22,9 +23,9 @@ CANDIDATE_SCRATCH = 256 + 256  # int64 a row: groups, candidates by id
 
 
 @triton.jit
-def load_candidates(candidates_ptr, num_candidates, LANES: tl.constexpr):
+def load_candidates(candidates_ptr, num_candidates):
     """Ids, ascending, and logits; -inf behind the last of them."""
-    lane = tl.arange(0, LANES)
+    lane = tl.arange(0, MAX_CANDIDATES)
     packed = tl.load(candidates_ptr + lane, mask=lane < num_candidates, other=_NO_CANDIDATE)
     key = (packed >> 32).to(tl.int32)
     x = tl.where(key > -0x7F800001, value_of(key), -float("inf"))
@@ -91,7 +92,7 @@ def _rank(
 def threshold_from_candidates(
     row_ptr, vocab_size, row_max, z, inv_t, top_k, top_p, min_p, by_k, group_max_ptr,
     num_groups, groups_ptr, candidates_ptr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Whether it could be found; lowest kept key; last kept tie; kept mass; num_candidates."""
     group = tl.arange(0, GROUPS)
@@ -115,7 +116,7 @@ def threshold_from_candidates(
         for start in range(0, tl.minimum(num_chosen, MAX_GROUPS), _TILE_GROUPS):
             at = start + tl.arange(0, _TILE_GROUPS)
             tile_group = tl.load(groups_ptr + at, mask=at < num_chosen, other=0)
-            ids = tile_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            ids = tile_group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
             valid = (at < num_chosen)[:, None] & (ids < vocab_size)
             x = tl.load(row_ptr + ids, mask=valid, other=0.0).to(tl.float32)
             candidate = valid & (x >= bound)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.drafts import Drafts, draft_row, row_index_reference
+from outrider.kernels.drafts import COLUMNS, Step, draft_row, row_index_reference
 from outrider.kernels.philox import (
     Purpose,
     log,
@@ -26,7 +26,6 @@ from outrider.kernels.sampling import (
     STATE_LOG_Z,
     RowStates,
     Rule,
-    Sampling,
     load_state,
     log_prob,
     log_prob_reference,
@@ -43,34 +42,28 @@ class Plan(NamedTuple):
     log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
 
 
-def accept_words_reference(
-    sampling: Sampling, anchor: torch.Tensor, num_drafts: int, words: torch.Tensor | None
-) -> torch.Tensor:
+def accept_words_reference(step: Step) -> torch.Tensor:
     """One 32-bit word a draft, held in int64. Shape: [B, K]."""
-    if words is not None:
-        return words[:, :num_drafts, 0]
+    num_drafts = step.drafts.token_ids.shape[1]
+    if step.words is not None:
+        return step.words[:, :num_drafts, 0]
+    seed, anchor = step.sampling.seed[:, None], step.anchor[:, None]
     offset = torch.arange(num_drafts, device=anchor.device)
     purpose = torch.full_like(offset, Purpose.ACCEPT)
     zero = torch.zeros_like(offset)
-    return philox_reference(sampling.seed[:, None], anchor[:, None], offset, purpose, zero)[0]
+    return philox_reference(seed, anchor, offset, purpose, zero)[0]
 
 
-def log_ratio_reference(
-    logits: torch.Tensor,
-    rows: RowStates,
-    row_index: torch.Tensor,
-    drafts: Drafts,
-    sampling: Sampling,
-    vocab_size: int,
-) -> torch.Tensor:
+def log_ratio_reference(step: Step, rows: RowStates, row_index: torch.Tensor) -> torch.Tensor:
     """log p(X_i) - log q(X_i), -inf where p is 0, q is 0 or X_i is no token. Shape: [B, K]."""
+    drafts = step.drafts
     ids = drafts.token_ids
     offset = torch.arange(ids.shape[1], device=ids.device)
-    valid = (offset < drafts.num_drafts[:, None]) & (ids >= 0) & (ids < vocab_size)
+    valid = (offset < drafts.num_drafts[:, None]) & (ids >= 0) & (ids < step.vocab_size)
     safe_ids = torch.where(valid, ids, 0)
     at = row_index[:, :-1]
-    inv_t = sampling.inverse_temperature()[:, None].expand(at.shape)
-    log_p = log_prob_reference(logits[at, safe_ids].float(), safe_ids, rows.state[at], inv_t)
+    inv_t = step.sampling.inverse_temperature()[:, None].expand(at.shape)
+    log_p = log_prob_reference(step.logits[at, safe_ids].float(), safe_ids, rows.state[at], inv_t)
     if drafts.logits is None or drafts.state is None:
         log_q = torch.zeros_like(log_p)
     else:
@@ -84,29 +77,21 @@ def log_ratio_reference(
     return torch.where(possible, log_p - log_q, -torch.inf)
 
 
-def decide_reference(
-    logits: torch.Tensor,
-    rows: RowStates,
-    cu_rows: torch.Tensor,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    vocab_size: int,
-    words: torch.Tensor | None = None,
-) -> Plan:
-    """Accept tests of every request; `words` [B, K + 2, 4] int64 replaces the random words."""
+def decide_reference(step: Step, rows: RowStates) -> Plan:
+    """Accept tests of every request."""
+    drafts, sampling = step.drafts, step.sampling
     batch, k_max = drafts.token_ids.shape
     k = drafts.num_drafts.long()
-    row_index = row_index_reference(cu_rows, drafts)
+    row_index = row_index_reference(step)
     greedy = sampling.temperature <= 0
-    log_scale = torch.zeros(batch, k_max + 1, device=logits.device)
+    log_scale = torch.zeros(batch, k_max + 1, device=step.logits.device)
     accepted = torch.zeros_like(k)
     later = torch.zeros_like(k)  # bits of the rows whose Z decides
     if k_max:
-        offset = torch.arange(k_max, device=logits.device)
+        offset = torch.arange(k_max, device=step.logits.device)
         in_range = offset < k[:, None]
-        ratio = log_ratio_reference(logits, rows, row_index, drafts, sampling, vocab_size)
-        log_u = uniform_reference(accept_words_reference(sampling, anchor, k_max, words)).log()
+        ratio = log_ratio_reference(step, rows, row_index)
+        log_u = uniform_reference(accept_words_reference(step)).log()
         own = rows.argmax[row_index[:, :-1]]
         same = (own == drafts.token_ids) & (own >= 0)
         ok = torch.where(greedy[:, None], same, log_u <= ratio) & in_range
@@ -117,7 +102,7 @@ def decide_reference(
             for i in range(k_max):
                 scale = (scale + ratio[:, i]).clamp_max(0.0)
                 log_scale[:, i + 1] = torch.where(block, scale, 0.0)
-            index = torch.arange(k_max + 1, device=logits.device)
+            index = torch.arange(k_max + 1, device=step.logits.device)
             certain = (log_scale == 0) & (index <= k[:, None])
             first = torch.where(certain, index, 0).amax(-1)  # h = 1: accepted without a Z
             passed = torch.zeros_like(certain)
@@ -130,7 +115,7 @@ def decide_reference(
     match = (sampling.rule == Rule.MATCH) & ~greedy
     accepted = torch.where(match, 0, accepted)
     # The last row: a residual, or a filtered row whose blocks' sums K1 could not know.
-    read_last = ~greedy & ((accepted < k) | sampling.is_filtered(vocab_size))
+    read_last = ~greedy & ((accepted < k) | sampling.is_filtered(step.vocab_size))
     rows_to_read = later | (read_last.long() << accepted)
     rows_to_read = torch.where(match, 0, rows_to_read)
     return Plan(accepted.int(), rows_to_read, log_scale)
@@ -138,11 +123,11 @@ def decide_reference(
 
 @triton.jit
 def load_draft(
-    request, j, k, row_ptr, vocab_size, num_columns, draft_ids_ptr, draft, seed, anchor, words_ptr
+    token, request, j, k, row_ptr, vocab_size, num_columns, draft, seed, anchor, words_ptr
 ):
     """What the accept test of a request's j-th draft needs beside the row's state."""
-    token = tl.load(draft_ids_ptr + j, mask=j < k, other=-1)
-    exists = (token >= 0) & (token < vocab_size)
+    is_column = j < num_columns - 1  # known before k is
+    exists = (j < k) & (token >= 0) & (token < vocab_size)
     raw = tl.load(row_ptr + token, mask=exists, other=0.0).to(tl.float32)
     zero = tl.zeros((), tl.float32)
     raw_q = zero - float("inf")
@@ -152,13 +137,13 @@ def load_draft(
         at_q = row * draft.stride_b + j.to(tl.int64) * draft.stride_k + token
         in_q = exists & (token < draft.width)
         raw_q = tl.load(draft.raw + at_q, mask=in_q, other=-float("inf")).to(tl.float32)
-        q_state = load_state(draft.state + (row * (num_columns - 1) + j) * 4, j < k)
+        q_state = load_state(draft.state + (row * (num_columns - 1) + j) * 4, is_column)
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
         word, _, _, _ = philox(seed, anchor.to(tl.int32), j, one, one - one)
     else:
         at_word = words_ptr + (request * (num_columns + 1) + j) * 4
-        word = tl.load(at_word, mask=j < k, other=0).to(tl.uint32)
+        word = tl.load(at_word, mask=is_column, other=0).to(tl.uint32)
     return token, exists, raw, raw_q, q_state, uniform(word)
 
 
@@ -188,7 +173,7 @@ def _then(first_sum, first_cap, second_sum, second_cap):
 
 
 @triton.jit
-def _log_scales(request, k, num_columns, tests_ptr, COLUMNS: tl.constexpr):
+def _log_scales(request, k, num_columns, tests_ptr):
     """log P_j of each column j, and the uniform of the draft before it."""
     column = tl.arange(0, COLUMNS)
     at = tests_ptr + (request * num_columns + column - 1) * 2
@@ -200,7 +185,7 @@ def _log_scales(request, k, num_columns, tests_ptr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows, COLUMNS: tl.constexpr):
+def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows):
     """What follows from a request's settled rows, by column.
 
     The drafts that stand for all that is known; the rows' own tokens; which rows must be read to
@@ -210,14 +195,16 @@ def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows, COLUMNS
     """
     column = tl.arange(0, COLUMNS)
     at = request * num_columns + column
-    own = tl.load(rows.own + at, mask=column <= k, other=BAD)
-    token = tl.load(draft_ids_ptr + column, mask=column < k, other=-1)
-    accepted = tl.min(tl.where((own == token) & (token >= 0), k, column), 0)
+    own = tl.load(rows.own + at, mask=column < num_columns, other=BAD)
+    token = tl.load(draft_ids_ptr + column, mask=column < num_columns - 1, other=-1)
+    own = tl.where(column <= k, own, BAD)
+    stands = (own == token) & (token >= 0) & (column < k)
+    accepted = tl.min(tl.where(stands, k, column), 0)
     wanted = column == accepted
     log_scale = tl.zeros((COLUMNS,), tl.float32)
     u = log_scale
     if is_block:
-        log_scale, u = _log_scales(request, k, num_columns, rows.tests, COLUMNS)
+        log_scale, u = _log_scales(request, k, num_columns, rows.tests)
         passed = (log(u) <= log_scale) & (column > 0) & (column <= k)
         certain = tl.max(tl.where((log_scale == 0.0) & (column <= k), column, 0), 0)
         whole = (k == 0) | (tl.max(tl.where(passed, column, 0), 0) == k)

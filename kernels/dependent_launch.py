@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel's programs start while the kernels before it drain.
 
-Until they wait, they may read weights, and what was written before the first kernel of their kind:
-all programs of a kernel allow the next one to start before they wait themselves.
+Until they wait, they may read weights, and what was written before the first kernel of their kind,
+which is launched plainly: a kernel may allow the next one to start before it waits itself.
 """
 
 import functools

@@ -6,7 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 64  # lanes that hold a request's tokens: a power of two beyond MAX_DRAFTS
+from outrider.kernels.philox import Purpose
+from outrider.kernels.sampling import Sampling
+
+COLUMNS = tl.constexpr(64)  # lanes that hold a request's tokens: a power of two beyond MAX_DRAFTS
 
 
 class Drafts(NamedTuple):
@@ -42,14 +45,39 @@ class DraftLogits(NamedTuple):
     rows: torch.Tensor | None  # [B]
 
 
+class Step(NamedTuple):
+    """A batch's rows of logits, and what is known of the requests that they belong to."""
+
+    logits: torch.Tensor  # [N, V] raw; request i has the rows cu_rows[i]:cu_rows[i + 1]
+    cu_rows: torch.Tensor | None  # [B + 1] int32; None: a row a request
+    drafts: Drafts
+    sampling: Sampling  # [B]
+    anchor: torch.Tensor  # [B] int64 position of the first draft
+    position: torch.Tensor  # [B] int64 of the token after a request's first row
+    purpose: Purpose  # of the last token's draw
+    vocab_size: int
+    words: torch.Tensor | None  # [B, K + 2, 4] int64 random words instead of Philox's
+
+    def arguments(self, num_blocks: int) -> tuple[object, ...]:
+        """What every kernel behind the scan begins with."""
+        logits, ids = self.logits, self.drafts.token_ids
+        return (
+            logits, logits.stride(0), logits.shape[1], self.vocab_size, num_blocks, self.cu_rows,
+            self.drafts.num_drafts, ids.shape[1] + 1, ids, ids.stride(0),
+            self.drafts.draft_logits(), self.sampling, self.anchor, self.position, self.words,
+        )  # fmt: skip
+
+
 class Verified(NamedTuple):
     token_ids: torch.Tensor  # [B, K + 1] int64, padded with -1
     num_tokens: torch.Tensor  # [B] int32, 1..k_i + 1
     is_bad: torch.Tensor  # [B] bool: a row that was needed held NaN, inf or no finite logit
 
 
-def row_index_reference(cu_rows: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+def row_index_reference(step: Step) -> torch.Tensor:
     """Row of each (request, offset), clamped into the request. Shape: [B, K + 1] int64."""
+    drafts, cu_rows = step.drafts, step.cu_rows
+    assert cu_rows is not None
     offset = torch.arange(drafts.token_ids.shape[1] + 1, device=cu_rows.device)
     return cu_rows[:-1, None].long() + torch.minimum(offset, drafts.num_drafts[:, None].long())
 
@@ -91,11 +119,13 @@ def draft_row(request, draft):
 
 
 @triton.jit
-def emit(
-    request, accepted, last, is_bad, num_columns, draft_ids_ptr, verified, COLUMNS: tl.constexpr
-):
-    """Write a request's outcome: the drafts that stand, then the last token."""
+def emit(request, accepted, last, is_bad, num_columns, draft_ids_ptr, verified):
+    """Write a request's outcome: the drafts that stand, then the last token.
+
+    `is_bad` tells it of each column; what is behind the last token does not count.
+    """
     column = tl.arange(0, COLUMNS)
+    is_bad = tl.sum((is_bad & (column <= accepted)).to(tl.int32), 0) > 0
     token = tl.load(draft_ids_ptr + column, mask=column < accepted, other=-1)
     token = tl.where(column == accepted, tl.where(is_bad, 0, last), token)
     at = verified.token_ids + request * num_columns + column

@@ -10,11 +10,10 @@ import triton.language as tl
 
 from outrider.kernels.candidates import load_candidates
 from outrider.kernels.decide import Plan
-from outrider.kernels.drafts import Drafts, Verified, emit_reference, row_index_reference
+from outrider.kernels.drafts import Step, Verified, emit_reference, row_index_reference
 from outrider.kernels.match import match_reference
 from outrider.kernels.philox import (
     FIXED_ONE,
-    Purpose,
     exp,
     fixed,
     philox,
@@ -38,37 +37,27 @@ from outrider.kernels.sampling import (
     STATE_MAX,
     RowStates,
     Rule,
-    Sampling,
     block_width,
     log_prob_reference,
 )
 from outrider.kernels.scan import BlockStats, blocks_reference
 from outrider.kernels.settle import accept_blocks_reference
 
+_BLOCK = tl.constexpr(BLOCK)
+
 
 def draw_reference(
-    logits: torch.Tensor,
-    stats: BlockStats,
-    rows: RowStates,
-    cu_rows: torch.Tensor,
-    drafts: Drafts,
-    plan: Plan,
-    mass: torch.Tensor,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    purpose: Purpose,
-    vocab_size: int,
-    words: torch.Tensor | None = None,
+    step: Step, stats: BlockStats, rows: RowStates, plan: Plan, mass: torch.Tensor
 ) -> Verified:
-    """Tokens of every request; `position` [B] is that of a request's row 0."""
+    """Tokens of every request."""
+    logits, drafts, sampling = step.logits, step.drafts, step.sampling
     k_max = drafts.token_ids.shape[1]
     offset = torch.arange(k_max + 1, device=logits.device)
     k = drafts.num_drafts.long()
-    row_index = row_index_reference(cu_rows, drafts)
+    row_index = row_index_reference(step)
     greedy = sampling.temperature <= 0
     match = (sampling.rule == Rule.MATCH) & ~greedy
-    accepted = accept_blocks_reference(plan, mass, drafts, sampling, anchor, words)
+    accepted = accept_blocks_reference(step, plan, mass)
     last = torch.zeros_like(k)
     pairs = match.nonzero().squeeze(-1)
     if len(pairs):
@@ -76,7 +65,7 @@ def draw_reference(
         own = sampling.take(pairs.repeat_interleave(k_max + 1))
         tokens = match_reference(
             logits[at], rows.state[at], own.inverse_temperature(), own.seed,
-            (position[pairs, None] + offset).flatten(), vocab_size,
+            (step.position[pairs, None] + offset).flatten(), step.vocab_size,
         ).view(-1, k_max + 1)  # fmt: skip
         tokens = torch.where(rows.state[row_index[pairs], STATE_LOG_Z].isnan(), -1, tokens)
         same = (tokens[:, :-1] == drafts.token_ids[pairs]) & (tokens[:, :-1] >= 0)
@@ -88,8 +77,7 @@ def draw_reference(
     sampled = (~greedy & ~match).nonzero().squeeze(-1)
     if len(sampled):
         last[sampled] = _draw_last_reference(
-            logits, stats, rows, drafts, plan, mass, sampling, anchor, position, purpose,
-            vocab_size, words, sampled, accepted[sampled], row[sampled],
+            step, stats, rows, plan, mass, sampled, accepted[sampled], row[sampled]
         )  # fmt: skip
     return emit_reference(drafts, accepted, last, rows.state[row_index, STATE_LOG_Z].isnan())
 
@@ -105,25 +93,19 @@ def _block_mass_reference(
 
 
 def _draw_last_reference(
-    logits: torch.Tensor,
+    step: Step,
     stats: BlockStats,
     rows: RowStates,
-    drafts: Drafts,
     plan: Plan,
     mass: torch.Tensor,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    purpose: Purpose,
-    vocab_size: int,
-    words: torch.Tensor | None,
     b: torch.Tensor,
     accepted: torch.Tensor,
     row: torch.Tensor,
 ) -> torch.Tensor:
     """Last token of the requests `b`, whose `accepted` drafts stand. Shape: [R]."""
+    logits, drafts, vocab_size = step.logits, step.drafts, step.vocab_size
     k_max = drafts.token_ids.shape[1]
-    own = sampling.take(b)
+    own = step.sampling.take(b)
     inv_t = own.inverse_temperature()
     state = rows.state[row]
     plain = accepted == drafts.num_drafts[b]
@@ -138,12 +120,12 @@ def _draw_last_reference(
     from_stats = plain & ~own.is_filtered(vocab_size)
     plain_mass = _block_mass_reference(stats, rows, row, inv_t)
     own_mass = torch.where(from_stats[:, None], plain_mass, own_mass)
-    if words is None:
-        start, zero = anchor[b], torch.zeros_like(b)
-        offset = position[b] - start + accepted
-        w = philox_reference(own.seed, start, offset, torch.full_like(b, purpose), zero)
+    if step.words is None:
+        start, zero = step.anchor[b], torch.zeros_like(b)
+        offset = step.position[b] - start + accepted
+        w = philox_reference(own.seed, start, offset, torch.full_like(b, step.purpose), zero)
     else:
-        w0, w1, w2, w3 = words[b, k_max + 1].unbind(-1)
+        w0, w1, w2, w3 = step.words[b, k_max + 1].unbind(-1)
         w = (w0, w1, w2, w3)
     block = _choose(own_mass, pick_reference(w[0], w[1], own_mass.sum(-1)))
 
@@ -179,9 +161,7 @@ def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def draw_words(
-    request, j, num_columns, seed, anchor, offset, words_ptr, PURPOSE: tl.constexpr
-):  # fmt: skip
+def draw_words(request, j, num_columns, seed, anchor, offset, words_ptr, PURPOSE: tl.constexpr):
     """Random words of the token after j drafts; `offset` is that of a request's row 0."""
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
@@ -203,10 +183,10 @@ def pick_block(mass, num_blocks, words):
 
 
 @triton.jit
-def pick_token(block, weight, vocab_size, words, BLOCK: tl.constexpr):
+def pick_token(block, weight, vocab_size, words):
     """A token of a block, by the tokens' weights."""
     # Through the sums of groups: a short scan twice, not a long one.
-    part: tl.constexpr = BLOCK // 32
+    part: tl.constexpr = _BLOCK // 32
     by_group = tl.reshape(weight, (part, 32))
     mass = tl.sum(by_group, 1)
     target = pick(words[2], words[3], tl.sum(mass, 0))
@@ -215,15 +195,14 @@ def pick_token(block, weight, vocab_size, words, BLOCK: tl.constexpr):
     here = tl.arange(0, part) == group
     target -= tl.sum(tl.where(here, prefix - mass, 0), 0)
     inner = tl.cumsum(tl.sum(tl.where(here[:, None], by_group, 0), 0), 0)
-    token = block * BLOCK + group * 32 + tl.sum((inner <= target).to(tl.int32), 0)
+    token = block * _BLOCK + group * 32 + tl.sum((inner <= target).to(tl.int32), 0)
     return tl.minimum(token, vocab_size - 1).to(tl.int64)
 
 
 @triton.jit
 def draw_from_sums(
-    row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB: tl.constexpr
+):
     """A token of an unfiltered row's p, of whose blocks the scan left the sums."""
     row_max, log_z, _threshold, _cutoff = state
     lane = tl.arange(0, NB)
@@ -231,30 +210,29 @@ def draw_from_sums(
     block_max = tl.load(stats.max + at, mask=lane < num_blocks, other=-float("inf"))
     total = tl.load(stats.total + at, mask=lane < num_blocks, other=0.0)
     block = pick_block(fixed(total * exp((block_max - row_max) * inv_t - log_z)), num_blocks, words)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
+    ids = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     weight = exp((x - row_max) * inv_t - log_z)
     # Normalised by its block, so that few bits are lost in a light one.
-    return pick_token(block, fixed(weight / tl.sum(weight, 0)), vocab_size, words, BLOCK)
+    return pick_token(block, fixed(weight / tl.sum(weight, 0)), vocab_size, words)
 
 
 @triton.jit
 def draw_from_candidates(
-    row, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    row, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q: tl.constexpr
+):
     """A token of max(p - q, 0), or of p, where all that p keeps is among candidates by id."""
-    ids, x = load_candidates(candidates_ptr, num_candidates, LANES)
+    ids, x = load_candidates(candidates_ptr, num_candidates)
     y = load_draft_logits(ids, row, HAS_Q)
     weight = fixed(token_weights(x, y, ids, row, inv_t, HAS_Q))
     if tl.sum(weight, 0) == 0:
-        weight = fixed(probs(x, ids, row[2], inv_t))
+        weight = fixed(probs(x, ids, row[2], 0.0, inv_t))
     # What choosing a block, and then a token inside it, would give.
     prefix = tl.cumsum(weight, 0)
     chosen = prefix > pick(words[0], words[1], tl.sum(weight, 0))
-    block = tl.min(tl.where(chosen, ids // BLOCK, 0x7FFFFFFF), 0)
-    here = ids // BLOCK == block
-    before = tl.sum(tl.where(ids // BLOCK < block, weight, 0), 0)
+    block = tl.min(tl.where(chosen, ids // _BLOCK, 0x7FFFFFFF), 0)
+    here = ids // _BLOCK == block
+    before = tl.sum(tl.where(ids // _BLOCK < block, weight, 0), 0)
     target = before + pick(words[2], words[3], tl.sum(tl.where(here, weight, 0), 0))
     token = tl.min(tl.where(here & (prefix > target), ids, 0x7FFFFFFF), 0)
     return tl.minimum(token, vocab_size - 1).to(tl.int64)
@@ -262,9 +240,8 @@ def draw_from_candidates(
 
 @triton.jit
 def draw_from_blocks(
-    row, mass_ptr, num_blocks, vocab_size, inv_t, words, HAS_Q: tl.constexpr, NB: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    row, mass_ptr, num_blocks, vocab_size, inv_t, words, HAS_Q: tl.constexpr, NB: tl.constexpr
+):
     """A token of a row that was read again, of whose blocks these are the masses."""
     lane = tl.arange(0, NB)
     mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)
@@ -272,10 +249,10 @@ def draw_from_blocks(
     row = without_draft(lost, row)
     if lost:
         # Rounding can reject where p = q and nothing is left to recover: fall back to p.
-        read_blocks(mass_ptr, 0, 1, num_blocks, row, vocab_size, inv_t, HAS_Q, BLOCK)
+        read_blocks(mass_ptr, 0, 1, num_blocks, row, vocab_size, inv_t, HAS_Q)
         tl.debug_barrier()
         mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)
     block = pick_block(mass, num_blocks, words)
-    loaded = load_block(block, row, HAS_Q, BLOCK)
-    weight = block_weights(loaded, row, vocab_size, inv_t, HAS_Q)
-    return pick_token(block, fixed(weight), vocab_size, words, BLOCK)
+    loaded = load_block(block, row, HAS_Q)
+    weight = block_weights(block, loaded, row, vocab_size, inv_t, HAS_Q)
+    return pick_token(block, fixed(weight), vocab_size, words)

@@ -10,17 +10,22 @@ import triton.language as tl
 
 from outrider.kernels._dispatch import num_programs
 from outrider.kernels.decide import BAD, accept_tests
-from outrider.kernels.drafts import COLUMNS, Drafts, Verified, draft_row, emit, rows_of
+from outrider.kernels.dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from outrider.kernels.drafts import COLUMNS, Step, Verified, draft_row, emit, rows_of
 from outrider.kernels.draw import draw_from_blocks, draw_words
-from outrider.kernels.philox import Purpose
 from outrider.kernels.residual import open_row, read_blocks
 from outrider.kernels.row_outcome import Rows
-from outrider.kernels.sampling import BLOCK, Sampling, load_state
+from outrider.kernels.sampling import load_state
 from outrider.kernels.settle import accept_blocks
 
 _PROGRAMS_PER_SM = 8  # as many as are resident
 _WARPS = 4
 _MAX_REGISTERS = 64
+_DRAW_WARPS = 4
 
 
 @triton.jit
@@ -54,11 +59,15 @@ def _read_kernel(
     draft_stride,
     draft,
     sampling,
+    anchor_ptr,  # [B], as the next
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
     mass_ptr,  # [B, K + 1, num_blocks]
     rows,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     num_rows = tl.load(rows.counters)
     parts = tl.minimum(tl.maximum(tl.num_programs(0) // tl.maximum(num_rows, 1), 1), num_blocks)
     for item in range(tl.program_id(0), num_rows * parts, tl.num_programs(0)):
@@ -72,7 +81,7 @@ def _read_kernel(
         read_blocks(
             mass_ptr + (request * num_columns + j).to(tl.int64) * num_blocks, item % parts, parts,
             num_blocks, row, vocab_size, 1.0 / tl.load(sampling.temperature + request),
-            draft.raw is not None, BLOCK,
+            draft.raw is not None,
         )  # fmt: skip
 
 
@@ -98,94 +107,60 @@ def _draw_kernel(
     verified,
     PURPOSE: tl.constexpr,
     NB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     request = tl.program_id(0)
-    if tl.load(rows.num_open + request) == 0:
-        return
-    column = tl.arange(0, COLUMNS)
+    # What waits for nothing comes first: together it takes the time of one load.
     k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
-    draft_ids_ptr += request * draft_stride
-    mass_ptr += (request * num_columns).to(tl.int64) * num_blocks
     inv_t = 1.0 / tl.load(sampling.temperature + request)
     is_block = tl.load(sampling.rule + request) == 1
+    seed = tl.load(sampling.seed + request)
+    anchor = tl.load(anchor_ptr + request)
+    position = tl.load(position_ptr + request)
+    draft_ids_ptr += request * draft_stride
+    mass_ptr += (request * num_columns).to(tl.int64) * num_blocks
+    wait_for_inputs(DEPENDENT)
+    num_open = tl.load(rows.num_open + request)
     accepted, own, is_open, log_scale, u = accept_tests(
-        request, k, is_block, num_columns, draft_ids_ptr, rows, COLUMNS
+        request, k, is_block, num_columns, draft_ids_ptr, rows
     )
+    if num_open == 0:
+        return
     if is_block:
-        accepted = accept_blocks(
-            accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB, COLUMNS
-        )
+        accepted = accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB)
     row = _open(
         request, accepted, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr,
         draft, rows,
     )  # fmt: skip
-    anchor = tl.load(anchor_ptr + request)
     words = draw_words(
-        request, accepted, num_columns, tl.load(sampling.seed + request), anchor,
-        tl.load(position_ptr + request) - anchor, words_ptr, PURPOSE,
-    )  # fmt: skip
+        request, accepted, num_columns, seed, anchor, position - anchor, words_ptr, PURPOSE
+    )
     HAS_Q: tl.constexpr = draft.raw is not None
     last = draw_from_blocks(
         row, mass_ptr + accepted * num_blocks, num_blocks, vocab_size, inv_t, words, HAS_Q, NB,
-        BLOCK,
     )  # fmt: skip
-    is_bad = tl.sum(((column <= accepted) & (own == BAD)).to(tl.int32), 0) > 0
-    emit(request, accepted, last, is_bad, num_columns, draft_ids_ptr, verified, COLUMNS)
+    emit(request, accepted, last, own == BAD, num_columns, draft_ids_ptr, verified)
 
 
-def finish(
-    logits: torch.Tensor,
-    num_blocks: int,
-    cu_rows: torch.Tensor | None,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    purpose: Purpose,
-    vocab_size: int,
-    words: torch.Tensor | None,
-    rows: Rows,
-    verified: Verified,
-) -> None:
-    """Write the outcomes of requests with listed rows; `position` [B] is that of their row 0."""
-    items = len(rows.to_read) * num_blocks
-    mass = logits.new_empty(items, dtype=torch.int64)
-    batch = (
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        vocab_size,
-        num_blocks,
-        cu_rows,
-        drafts.num_drafts,
-        drafts.token_ids.shape[1] + 1,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.draft_logits(),
-        sampling,
-    )
-    _read_kernel[(min(items, num_programs(logits.device, _PROGRAMS_PER_SM)),)](
-        *batch,
+def finish(step: Step, num_blocks: int, rows: Rows, verified: Verified) -> None:
+    """Write the outcomes of requests with listed rows."""
+    device = step.logits.device
+    mass = step.logits.new_empty(len(rows.to_read) * num_blocks, dtype=torch.int64)
+    _read_kernel[(min(len(mass), num_programs(device, _PROGRAMS_PER_SM)),)](
+        *step.arguments(num_blocks),
         mass,
         rows,
-        BLOCK=BLOCK,
-        COLUMNS=COLUMNS,
+        **dependent_launch(device),
         num_warps=_WARPS,
         maxnreg=_MAX_REGISTERS,
     )
     _draw_kernel[(len(rows.num_open),)](
-        *batch,
-        anchor,
-        position,
-        words,
+        *step.arguments(num_blocks),
         mass,
         rows,
         verified,
-        PURPOSE=int(purpose),
+        PURPOSE=int(step.purpose),
         NB=triton.next_power_of_2(num_blocks),
-        BLOCK=BLOCK,
-        COLUMNS=COLUMNS,
-        num_warps=4,
+        **dependent_launch(device),
+        num_warps=_DRAW_WARPS,
     )

@@ -21,6 +21,9 @@ from outrider.kernels.philox import (
 )
 from outrider.kernels.sampling import GROUP, log_prob, log_prob_reference
 
+_GROUP = tl.constexpr(GROUP)
+_LANES = tl.constexpr(1024)  # groups whose bounds are looked at together
+_TILE = tl.constexpr(16)  # groups whose tokens are
 _NO_BEST = tl.constexpr(-0x7F800001 << 32)  # the key of -inf
 
 
@@ -57,21 +60,20 @@ def noise_reference(seed: torch.Tensor, position: torch.Tensor, vocab_size: int)
 @triton.jit
 def _best_of_groups(
     group, valid, row_ptr, vocab_size, row_max, log_z, threshold, cutoff, inv_t, seed, position,
-    GROUP: tl.constexpr,
 ):  # fmt: skip
     """The tokens' highest score with its id, packed: score ascending, then id descending."""
     position = position.to(tl.int32)
     group = group[:, None]
     zero = group * 0
-    ids = group * GROUP + tl.arange(0, GROUP)[None, :]
+    ids = group * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = valid[:, None] & (ids < vocab_size)
     x = tl.load(row_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     least, place, _, _ = philox(seed, zero + position, zero, zero + 3, group)
     w0, w1, w2, w3 = philox(seed, ids * 0 + position, ids * 0, ids * 0 + 2, ids // 4)
     part = ids % 4
     word = tl.where(part < 2, tl.where(part == 0, w0, w1), tl.where(part == 2, w2, w3))
-    excess = tl.where((place >> 26).to(tl.int32) == ids % GROUP, 0.0, exponential(word))
-    noise = exponential(least) / GROUP + excess
+    excess = tl.where((place >> 26).to(tl.int32) == ids % _GROUP, 0.0, exponential(word))
+    noise = exponential(least) / _GROUP + excess
     score = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t) - log(noise)
     packed = (key_of(score).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
     return tl.max(tl.max(tl.where(inside, packed, _NO_BEST), 1), 0)
@@ -80,21 +82,21 @@ def _best_of_groups(
 @triton.jit
 def own_token(
     row_ptr, vocab_size, group_max_ptr, num_groups, row_max, log_z, threshold, cutoff, inv_t, seed,
-    position, LANES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    position,
 ):  # fmt: skip
     """A row's own token. Bounds of the groups' scores take the place of their maxima."""
-    lane = tl.arange(0, LANES)
+    lane = tl.arange(0, _LANES)
     zero = lane * 0
     highest = -float("inf")
     highest_group = 0
     top_group = 0x7FFFFFFF  # that of the highest logit
-    for start in range(0, num_groups, LANES):
+    for start in range(0, num_groups, _LANES):
         group = start + lane
         at = group_max_ptr + group
         group_max = tl.load(at, mask=group < num_groups, other=-float("inf"))
         least = philox(seed, zero + position.to(tl.int32), zero, zero + 3, group)[0]
         # More than rounding can make of the difference to a token's own score.
-        bound = (group_max - row_max) * inv_t - log_z - log(exponential(least) / GROUP) + 0.01
+        bound = (group_max - row_max) * inv_t - log_z - log(exponential(least) / _GROUP) + 0.01
         possible = (group_max >= threshold) & (group_max > -float("inf"))
         bound = tl.where(possible, bound, -float("inf"))
         tl.store(at, bound, mask=group < num_groups)
@@ -111,11 +113,11 @@ def own_token(
     likely = tl.where(two == 0, highest_group, top_group)
     best = _best_of_groups(
         likely, likely < num_groups, row_ptr, vocab_size, row_max, log_z, threshold, cutoff, inv_t,
-        seed, position, GROUP,
+        seed, position,
     )  # fmt: skip
     least_score = value_of((best >> 32).to(tl.int32))
     num_left = 0
-    for start in range(0, num_groups, LANES):
+    for start in range(0, num_groups, _LANES):
         group = start + lane
         at = group_max_ptr + group
         bound = tl.load(at, mask=group < num_groups, other=-float("inf"))
@@ -125,12 +127,12 @@ def own_token(
         tl.debug_barrier()
         tl.store(group_max_ptr + slot, group.to(tl.float32), mask=left)
     tl.debug_barrier()
-    for start in range(0, num_left, TILE):
-        slot = start + tl.arange(0, TILE)
+    for start in range(0, num_left, _TILE):
+        slot = start + tl.arange(0, _TILE)
         group = tl.load(group_max_ptr + slot, mask=slot < num_left, other=0.0).to(tl.int32)
         of_tile = _best_of_groups(
             group, slot < num_left, row_ptr, vocab_size, row_max, log_z, threshold, cutoff,
-            inv_t, seed, position, GROUP,
+            inv_t, seed, position,
         )  # fmt: skip
         best = tl.maximum(best, of_tile)
     return tl.minimum(0x7FFFFFFF - (best & 0xFFFFFFFF), vocab_size - 1)

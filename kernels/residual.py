@@ -9,16 +9,19 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.decide import Plan
-from outrider.kernels.drafts import Drafts, draft_row, row_index_reference
-from outrider.kernels.philox import FIXED_ONE, exp, fixed
+from outrider.kernels.drafts import Step, draft_row, row_index_reference
+from outrider.kernels.philox import FIXED_ONE, exp2, fixed
 from outrider.kernels.sampling import (
+    BLOCK,
     STATE_LOG_Z,
     RowStates,
-    Sampling,
     log_prob_reference,
     num_blocks,
 )
 from outrider.kernels.scan import blocks_reference, rows_in_cache
+
+_BLOCK = tl.constexpr(BLOCK)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def weights_reference(
@@ -51,19 +54,12 @@ def weights_reference(
     return ((p * scale.reshape(lead) - q).clamp_min(0.0) * FIXED_ONE).long()
 
 
-def residual_reference(
-    logits: torch.Tensor,
-    rows: RowStates,
-    cu_rows: torch.Tensor,
-    drafts: Drafts,
-    plan: Plan,
-    sampling: Sampling,
-    vocab_size: int,
-) -> torch.Tensor:
+def residual_reference(step: Step, rows: RowStates, plan: Plan) -> torch.Tensor:
     """Block masses of the rows that the plan names; 0 elsewhere.
 
     Shape: [B, K + 1, num_blocks] int64.
     """
+    logits, drafts, vocab_size = step.logits, step.drafts, step.vocab_size
     batch, width = plan.log_scale.shape
     shape = (batch, width, num_blocks(vocab_size))
     mass = torch.zeros(shape, dtype=torch.int64, device=logits.device)
@@ -72,7 +68,7 @@ def residual_reference(
     for b, j in (pairs.unbind(1) for pairs in to_read.split(rows_in_cache(vocab_size))):
         if not len(b):
             break
-        row = row_index_reference(cu_rows, drafts)[b, j]
+        row = row_index_reference(step)[b, j]
         x = blocks_reference(logits[row], vocab_size)
         ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
         draft = draft_state = None
@@ -85,17 +81,17 @@ def residual_reference(
         draft_id = drafts.token_ids[b, slot] if width > 1 else torch.full_like(b, -1)
         weight = weights_reference(
             x, ids, rows.state[row], draft, draft_state, draft_id, j < drafts.num_drafts[b],
-            plan.log_scale[b, j], sampling.inverse_temperature()[b],
+            plan.log_scale[b, j], step.sampling.inverse_temperature()[b],
         )  # fmt: skip
         mass[b, j] = weight.sum(-1)
     return mass
 
 
 @triton.jit
-def probs(x, ids, state, inv_t):
-    """Processed probabilities of raw logits."""
+def probs(x, ids, state, log_scale, inv_t):
+    """Processed probabilities of raw logits, times exp(log_scale)."""
     row_max, log_z, threshold, cutoff = state
-    p = exp((x - row_max) * inv_t - log_z)
+    p = exp2((x - row_max) * (inv_t * _LOG2_E) - (log_z - log_scale) * _LOG2_E)
     if threshold > -float("inf"):
         p = tl.where((x > threshold) | ((x == threshold) & (ids <= cutoff.to(tl.int32))), p, 0.0)
     return p
@@ -113,25 +109,25 @@ def open_row(
         q_ptr += j.to(tl.int64) * draft.stride_k
         q_width = tl.where(has_draft, draft.width, 0)
     draft_id = tl.load(draft_ids_ptr + j, mask=has_draft, other=-1)
-    scale = tl.where(has_draft, exp(log_scale), 1.0)
-    return row_ptr, width, state, q_ptr, q_width, q_state, draft_id, scale
+    log_scale = tl.where(has_draft, log_scale, 0.0)
+    return row_ptr, width, state, q_ptr, q_width, q_state, draft_id, log_scale
 
 
 @triton.jit
 def without_draft(lost, row):
     """The row, or where nothing of it is left to recover, p alone."""
-    row_ptr, width, state, q_ptr, q_width, q_state, draft_id, scale = row
+    row_ptr, width, state, q_ptr, q_width, q_state, draft_id, log_scale = row
     q_max, q_log_z, q_threshold, q_cutoff = q_state
     q_state = q_max, tl.where(lost, float("nan"), q_log_z), q_threshold, q_cutoff
     draft_id = tl.where(lost, -1, draft_id)
-    scale = tl.where(lost, 1.0, scale)
-    return row_ptr, width, state, q_ptr, q_width, q_state, draft_id, scale
+    log_scale = tl.where(lost, 0.0, log_scale)
+    return row_ptr, width, state, q_ptr, q_width, q_state, draft_id, log_scale
 
 
 @triton.jit
 def load_draft_logits(ids, row, HAS_Q: tl.constexpr):
     """Raw draft logits of tokens; nothing where all drafts are one-hot."""
-    _row_ptr, _width, _state, q_ptr, q_width, _q_state, _draft_id, _scale = row
+    _row_ptr, _width, _state, q_ptr, q_width, _q_state, _draft_id, _log_scale = row
     y = 0.0
     if HAS_Q:
         y = tl.load(q_ptr + ids, mask=ids < q_width, other=-float("inf"))
@@ -141,43 +137,43 @@ def load_draft_logits(ids, row, HAS_Q: tl.constexpr):
 @triton.jit
 def token_weights(x, y, ids, row, inv_t, HAS_Q: tl.constexpr):
     """max(P p - q, 0) of tokens with raw logits x and y."""
-    _row_ptr, _width, state, _q_ptr, _q_width, q_state, draft_id, scale = row
-    weight = probs(x, ids, state, inv_t) * scale
+    _row_ptr, _width, state, _q_ptr, _q_width, q_state, draft_id, log_scale = row
+    weight = probs(x, ids, state, log_scale, inv_t)
     is_one_hot = True
     if HAS_Q:
         is_one_hot = q_state[1] != q_state[1]
         if not is_one_hot:
-            weight = tl.maximum(weight - probs(tl.cast(y, tl.float32), ids, q_state, inv_t), 0.0)
+            q = probs(tl.cast(y, tl.float32), ids, q_state, 0.0, inv_t)
+            weight = tl.maximum(weight - q, 0.0)
     if is_one_hot:
         weight = tl.where(ids == draft_id, 0.0, weight)  # P p(X) - 1 <= 0
     return weight
 
 
 @triton.jit
-def load_block(block, row, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
-    """Ids of a block's tokens, and their raw logits, the target's and the draft's."""
-    ids = block * BLOCK + tl.arange(0, BLOCK)
+def load_block(block, row, HAS_Q: tl.constexpr):
+    """Raw logits of a block's tokens, the target's and the draft's."""
+    ids = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row[0] + ids, mask=ids < row[1], other=-float("inf"))
-    return ids, x, load_draft_logits(ids, row, HAS_Q)
+    return x, load_draft_logits(ids, row, HAS_Q)
 
 
 @triton.jit
-def block_weights(loaded, row, vocab_size, inv_t, HAS_Q: tl.constexpr):
+def block_weights(block, loaded, row, vocab_size, inv_t, HAS_Q: tl.constexpr):
     """max(P p - q, 0) of a loaded block's tokens."""
-    ids, x, y = loaded
-    x = tl.where(ids < vocab_size, x.to(tl.float32), -float("inf"))
-    return token_weights(x, y, ids, row, inv_t, HAS_Q)
+    ids = block * _BLOCK + tl.arange(0, _BLOCK)
+    x = loaded[0].to(tl.float32)
+    if block * _BLOCK + _BLOCK > vocab_size:
+        x = tl.where(ids < vocab_size, x, -float("inf"))
+    return token_weights(x, loaded[1], ids, row, inv_t, HAS_Q)
 
 
 @triton.jit
-def read_blocks(
-    mass_ptr, part, parts, num_blocks, row, vocab_size, inv_t,
-    HAS_Q: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def read_blocks(mass_ptr, part, parts, num_blocks, row, vocab_size, inv_t, HAS_Q: tl.constexpr):
     """Write the masses of every parts-th block of a row, from the part-th on; loads one ahead."""
-    ahead = load_block(part, row, HAS_Q, BLOCK)
+    ahead = load_block(part, row, HAS_Q)
     for block in range(part, num_blocks, parts):
         loaded = ahead
-        ahead = load_block(block + parts, row, HAS_Q, BLOCK)
-        weight = block_weights(loaded, row, vocab_size, inv_t, HAS_Q)
+        ahead = load_block(block + parts, row, HAS_Q)
+        weight = block_weights(block, loaded, row, vocab_size, inv_t, HAS_Q)
         tl.store(mass_ptr + block, fixed(tl.sum(weight, 0)))

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.decide import BAD, accept_tests
-from outrider.kernels.drafts import emit
+from outrider.kernels.drafts import COLUMNS, emit
 from outrider.kernels.match import own_token
+from outrider.kernels.sampling import BLOCK
 
-_MATCH_TILE = tl.constexpr(16)  # groups
+_BLOCK = tl.constexpr(BLOCK)
 
 
 class Rows(NamedTuple):
@@ -31,27 +32,27 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def greedy_token(row_max, block, row_ptr, vocab_size, BLOCK: tl.constexpr):
+def greedy_token(row_max, block, row_ptr, vocab_size):
     """The lowest id that has the row's maximum, which the block holds."""
-    ids = block * BLOCK + tl.arange(0, BLOCK)
+    ids = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     return tl.min(tl.where(x == row_max, ids, 0x7FFFFFFF), 0)
 
 
 @triton.jit
-def conclude_row(
-    own, is_block, request, offset, k, num_columns, draft_ids_ptr, rows, verified,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
+def conclude_row(own, is_block, request, offset, k, num_columns, draft_ids_ptr, rows, verified):
     """Note a row's own token; after the last of a request's rows, emit or list what is open."""
     column = tl.arange(0, COLUMNS)
     at = request * num_columns
     tl.store(rows.own + at + offset, own)
     tl.debug_barrier()
-    if tl.atomic_add(rows.counters + 2 + request, 1, sem="acq_rel") == k:
+    num_before = 0
+    if k > 0:
+        num_before = tl.atomic_add(rows.counters + 2 + request, 1, sem="acq_rel")
+    if num_before == k:
         tl.debug_barrier()
         accepted, owns, is_open, log_scale, _u = accept_tests(
-            request, k, is_block, num_columns, draft_ids_ptr, rows, COLUMNS
+            request, k, is_block, num_columns, draft_ids_ptr, rows
         )
         num_open = tl.sum(is_open.to(tl.int32), 0)
         tl.store(rows.num_open + request, num_open)
@@ -62,15 +63,13 @@ def conclude_row(
             tl.store(rows.log_scale + at + column, log_scale, mask=is_open)
         else:
             last = tl.sum(tl.where(column == accepted, owns, 0), 0)
-            is_bad = tl.sum(((column <= accepted) & (owns == BAD)).to(tl.int32), 0) > 0
-            emit(request, accepted, last, is_bad, num_columns, draft_ids_ptr, verified, COLUMNS)
+            emit(request, accepted, last, owns == BAD, num_columns, draft_ids_ptr, verified)
 
 
 @triton.jit
 def settle_row(
     test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
     vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write a sampled row's state, and what comes of it; `drawn` recovers a draft, or is OPEN."""
     row_max, log_z, threshold, cutoff = state
@@ -89,11 +88,10 @@ def settle_row(
         own = own_token(
             row_ptr, vocab_size, group_max_ptr, num_groups, row_max, log_z, threshold, cutoff,
             inv_t, tl.load(sampling.seed + request), tl.load(position_ptr + request) + offset,
-            CHUNK, _MATCH_TILE, GROUP,
         )  # fmt: skip
     elif (rule == 0) & accepts:
         own = tl.load(draft_ids_ptr + offset)
     conclude_row(
         tl.where(log_z == log_z, own, BAD), rule == 1, request, offset, k, num_columns,
-        draft_ids_ptr, rows, verified, COLUMNS,
+        draft_ids_ptr, rows, verified,
     )  # fmt: skip

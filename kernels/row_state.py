@@ -1,11 +1,13 @@
-"""K1b: a row's state (maximum, log-normaliser, threshold, tie cutoff) from its blocks' stats.
+"""K1b: each row's state (maximum, log-normaliser, threshold, tie cutoff), and what comes of it.
 
 Top-k, top-p (of what top-k leaves) and min-p (relative to the maximum) each keep a prefix of the
 order (logit descending, token id ascending), so together they keep the shortest of the three, and
 (threshold, cutoff) describes it without any probability being stored.
 
-The kernel ranks the few tokens that can matter against each other (candidates.py); rows where they
-are not few are left to a second one, which bisects the logits' bit patterns (bisection.py).
+The kernel merges the sums of a row's blocks and ranks the few tokens that filters can leave against
+each other (candidates.py); rows where they are not few it leaves to a second one, which bisects the
+logits' bit patterns (bisection.py). It tests the row's draft (decide.py), draws the row's own token
+where that takes no other reading of the row (draw.py, match.py), and hands over to row_outcome.py.
 """
 
 import numpy as np
@@ -16,16 +18,19 @@ import triton.language as tl
 from outrider.kernels.bisection import bisect_rows
 from outrider.kernels.candidates import (
     CANDIDATE_SCRATCH,
-    CHUNK,
-    MAX_CANDIDATES,
     MAX_GROUPS,
     threshold_from_candidates,
 )
 from outrider.kernels.decide import BAD, OPEN, accept_test, load_draft
-from outrider.kernels.drafts import COLUMNS, Drafts, Verified, rows_of
+from outrider.kernels.dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from outrider.kernels.drafts import COLUMNS, Step, Verified, rows_of
 from outrider.kernels.draw import draw_from_candidates, draw_from_sums, draw_words
 from outrider.kernels.keys import value_of
-from outrider.kernels.philox import FIXED_ONE, Purpose, log, log_of_fixed
+from outrider.kernels.philox import FIXED_ONE, log, log_of_fixed
 from outrider.kernels.residual import open_row
 from outrider.kernels.row_outcome import Rows, conclude_row, greedy_token, settle_row
 from outrider.kernels.sampling import (
@@ -39,8 +44,10 @@ from outrider.kernels.sampling import (
 )
 from outrider.kernels.scan import BlockStats, merge_max, merge_totals
 
-_WARPS = 4
-_MAX_REGISTERS = 128  # 4 programs a multiprocessor
+_BLOCK = tl.constexpr(BLOCK)
+_GROUP = tl.constexpr(GROUP)
+# Warps and registers of a program, by whether rows are filtered: 4 or 3 a multiprocessor.
+_SHAPES = {False: (4, 128), True: (8, 80)}
 _FIRST_CANDIDATES = 256  # a nucleus is rarely wider
 _WIDER = 16  # times as many where it is
 
@@ -117,7 +124,6 @@ def _row_state_kernel(
     logits_stride,
     width,
     vocab_size,
-    stats,
     num_blocks,
     cu_rows_ptr,  # [B + 1], or None: a row a request
     num_drafts_ptr,  # [B]
@@ -129,6 +135,7 @@ def _row_state_kernel(
     anchor_ptr,  # [B], as the next
     position_ptr,
     words_ptr,  # [B, K + 2, 4] or None
+    stats,
     scratch_ptr,  # [N, scratch_stride] int64, if anything filters
     scratch_stride,
     rows,
@@ -137,41 +144,42 @@ def _row_state_kernel(
     FILTERS: tl.constexpr,
     NB: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     request = tl.program_id(0) // num_columns
     offset = tl.program_id(0) % num_columns
+    draft_ids_ptr += request * draft_stride
+    # What waits for nothing comes first: together it takes the time of one load.
     k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    temperature = tl.load(sampling.temperature + request)
+    rule = tl.load(sampling.rule + request)
+    seed = tl.load(sampling.seed + request)
+    anchor = tl.load(anchor_ptr + request)
+    position = tl.load(position_ptr + request)
+    draft_id = tl.load(draft_ids_ptr + offset, mask=offset < num_columns - 1, other=-1)
+    wait_for_inputs(DEPENDENT)
     if offset > k:
         return
     row = (row0 + offset).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
-    draft_ids_ptr += request * draft_stride
-    temperature = tl.load(sampling.temperature + request)
     if temperature <= 0:
         row_max, block, bad = merge_max(row, stats, num_blocks, NB)
-        own = greedy_token(row_max, block, row_ptr, vocab_size, BLOCK)
+        own = greedy_token(row_max, block, row_ptr, vocab_size)
         conclude_row(
             tl.where(bad, BAD, own.to(tl.int64)), False, request, offset, k, num_columns,
-            draft_ids_ptr, rows, verified, COLUMNS,
+            draft_ids_ptr, rows, verified,
         )  # fmt: skip
         return
     inv_t = 1.0 / temperature
-    rule = tl.load(sampling.rule + request)
-    seed = tl.load(sampling.seed + request)
-    anchor = tl.load(anchor_ptr + request)
     drafted = load_draft(
-        request, offset, k, row_ptr, vocab_size, num_columns, draft_ids_ptr, draft, seed, anchor,
+        draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft, seed, anchor,
         words_ptr,
     )  # fmt: skip
     row_max, z, bad = merge_totals(row, stats, num_blocks, inv_t, NB)
     log_z = tl.where(bad, float("nan"), log(z))
     threshold = -float("inf")
     cutoff = vocab_size.to(tl.float32)
-    groups = num_blocks * (BLOCK // GROUP)
+    groups = num_blocks * (_BLOCK // _GROUP)
     group_max_ptr = stats.group_max + row * groups
     scratch_ptr += row * scratch_stride
     candidates_ptr = scratch_ptr + MAX_GROUPS
@@ -186,7 +194,7 @@ def _row_state_kernel(
                 row_ptr, vocab_size, row_max, z, inv_t, top_k, tl.load(sampling.top_p + request),
                 tl.load(sampling.min_p + request), (top_k > 0) & (top_k < vocab_size),
                 group_max_ptr, groups, scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True),
-                candidates_ptr, GROUPS, GROUP,
+                candidates_ptr, GROUPS,
             )  # fmt: skip
             log_z = log_of_fixed(kept)
             threshold = value_of(key)
@@ -195,15 +203,17 @@ def _row_state_kernel(
         slot = tl.atomic_add(rows.counters + 1, 1, sem="relaxed")
         tl.store(rows.to_bisect + slot, request * COLUMNS + offset)
         return
+    if (num_columns > 1) | FILTERS:  # else there is none of ours behind this one
+        # Not before: programs that wait take issue slots from those that work.
+        start_next_kernel(DEPENDENT)
     state = row_max, log_z, threshold, cutoff
     test = accept_test(drafted, state, inv_t)
     drawn = tl.full((), OPEN, tl.int64)
     is_last = offset == k
     if ((rule != 2) & is_last) | ((rule == 0) & filtered & (test[2] == 0)):
         words = draw_words(
-            request, offset, num_columns, seed, anchor,
-            tl.load(position_ptr + request) - anchor, words_ptr, PURPOSE,
-        )  # fmt: skip
+            request, offset, num_columns, seed, anchor, position - anchor, words_ptr, PURPOSE
+        )
         if filtered:
             HAS_Q: tl.constexpr = draft.raw is not None
             own = open_row(
@@ -211,78 +221,41 @@ def _row_state_kernel(
                 draft, 0.0,
             )  # fmt: skip
             drawn = draw_from_candidates(
-                own, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q,
-                MAX_CANDIDATES, BLOCK,
-            )  # fmt: skip
+                own, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q
+            )
         else:
             drawn = draw_from_sums(
-                row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB, BLOCK
+                row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB
             )
     settle_row(
         test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, groups,
-        vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified, CHUNK,
-        GROUP, COLUMNS,
+        vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified,
     )  # fmt: skip
 
 
-def row_state(
-    logits: torch.Tensor,
-    stats: BlockStats,
-    cu_rows: torch.Tensor | None,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    purpose: Purpose,
-    vocab_size: int,
-    filters: bool,
-    words: torch.Tensor | None,
-    rows: Rows,
-    verified: Verified,
-) -> None:
-    """Write what comes of every row, and the outcomes of greedy and of `match` requests.
+def row_state(step: Step, stats: BlockStats, filters: bool, rows: Rows, verified: Verified) -> None:
+    """Write what comes of every row, and the outcomes of requests that no row leaves open.
 
     `filters` false promises no filtered row.
     """
-    new = logits.new_empty
-    batch, k_max = drafts.token_ids.shape
-    columns = k_max + 1
+    logits, drafts = step.logits, step.drafts
     blocks = stats.max.shape[1]
     scratch_rows = len(logits) if filters else 0
-    _row_state_kernel[(batch * columns,)](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        vocab_size,
+    num_warps, max_registers = _SHAPES[filters]
+    _row_state_kernel[(len(drafts.token_ids) * (drafts.token_ids.shape[1] + 1),)](
+        *step.arguments(blocks),
         stats,
-        blocks,
-        cu_rows,
-        drafts.num_drafts,
-        columns,
-        drafts.token_ids,
-        drafts.token_ids.stride(0),
-        drafts.draft_logits(),
-        sampling,
-        anchor,
-        position,
-        words,
-        new((scratch_rows, CANDIDATE_SCRATCH), dtype=torch.int64),
+        logits.new_empty((scratch_rows, CANDIDATE_SCRATCH), dtype=torch.int64),
         CANDIDATE_SCRATCH,
         rows,
         verified,
-        PURPOSE=int(purpose),
+        PURPOSE=int(step.purpose),
         FILTERS=filters,
         NB=triton.next_power_of_2(blocks),
         GROUPS=triton.next_power_of_2(blocks * (BLOCK // GROUP)),
-        CHUNK=CHUNK,
-        BLOCK=BLOCK,
-        GROUP=GROUP,
-        COLUMNS=COLUMNS,
-        num_warps=_WARPS,
-        maxnreg=_MAX_REGISTERS,
+        **dependent_launch(logits.device),
+        num_warps=num_warps,
+        maxnreg=max_registers,
     )
     if filters:
-        bisect_rows(
-            logits, stats, cu_rows, drafts, sampling, anchor, position, vocab_size, words,
-            rows, verified,
-        )  # fmt: skip
+        bisect_rows(step, stats, rows, verified)

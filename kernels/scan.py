@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 
 from outrider.kernels._dispatch import INTERPRET, num_programs
+from outrider.kernels.dependent_launch import dependent_launch, start_next_kernel
 from outrider.kernels.philox import FIXED_ONE, exp, exp2
 from outrider.kernels.sampling import BLOCK, GROUP, Sampling, block_width, is_filtered, num_blocks
 
 _INTERPRET = tl.constexpr(INTERPRET)
+_BLOCK = tl.constexpr(BLOCK)
+_GROUP = tl.constexpr(GROUP)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _PROGRAMS_PER_SM = 32
 _NUM_CACHED = 1 << 16
@@ -126,9 +129,9 @@ def _scan_kernel(
     sampling,  # None: temperature 1 and group maxima for every row
     stats,
     counters_ptr,  # [B + 2], set to 0; or None
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_next_kernel(DEPENDENT)
     # Programs of one warp (no barriers), as many as are resident at once, walk over all blocks and
     # load one ahead. No load of logits waits for another load.
     step = tl.num_programs(0)
@@ -137,20 +140,20 @@ def _scan_kernel(
             tl.store(counters_ptr + i, 0)
     step_rows, step_blocks = step // num_blocks, step % num_blocks
     row, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
-    lane = tl.arange(0, BLOCK)
-    ids = block * BLOCK + lane
+    lane = tl.arange(0, _BLOCK)
+    ids = block * _BLOCK + lane
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     ahead = tl.load(row_ptr + ids, mask=ids < tl.where(row < num_rows, width, 0), other=0.0)
     request = _request_of(row, tl.zeros((), tl.int32), cu_rows_ptr, num_requests)
     while request < num_requests:
         x = ahead.to(tl.float32)
         at = row.to(tl.int64) * num_blocks + block
-        first = block * BLOCK
+        first = block * _BLOCK
 
         block += step_blocks
         row += step_rows + (block >= num_blocks).to(tl.int32)
         block = tl.where(block >= num_blocks, block - num_blocks, block)
-        ids = block * BLOCK + lane
+        ids = block * _BLOCK + lane
         row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
         ahead = tl.load(row_ptr + ids, mask=ids < tl.where(row < num_rows, width, 0), other=0.0)
 
@@ -161,18 +164,18 @@ def _scan_kernel(
             scale = tl.where(temperature > 0, _LOG2_E / temperature, 0.0)
             wants_groups = is_filtered(request, sampling, vocab_size)
             wants_groups = wants_groups | (tl.load(sampling.rule + request) == 2)
-        if first + BLOCK > vocab_size:
+        if first + _BLOCK > vocab_size:
             x = tl.where(first + lane < vocab_size, x, -float("inf"))
         # Maxima of vectors of 8 stay within a thread.
-        vector_max = _maximum(tl.reshape(x, (BLOCK // 8, 8)), 1)
+        vector_max = _maximum(tl.reshape(x, (_BLOCK // 8, 8)), 1)
         block_max = _maximum(vector_max, 0)
         tl.store(stats.max + at, block_max)
         if scale > 0:
             origin = tl.where(block_max > -float("inf"), block_max, 0.0)
             tl.store(stats.total + at, _sum_of_exp2(x, origin, scale))
             if wants_groups:
-                groups: tl.constexpr = BLOCK // GROUP
-                group_max = tl.max(tl.reshape(vector_max, (groups, GROUP // 8)), 1)
+                groups: tl.constexpr = _BLOCK // _GROUP
+                group_max = tl.max(tl.reshape(vector_max, (groups, _GROUP // 8)), 1)
                 tl.store(stats.group_max + at * groups + tl.arange(0, groups), group_max)
         request = _request_of(row, request, cu_rows_ptr, num_requests)
 
@@ -242,8 +245,7 @@ def scan(
         sampling,
         stats,
         counters,
-        BLOCK=BLOCK,
-        GROUP=GROUP,
+        DEPENDENT=dependent_launch(logits.device)["DEPENDENT"],
         num_warps=1,
         maxnreg=64,
     )

@@ -5,39 +5,30 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.decide import Plan, accept_words_reference
-from outrider.kernels.drafts import Drafts
+from outrider.kernels.drafts import COLUMNS, Step
 from outrider.kernels.philox import FIXED_ONE, exp, uniform_reference
-from outrider.kernels.sampling import Rule, Sampling
+from outrider.kernels.sampling import Rule
 
 
-def accept_blocks_reference(
-    plan: Plan,
-    mass: torch.Tensor,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    words: torch.Tensor | None,
-) -> torch.Tensor:
+def accept_blocks_reference(step: Step, plan: Plan, mass: torch.Tensor) -> torch.Tensor:
     """Accepted drafts once Z is known: of `block`, the last i with u_i <= h_i. Shape: [B]."""
     accepted = plan.num_accepted.long()
-    k_max = drafts.token_ids.shape[1]
-    if k_max == 0 or not bool((sampling.rule == Rule.BLOCK).any()):
+    k_max = step.drafts.token_ids.shape[1]
+    is_block = step.sampling.rule == Rule.BLOCK
+    if k_max == 0 or not bool(is_block.any()):
         return accepted
     offset = torch.arange(1, k_max, device=accepted.device)
-    u = uniform_reference(accept_words_reference(sampling, anchor, k_max, words))[:, :-1]
+    u = uniform_reference(accept_words_reference(step))[:, :-1]
     z = mass[:, 1:-1].sum(-1).float() / FIXED_ONE
     h = z / (z + 1.0 - plan.log_scale[:, 1:-1].exp())
     open_rows = ((plan.rows_to_read[:, None] >> offset) & 1).bool()
-    open_rows &= (sampling.rule == Rule.BLOCK)[:, None] & (offset > accepted[:, None])
+    open_rows &= is_block[:, None] & (offset > accepted[:, None])
     passed = torch.where(open_rows & ((u <= h) | h.isnan()), offset, 0)
     return torch.maximum(accepted, passed.amax(-1)) if k_max > 1 else accepted
 
 
 @triton.jit
-def accept_blocks(
-    accepted, is_open, log_scale, u, k, num_blocks, mass_ptr,
-    NB: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB: tl.constexpr):
     """Of a `block` request the last i with u_i <= h_i, now that Z is known."""
     lane = tl.arange(0, NB)
     column = tl.arange(0, COLUMNS)

@@ -1,7 +1,14 @@
 """Speculative verification and sampling: the one road that every emitted token takes.
 
-scan (K1) -> row state (K1b; most requests are done) -> finish (K2). A request without drafts is
-plain sampling, and so is the draft model's own sampling (K0): the same road with k = 0.
+    scan        K1   reads every row once; leaves its blocks' maxima and sums of exponentials
+    row_state   K1b  a program a row: its state, the test of its draft and, mostly, a token of its
+                     own; requests whose rows all have one are done
+    bisection        the same, of filtered rows without a peak
+    finish      K2   reads the rows that are still open again, then draws from them
+
+The last two are launched where a request may need them. A request without drafts is plain sampling,
+and so is the draft model's own sampling (K0): the same road with k = 0. Each kernel's first
+programs start while the kernel before it ends, but the scan waits for all that was launched before.
 """
 
 from typing import NamedTuple
@@ -10,7 +17,7 @@ import torch
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.decide import decide_reference
-from outrider.kernels.drafts import Drafts, Verified, emit_reference, row_index_reference
+from outrider.kernels.drafts import Drafts, Step, Verified, emit_reference, row_index_reference
 from outrider.kernels.draw import draw_reference
 from outrider.kernels.finish import finish
 from outrider.kernels.philox import Purpose
@@ -67,17 +74,9 @@ def draft_sample(
         sampling.seed.new_empty(len(logits), 0), sampling.rule.new_empty(0), None, None, None
     )
     verified, state = _sample(
-        logits,
-        None,
-        drafts,
-        sampling,
-        anchor,
-        position,
-        Purpose.DRAFT,
-        vocab_size,
+        Step(logits, None, drafts, sampling, anchor, position, Purpose.DRAFT, vocab_size, words),
         filters,
         samples,
-        words,
     )
     return DraftSample(verified.token_ids[:, 0], state)
 
@@ -141,46 +140,24 @@ def verify(
             f"vocab_size {vocab_size} exceeds the {target_logits.shape[1]} target logits of a row"
         )
     drafts = Drafts(draft_token_ids, num_drafts, draft_logits, draft_state, draft_rows)
-    if not samples and not uses_triton(target_logits):
-        return _verify_greedy(target_logits[:, :vocab_size], cu_rows, drafts)
-    return _sample(
-        target_logits,
-        cu_rows,
-        drafts,
-        sampling,
-        positions,
-        positions,
-        Purpose.FINAL,
-        vocab_size,
-        filters,
-        samples,
+    step = Step(
+        target_logits, cu_rows, drafts, sampling, positions, positions, Purpose.FINAL, vocab_size,
         words,
-    )[0]
+    )  # fmt: skip
+    if not samples and not uses_triton(target_logits):
+        return _verify_greedy(step)
+    return _sample(step, filters, samples)[0]
 
 
-def _sample(
-    logits: torch.Tensor,
-    cu_rows: torch.Tensor | None,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    purpose: Purpose,
-    vocab_size: int,
-    filters: bool,
-    samples: bool,
-    words: torch.Tensor | None,
-) -> tuple[Verified, torch.Tensor]:
-    """Outcome and states of the rows; without cu_rows a row a request, and no drafts."""
-    if not uses_triton(logits):
-        return _sample_reference(
-            logits, cu_rows, drafts, sampling, anchor, position, purpose, vocab_size, words
-        )
-    _check_layout(logits, drafts, sampling, anchor, position)
-    batch, k_max = drafts.token_ids.shape
-    new = logits.new_empty
+def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.Tensor]:
+    """Outcome and states of the rows."""
+    if not uses_triton(step.logits):
+        return _sample_reference(step)
+    _check_layout(step)
+    batch, k_max = step.drafts.token_ids.shape
+    new = step.logits.new_empty
     rows = Rows(
-        new((len(logits), STATE_WIDTH), dtype=torch.float32),
+        new((len(step.logits), STATE_WIDTH), dtype=torch.float32),
         new((batch, k_max + 1, 2), dtype=torch.float32),
         new((batch, k_max + 1), dtype=torch.int64),
         new((batch, k_max + 1), dtype=torch.float32),
@@ -194,16 +171,11 @@ def _sample(
         new(batch, dtype=torch.int32),
         new(batch, dtype=torch.bool),
     )
-    stats = scan(logits, cu_rows, sampling, vocab_size, rows.counters)
-    row_state(
-        logits, stats, cu_rows, drafts, sampling, anchor, position, purpose, vocab_size, filters,
-        words, rows, verified,
-    )  # fmt: skip
-    if samples and (filters or k_max):
-        finish(
-            logits, stats.max.shape[1], cu_rows, drafts, sampling, anchor, position, purpose,
-            vocab_size, words, rows, verified,
-        )  # fmt: skip
+    filters = filters and samples
+    stats = scan(step.logits, step.cu_rows, step.sampling, step.vocab_size, rows.counters)
+    row_state(step, stats, filters, rows, verified)
+    if samples and (filters or k_max > 0):
+        finish(step, stats.max.shape[1], rows, verified)
     return verified, rows.state
 
 
@@ -217,11 +189,12 @@ def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
     )
 
 
-def _verify_greedy(logits: torch.Tensor, cu_rows: torch.Tensor, drafts: Drafts) -> Verified:
-    """First choices again, and no state. Shape: logits [T, V]."""
-    best, token_ids = logits.max(dim=1)
+def _verify_greedy(step: Step) -> Verified:
+    """First choices again, and no state."""
+    drafts = step.drafts
+    best, token_ids = step.logits[:, : step.vocab_size].max(dim=1)
     bad = ~best.isfinite()
-    row_index = row_index_reference(cu_rows, drafts)
+    row_index = row_index_reference(step)
     own = token_ids.where(~bad, -1)[row_index]
     offset = torch.arange(drafts.token_ids.shape[1], device=own.device)
     stands = (own[:, :-1] == drafts.token_ids) & (own[:, :-1] >= 0)
@@ -231,40 +204,26 @@ def _verify_greedy(logits: torch.Tensor, cu_rows: torch.Tensor, drafts: Drafts) 
     return emit_reference(drafts, accepted, last, bad[row_index])
 
 
-def _sample_reference(
-    logits: torch.Tensor,
-    cu_rows: torch.Tensor | None,
-    drafts: Drafts,
-    sampling: Sampling,
-    anchor: torch.Tensor,
-    position: torch.Tensor,
-    purpose: Purpose,
-    vocab_size: int,
-    words: torch.Tensor | None,
-) -> tuple[Verified, torch.Tensor]:
+def _sample_reference(step: Step) -> tuple[Verified, torch.Tensor]:
+    logits, drafts, cu_rows = step.logits, step.drafts.in_order(), step.cu_rows
     if cu_rows is None:
         cu_rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-        drafts = drafts._replace(num_drafts=torch.zeros_like(sampling.rule))
-    drafts = drafts.in_order()
-    used = logits[: int(cu_rows[-1])]
-    of_row = sampling.take(torch.repeat_interleave(drafts.num_drafts.long() + 1))
-    stats = scan_reference(used, of_row, vocab_size)
-    rows = row_state_reference(used, stats, of_row, vocab_size)
-    plan = decide_reference(used, rows, cu_rows, drafts, sampling, anchor, vocab_size, words)
-    mass = residual_reference(used, rows, cu_rows, drafts, plan, sampling, vocab_size)
-    verified = draw_reference(
-        used, stats, rows, cu_rows, drafts, plan, mass, sampling, anchor, position, purpose,
-        vocab_size, words,
-    )  # fmt: skip
-    return verified, rows.state
+        drafts = drafts._replace(num_drafts=torch.zeros_like(step.sampling.rule))
+    step = step._replace(logits=logits[: int(cu_rows[-1])], cu_rows=cu_rows, drafts=drafts)
+    of_row = step.sampling.take(torch.repeat_interleave(drafts.num_drafts.long() + 1))
+    stats = scan_reference(step.logits, of_row, step.vocab_size)
+    rows = row_state_reference(step.logits, stats, of_row, step.vocab_size)
+    plan = decide_reference(step, rows)
+    mass = residual_reference(step, rows, plan)
+    return draw_reference(step, stats, rows, plan, mass), rows.state
 
 
-def _check_layout(
-    logits: torch.Tensor, drafts: Drafts, sampling: Sampling, *vectors: torch.Tensor
-) -> None:
+def _check_layout(step: Step) -> None:
     """The kernels index these as dense: a strided view would be read wrongly, not slowly."""
+    logits, drafts, sampling = step.logits, step.drafts, step.sampling
+    vectors = (*sampling, step.anchor, step.position, drafts.num_drafts)
     assert logits.stride(1) == 1, "logits: the vocabulary must be the dense dimension"
-    assert all(x.stride(0) == 1 or len(x) == 1 for x in (*sampling, *vectors, drafts.num_drafts))
+    assert all(x.stride(0) == 1 or len(x) == 1 for x in vectors)
     assert drafts.token_ids.stride(1) == 1 or drafts.token_ids.shape[1] < 2
     assert drafts.logits is None or drafts.logits.stride(2) == 1
     assert drafts.state is None or drafts.state.is_contiguous(), "draft_state must be contiguous"

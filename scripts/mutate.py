@@ -34,14 +34,14 @@ MUTATIONS = [
     Mutation(
         "draft and recovery share noise",
         "draw.py",
-        "torch.full_like(b, purpose)",
+        "torch.full_like(b, step.purpose)",
         "torch.full_like(b, Purpose.DRAFT)",
         f"{EDGES}::test_draft_and_recovery_do_not_share_noise",
     ),
     Mutation(
         "recovery reuses the acceptance draw",
         "draw.py",
-        "torch.full_like(b, purpose)",
+        "torch.full_like(b, step.purpose)",
         "torch.full_like(b, Purpose.ACCEPT)",
         f"{EDGES}::test_recovery_does_not_reuse_the_acceptance_draw",
     ),
@@ -98,8 +98,8 @@ MUTATIONS = [
     Mutation(
         "draws keyed by position, drafts and accept tests",
         "decide.py",
-        "philox_reference(sampling.seed[:, None], anchor[:, None], offset, purpose, zero)",
-        "philox_reference(sampling.seed[:, None], anchor[:, None] + offset, zero, zero, zero)",
+        "philox_reference(seed, anchor, offset, purpose, zero)",
+        "philox_reference(seed, anchor + offset, zero, zero, zero)",
         "test_many_steps.py",
     ),
     Mutation(
@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "match keyed by the step instead of the position",
         "draw.py",
-        "(position[pairs, None] + offset).flatten()",
-        "(position[pairs, None] + 0 * offset).flatten()",
+        "(step.position[pairs, None] + offset).flatten()",
+        "(step.position[pairs, None] + 0 * offset).flatten()",
         "test_invariance.py",
     ),
     Mutation(
@@ -205,8 +205,8 @@ MUTATIONS = [
     Mutation(
         "kernel: residual without P_tau",
         "residual.py",
-        "probs(x, ids, state, inv_t) * scale",
-        "probs(x, ids, state, inv_t)",
+        "weight = probs(x, ids, state, log_scale, inv_t)",
+        "weight = probs(x, ids, state, 0.0, inv_t)",
         BREAKPOINTS,
         True,
     ),
@@ -221,7 +221,7 @@ MUTATIONS = [
     Mutation(
         "kernel: padding can win",
         "scan.py",
-        "    if first + BLOCK > vocab_size:",
+        "    if first + _BLOCK > vocab_size:",
         "    if first > vocab_size:",
         EDGES,
         True,
@@ -261,8 +261,8 @@ MUTATIONS = [
     Mutation(
         "kernel: the first row to settle speaks for its request",
         "row_outcome.py",
-        'sem="acq_rel") == k:',
-        'sem="acq_rel") == 0:',
+        "    if num_before == k:",
+        "    if num_before == 0:",
         "test_kernel_equals_reference.py::test_mixed_batch",
         True,
     ),
@@ -270,7 +270,7 @@ MUTATIONS = [
         "kernel: recovery among candidates ignores the draft",
         "draw.py",
         "weight = fixed(token_weights(x, y, ids, row, inv_t, HAS_Q))",
-        "weight = fixed(probs(x, ids, row[2], inv_t))",
+        "weight = fixed(probs(x, ids, row[2], 0.0, inv_t))",
         "test_kernel_equals_reference.py::test_mixed_batch",
         True,
     ),
@@ -293,8 +293,8 @@ MUTATIONS = [
     Mutation(
         "kernel: match looks at the likeliest groups alone",
         "match.py",
-        "for start in range(0, num_left, TILE)",
-        "for start in range(0, 0, TILE)",
+        "for start in range(0, num_left, _TILE)",
+        "for start in range(0, 0, _TILE)",
         "test_kernel_equals_reference.py::test_mixed_batch",
         True,
     ),

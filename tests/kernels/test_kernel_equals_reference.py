@@ -96,3 +96,22 @@ def test_a_thousand_requests_of_ragged_drafts() -> None:
     num_drafts = [i % 33 for i in range(1024)]
     batch = random_batch(generator, 1024, num_drafts, 300, torch.bfloat16, mixed_sampling(1024, 4))
     check(batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_rows_further_apart_than_int32_reaches() -> None:
+    """More than 2**31 logits, few of them ever touched; the interpreter's integers do not wrap."""
+    generator = torch.Generator().manual_seed(7)
+    batch = random_batch(generator, 3, [5, 5, 5], 97, torch.bfloat16, mixed_sampling(3, 1))
+    expected = batch.verify("reference")
+    batch.target_logits = spread_out(batch.target_logits, 2**27)
+    batch.draft_logits = spread_out(batch.draft_logits, 2**30)
+    assert equal(batch.verify("kernel"), expected)
+
+
+def spread_out(x: torch.Tensor, stride: int) -> torch.Tensor:
+    """A copy whose first dimension has this stride."""
+    count = (len(x) - 1) * stride + x[0].numel()
+    far = torch.empty(count, dtype=x.dtype, device=x.device)
+    return far.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
