@@ -45,10 +45,11 @@ def match_reference(
 def noise_reference(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Unit exponential variates of rows. Shape: [R], [R] -> [R, vocab_size]."""
     ids = torch.arange(vocab_size, device=seed.device)
-    group = torch.arange(-(-vocab_size // GROUP), device=seed.device)
+    pair = torch.arange(-(-vocab_size // (2 * GROUP)), device=seed.device)
     quad = torch.arange(-(-vocab_size // 4), device=seed.device)
     key = seed[:, None], position[:, None]
-    least, place, *_ = philox_reference(*key, 0 * group, 0 * group + Purpose.GROUP, group)
+    w0, w1, w2, w3 = philox_reference(*key, 0 * pair, 0 * pair + Purpose.GROUP, pair)
+    least, place = torch.stack((w0, w2), -1).flatten(1), torch.stack((w1, w3), -1).flatten(1)
     words = philox_reference(*key, 0 * quad, 0 * quad + Purpose.FINAL, quad)
     excess = exponential_reference(torch.stack(words, -1).flatten(1)[:, :vocab_size])
     of_token = ids // GROUP
@@ -65,13 +66,14 @@ def _best_of_groups(
     position = position.to(tl.int32)
     group = group[:, None]
     zero = group * 0
+    quad = group * (_GROUP // 4) + tl.arange(0, _GROUP // 4)[None, :]
     ids = group * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = valid[:, None] & (ids < vocab_size)
     x = tl.load(row_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    least, place, _, _ = philox(seed, zero + position, zero, zero + 3, group)
-    w0, w1, w2, w3 = philox(seed, ids * 0 + position, ids * 0, ids * 0 + 2, ids // 4)
-    part = ids % 4
-    word = tl.where(part < 2, tl.where(part == 0, w0, w1), tl.where(part == 2, w2, w3))
+    w0, w1, w2, w3 = philox(seed, zero + position, zero, zero + 3, group // 2)
+    least, place = tl.where(group % 2 == 0, w0, w2), tl.where(group % 2 == 0, w1, w3)
+    w0, w1, w2, w3 = philox(seed, quad * 0 + position, quad * 0, quad * 0 + 2, quad)
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     excess = tl.where((place >> 26).to(tl.int32) == ids % _GROUP, 0.0, exponential(word))
     noise = exponential(least) / _GROUP + excess
     score = log_prob(x, ids, row_max, log_z, threshold, cutoff, inv_t) - log(noise)
@@ -86,7 +88,8 @@ def own_token(
 ):  # fmt: skip
     """A row's own token. Bounds of the groups' scores take the place of their maxima."""
     lane = tl.arange(0, _LANES)
-    zero = lane * 0
+    half = tl.arange(0, _LANES // 2)
+    zero = half * 0
     highest = -float("inf")
     highest_group = 0
     top_group = 0x7FFFFFFF  # that of the highest logit
@@ -94,7 +97,8 @@ def own_token(
         group = start + lane
         at = group_max_ptr + group
         group_max = tl.load(at, mask=group < num_groups, other=-float("inf"))
-        least = philox(seed, zero + position.to(tl.int32), zero, zero + 3, group)[0]
+        words = philox(seed, zero + position.to(tl.int32), zero, zero + 3, start // 2 + half)
+        least = tl.interleave(words[0], words[2])
         # More than rounding can make of the difference to a token's own score.
         bound = (group_max - row_max) * inv_t - log_z - log(exponential(least) / _GROUP) + 0.01
         possible = (group_max >= threshold) & (group_max > -float("inf"))

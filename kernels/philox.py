@@ -3,7 +3,7 @@
 A draw's key is its request's seed. Its counter is (base, offset, purpose, index), where
 (base, offset) is (anchor, position - anchor) for the rules `token` and `block`, anchor being the
 position of the step's first draft, and (position, 0) for `match`; index is token // 4 or
-a group of tokens under `match`, else 0. Anchors strictly increase, so
+a pair of groups of tokens under `match`, else 0. Anchors strictly increase, so
 no counter comes twice within a request; keyed by position alone, `block` is not lossless over
 several steps. Batch row, slot, padding and k never enter a counter.
 """
