@@ -71,6 +71,12 @@ def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
     assert int(batch.verify("kernel").num_tokens.max()) > 8
 
 
+def test_match_looks_past_the_two_likeliest_groups() -> None:
+    generator = torch.Generator().manual_seed(4)
+    sampling = make_sampling(8, rule=Rule.MATCH)
+    check(random_batch(generator, 8, [0] * 8, 2049, torch.bfloat16, sampling))
+
+
 @pytest.mark.parametrize("vocab", [50257, 151936, 262144])
 def test_large_vocabulary(vocab: int) -> None:
     generator = torch.Generator().manual_seed(6)
