@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.product import is_ahead, product
+
 
 class BufferedHead:
     """Stands in for `forward` of a head without a bias, and keeps its output in one buffer.
@@ -22,7 +25,11 @@ class BufferedHead:
         rows = hidden_states.flatten(0, -2)
         if len(rows) > len(self.buffer):
             return F.linear(hidden_states, self._weight)
-        logits = torch.mm(rows, self._weight.t(), out=self.buffer[: len(rows)])
+        logits = self.buffer[: len(rows)]
+        if uses_triton(rows) and is_ahead(rows, self._weight):
+            product(rows, self._weight, out=logits)
+        else:
+            torch.mm(rows, self._weight.t(), out=logits)
         return logits.view(*hidden_states.shape[:-1], -1)
 
 

@@ -29,9 +29,11 @@ def is_ahead(x: Tensor, weight: Tensor) -> bool:
     return len(x) <= _MAX_ROWS and weight.element_size() == 2
 
 
-def product(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
+def product(x: Tensor, weight: Tensor, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
     """Shape: x [T, K], rows dense, weight [N, K] or, gated, [2 N, K], of 16 bits -> [T, N]."""
-    out = x.new_empty(len(x), len(weight) // 2 if gated else len(weight))
+    if out is None:
+        out = x.new_empty(len(x), len(weight) // 2 if gated else len(weight))
+    assert out.is_contiguous()
     return _launch(out, x, weight, 1, gated)
 
 

@@ -107,10 +107,11 @@ def test_prompts_run_captured_too(tiny_model: Tiny, recorded: type[_Recorded]) -
     assert [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)] == expected
 
 
-def test_logits_of_any_rows_begin_at_one_place() -> None:
-    head = torch.nn.Linear(4, 9, bias=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_of_any_rows_begin_at_one_place(dtype: torch.dtype) -> None:
+    head = torch.nn.Linear(16, 9, bias=False, device=DEVICE, dtype=dtype)
     buffer_head(head, max_rows=5)
-    x = torch.randn(1, 6, 4)
+    x = torch.randn(1, 6, 16, device=DEVICE, dtype=dtype)
     with torch.inference_mode():
         few, more, most = head(x[:, :2]).clone(), head(x[:, :5]), head(x)
         expected = x @ head.weight.t()
