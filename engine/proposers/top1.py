@@ -117,11 +117,13 @@ class Top1Proposer(Proposer):
         return Proposals(np.array(num_drafts, dtype=np.int64), self.distributions)
 
     def _propose_ahead(self, plan: Plan) -> None:
-        ahead, room = [], self._max_num_batched_tokens + 2 * len(plan.sampled)
+        ahead, unseen = [], []
+        room = self._max_num_batched_tokens + 2 * len(plan.sampled)
         for scheduled in plan.sampled:
             num_unseen = _num_unseen_ahead(scheduled)
             if self._can_go_ahead(scheduled) and num_unseen <= room:
                 ahead.append(scheduled)
+                unseen.append(num_unseen)
                 room -= num_unseen
         if not ahead:
             return
@@ -134,7 +136,7 @@ class Top1Proposer(Proposer):
                 *self.distributions,
             )
         else:
-            unseen_np = np.array([_num_unseen_ahead(s) for s in ahead])
+            unseen_np = np.array(unseen)
             logits = self._forward(
                 slots_of(ahead), -unseen_np, unseen_np, np.ones_like(unseen_np), is_relative=True
             )
