@@ -95,7 +95,7 @@ class Client:
         start_s = time.monotonic()
         async with self._connection() as (reader, writer):
             await self._send(writer, self._body(stream=True))
-            if (status := await _status(reader)) == 503:
+            if (status := await _status(reader)) == 429:
                 return "turned away"
             assert status == 200, status
             first = await reader.readuntil(b"data: ")
@@ -105,7 +105,7 @@ class Client:
     async def leave_a_stream(self) -> str:
         async with self._connection() as (reader, writer):
             await self._send(writer, self._body(stream=True, **LONG))
-            if await _status(reader) == 503:
+            if await _status(reader) == 429:
                 return "turned away"
             seen = b""
             for _ in range(self._rng.randint(0, 8)):
@@ -118,7 +118,7 @@ class Client:
     async def read_slowly(self) -> str:
         async with self._connection(limit=64) as (reader, writer):
             await self._send(writer, self._body(stream=True, logprobs=5))
-            if (status := await _status(reader)) == 503:
+            if (status := await _status(reader)) == 429:
                 return "turned away"
             assert status == 200, status
             answer = b""
@@ -130,7 +130,7 @@ class Client:
     async def wait_for_the_whole(self) -> str:
         async with self._connection() as (reader, writer):
             await self._send(writer, self._body())
-            if (status := await _status(reader)) == 503:
+            if (status := await _status(reader)) == 429:
                 return "turned away"
             assert status == 200, status
             _, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")

@@ -38,6 +38,8 @@ class CacheConfig:
     num_pages: int | None = None  # None: what the memory allows
     memory_fraction: float = 0.5  # on a CPU: of the memory that is free once the models are loaded
     prefix_caching: bool = True
+    kv_events_endpoint: str | None = None  # where engine.kv_events publishes; None: nowhere
+    kv_events_topic: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

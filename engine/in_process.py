@@ -52,7 +52,8 @@ class InProcessEngine(Dispatcher):
         channel = _QueueChannel(lambda message: loop.call_soon_threadsafe(self._receive, message))
 
         def live() -> None:
-            if not run(lambda progress: self._make_engine(self._config, progress), channel):
+            config = self._config
+            if not run(lambda progress: self._make_engine(config, progress), channel, config.cache):
                 loop.call_soon_threadsafe(self._give_up)
 
         self._channel = channel

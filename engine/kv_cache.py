@@ -8,16 +8,47 @@ recently used first); a page found that way is shared, never copied.
 import hashlib
 from array import array
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from outrider.engine.request import Request
 
 DUMMY_PAGE = 0  # padding reads and writes it; no sequence ever holds it
 
 
-class KVCacheManager:
-    """Pages of the paged KV cache, by reference count."""
+@dataclass(frozen=True, slots=True)
+class PageStored:
+    """A page can be found by this hash from now on."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
+    page_hash: bytes
+    parent_hash: bytes | None  # of the page before it; None: it is the first of its sequence
+    token_ids: list[int]  # [page_size]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRemoved:
+    """No page can be found by this hash any more."""
+
+    page_hash: bytes
+
+
+PageEvent = PageStored | PageRemoved
+
+
+class KVCacheManager:
+    """Pages of the paged KV cache, by reference count.
+
+    With `keeps_events`, `events` gathers what the prefix cache gained and lost, for its reader to
+    clear. Pages under a `cache_salt` are their owner's own: events do not tell of them.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_caching: bool = True,
+        *,
+        keeps_events: bool = False,
+    ) -> None:
         if num_pages < 2:
             raise ValueError(f"the KV cache needs at least 2 pages, got {num_pages}")
         self.num_pages = num_pages
@@ -27,6 +58,9 @@ class KVCacheManager:
         self._hash: list[bytes | None] = [None] * num_pages
         self._draft_is_valid = [False] * num_pages
         self._page_of_hash: dict[bytes, int] = {}
+        self._keeps_events = keeps_events
+        self._told_hashes: set[bytes] = set()  # stored, by the events so far, and not removed
+        self.events: list[PageEvent] = []
         # Unreferenced pages, the next to be reused first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
 
@@ -103,6 +137,8 @@ class KVCacheManager:
             if self._hash[page] is None and page_hash not in self._page_of_hash:
                 self._hash[page] = page_hash
                 self._page_of_hash[page_hash] = page
+                if self._keeps_events and not request.is_salted:
+                    self._tell_stored(request, i)
         request.num_recorded_pages = max(request.num_recorded_pages, num_full)
 
         num_full = min(request.num_draft_computed_tokens, request.num_tokens) // self.page_size
@@ -148,7 +184,17 @@ class KVCacheManager:
         if page_hash is not None:
             del self._page_of_hash[page_hash]
             self._hash[page] = None
+            if page_hash in self._told_hashes:
+                self._told_hashes.remove(page_hash)
+                self.events.append(PageRemoved(page_hash))
         self._draft_is_valid[page] = False
+
+    def _tell_stored(self, request: Request, i: int) -> None:
+        page_hash, start = request.page_hashes[i], i * self.page_size
+        parent_hash = request.page_hashes[i - 1] if i > 0 else None
+        token_ids = request.token_ids[start : start + self.page_size]
+        self._told_hashes.add(page_hash)
+        self.events.append(PageStored(page_hash, parent_hash, token_ids))
 
     def _hash_page(self, parent: bytes, token_ids: list[int]) -> bytes:
         # A cryptographic hash: tenants must not be able to construct two prefixes that collide.

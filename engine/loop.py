@@ -19,7 +19,7 @@ from outrider.engine.api import (
 )
 from outrider.engine.compiling import compile_together
 from outrider.engine.config import EngineConfig
-from outrider.engine.kv_cache import KVCacheManager
+from outrider.engine.kv_cache import KVCacheManager, PageEvent
 from outrider.engine.logit_edits import ProcessorRegistry
 from outrider.engine.memory import measure_pages
 from outrider.engine.paged_model import PagedModel
@@ -115,7 +115,12 @@ class Engine:
         """Allocate the pages, in place of those there are, and begin to schedule over them."""
         config, pair, k = self._config, self._pair, self.info.num_speculative_tokens
         pair.bind(num_pages, self._slots)
-        self._kv_cache = KVCacheManager(num_pages, pair.page_size, config.cache.prefix_caching)
+        self._kv_cache = KVCacheManager(
+            num_pages,
+            pair.page_size,
+            config.cache.prefix_caching,
+            keeps_events=config.cache.kv_events_endpoint is not None,
+        )
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
         self.scheduler = Scheduler(
             config.scheduler, self._kv_cache, self._slots, k, max_model_len, adaptive
@@ -201,6 +206,11 @@ class Engine:
             drafted_per_position=list(counters.drafted_per_position),
             accepted_per_position=list(counters.accepted_per_position),
         )
+
+    def take_page_events(self) -> list[PageEvent]:
+        """What the prefix cache gained and lost since the last call, if the configuration asks."""
+        events, self._kv_cache.events = self._kv_cache.events, []
+        return events
 
     def check_integrity(self) -> None:
         """Account for every page and seat; raises RuntimeError on a leak. Cheap; run when idle."""

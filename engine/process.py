@@ -4,6 +4,7 @@ Started by `ProcessEngine` as `python -P -m outrider.engine.process ENDPOINT LOG
 with the `EngineConfig` as one line of JSON on its stdin.
 """
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from outrider.engine.api import (
     RequestOutput,
 )
 from outrider.engine.child_process import leave_with_parent
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import CacheConfig, EngineConfig
 from outrider.engine.json_log import JSONFormatter
 from outrider.engine.messages import (
     Abort,
@@ -37,6 +38,7 @@ from outrider.engine.messages import (
 )
 
 if TYPE_CHECKING:
+    from outrider.engine.kv_events import Publisher
     from outrider.engine.loop import Engine
 
 TEXT_LINE = "%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s"
@@ -63,12 +65,19 @@ def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
     return Engine(config, progress)
 
 
-def run(make_engine: "Callable[[ReportProgress], Engine]", channel: Channel) -> bool:
+def run(
+    make_engine: "Callable[[ReportProgress], Engine]", channel: Channel, cache: CacheConfig
+) -> bool:
     """Load and serve; whatever goes wrong is logged and sent as Failed. True: left as asked."""
     try:
-        engine = make_engine(lambda stage, done, total: channel.send(Loading(stage, done, total)))
-        channel.send(Ready(engine.info))
-        serve(engine, channel)
+        with _publisher(cache) as publisher:
+            engine = make_engine(
+                lambda stage, done, total: channel.send(Loading(stage, done, total))
+            )
+            channel.send(Ready(engine.info))
+            if publisher is not None:
+                publisher.clear()
+            serve(engine, channel, publisher)
     except Exception as error:
         log.exception("the engine stops")
         channel.send(Failed(f"{type(error).__name__}: {error}"))
@@ -76,7 +85,15 @@ def run(make_engine: "Callable[[ReportProgress], Engine]", channel: Channel) -> 
     return True
 
 
-def serve(engine: "Engine", channel: Channel) -> None:
+def _publisher(cache: CacheConfig) -> "contextlib.AbstractContextManager[Publisher | None]":
+    if cache.kv_events_endpoint is None:
+        return contextlib.nullcontext()
+    from outrider.engine.kv_events import Publisher
+
+    return Publisher(cache.kv_events_endpoint, cache.kv_events_topic, cache.page_size_tokens)
+
+
+def serve(engine: "Engine", channel: Channel, publisher: "Publisher | None" = None) -> None:
     """Alternate between messages and steps; without work, wait. Returns on Shutdown."""
     while True:
         for message in channel.receive(wait=not engine.has_work()):
@@ -88,6 +105,8 @@ def serve(engine: "Engine", channel: Channel) -> None:
                 case Shutdown():
                     return
         outputs = engine.step() if engine.has_work() else []
+        if publisher is not None:
+            publisher.publish(engine.take_page_events())
         if not engine.has_work():
             engine.check_integrity()
         channel.send(Outputs(outputs, engine.stats()))
@@ -154,7 +173,8 @@ def main(make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set_hwm(0)  # a slow client must not hold the batch up
         socket.connect(endpoint)
-        served = run(lambda progress: make_engine(config, progress), _SocketChannel(socket))
+        channel = _SocketChannel(socket)
+        served = run(lambda progress: make_engine(config, progress), channel, config.cache)
     return 0 if served else 1
 
 

@@ -54,6 +54,7 @@ class Request:
         self.row_ahead: int | None = None  # of the logits that were scored before that
         self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
         self._first_parent_hash = _salt_hash(new.cache_salt)
+        self.is_salted = bool(new.cache_salt)
         self.num_recorded_pages = 0  # leading pages already offered to the prefix cache
         self.num_recorded_draft_pages = 0
         self._page_size = page_size

@@ -184,15 +184,12 @@ class Answer(ABC):
     def _usage(self) -> Usage:
         prompt_tokens = sum(map(len, self._prompts))
         completion_tokens = sum(self._completion_tokens)
-        usage = Usage(
+        return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
         )
-        # Left out where it says nothing, as vLLM leaves it out.
-        if cached_tokens := sum(self._cached_tokens):
-            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
-        return usage
 
     def _facts(self, generation: Generation) -> dict[str, float]:
         """What the access log tells of the answer, as far as it has come."""

@@ -20,8 +20,17 @@ from outrider.server import errors
 from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
+from outrider.server.loads import add_load_routes
 from outrider.server.metrics import Metrics
-from outrider.server.middleware import ApiKeys, BodyLimit, Drain, Gate, Observe, RequestId
+from outrider.server.middleware import (
+    ApiKeys,
+    BodyLimit,
+    Drain,
+    Gate,
+    MetricsPort,
+    Observe,
+    RequestId,
+)
 from outrider.server.protocol import (
     Completion,
     CompletionRequest,
@@ -76,7 +85,7 @@ def create_app(
     service = Service(
         client=client,
         tokenizer=tokenizer,
-        metrics=Metrics(client),
+        metrics=Metrics(client, model_name),
         message_format=MessageFormat(
             str(tokenizer.info["chat_template"]),
             tokenizer.response_template,
@@ -112,6 +121,8 @@ def create_app(
             expose_headers=["x-request-id"],
         )
     app = Drain(app, gate)
+    if settings.metrics_port is not None:
+        app = MetricsPort(app, api, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_name)
     app = Observe(app, service.metrics, _paths(openai), trace)
     return RequestId(app)
@@ -218,6 +229,13 @@ def _status_routes(service: Service, gate: Gate) -> APIRouter:
             return JSONResponse({"status": client.state, "reason": client.status_reason}, 503)
         return JSONResponse({"status": "ok"})
 
+    @router.get("/live", response_model=Health, responses={503: {"model": Health}})
+    async def live() -> JSONResponse:
+        """200 unless only a new start of the server could help: not while it loads or drains."""
+        if client.state == "failed":
+            return JSONResponse({"status": client.state, "reason": client.status_reason}, 503)
+        return JSONResponse({"status": "ok"})
+
     @router.get("/version")
     async def version() -> dict[str, str]:
         return {"version": VERSION}
@@ -227,6 +245,7 @@ def _status_routes(service: Service, gate: Gate) -> APIRouter:
         """Prometheus metrics."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    add_load_routes(router, client)
     return router
 
 

@@ -39,6 +39,8 @@ class APIError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        if self.status_code == 429:
+            kind = "rate_limit_error"
         return {
             "error": {
                 "message": self.message,
@@ -86,8 +88,13 @@ def context_length_exceeded(
 
 
 def unavailable(message: str, *, code: str = "engine_unavailable") -> APIError:
-    """503: not now; clients may try again."""
+    """503: the engine is not there, or leaves; clients may try again."""
     return APIError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def queue_full(message: str) -> APIError:
+    """429: the engine is well and has no room; routers take a 503 for a replica that is down."""
+    return APIError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def timed_out(timeout_s: float) -> APIError:
@@ -114,7 +121,7 @@ def from_exception(error: BaseException) -> APIError:
         case APIError():
             return error
         case QueueFullError():
-            return unavailable(str(error), code="queue_full")
+            return queue_full(str(error))
         case EngineUnavailableError():
             return unavailable(str(error))
         case InvalidRequestError():

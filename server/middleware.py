@@ -62,7 +62,9 @@ class Observe:
         self._paths = paths  # one label each; others share one, as clients could invent any number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        path = scope.get("path", "")
+        # Routers ask for /v1/loads every few seconds: that is no request to be counted and logged.
+        if scope["type"] != "http" or not path.startswith("/v1/") or path == "/v1/loads":
             await self._app(scope, receive, send)
             return
         status = 500
@@ -79,20 +81,21 @@ class Observe:
         finally:
             duration_s = time.perf_counter() - start_s
             outcome = scope["state"].get("outcome") or _outcome(status)
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.requests.labels(path, outcome).inc()
+            label = path if path in self._paths else "other"
+            self._metrics.requests.labels(label, outcome).inc()
             if outcome == "ok":
-                self._metrics.request_time.labels(path).observe(duration_s)
+                self._metrics.request_time.labels(label).observe(duration_s)
             facts = {
                 "request_id": scope["state"]["request_id"],
                 "method": scope["method"],
-                "path": cut(scope["path"]),
+                "path": cut(path),
                 "status": status,
                 "outcome": outcome,
                 "duration_s": round(duration_s, 6),
             }
             if tell := scope["state"].get("facts"):
                 facts |= tell()
+                self._metrics.observe(facts)
             log.info(access_line(facts), extra={"facts": facts})
             if self._trace is not None:
                 self._trace(scope, facts)
@@ -130,7 +133,7 @@ class Gate:
 class Drain:
     """Turn new requests away with 503 once the gate is closed."""
 
-    always_open = ("/health", "/ready", "/metrics")
+    always_open = ("/health", "/live", "/ready", "/metrics")
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
@@ -147,10 +150,29 @@ class Drain:
             await error.response()(scope, receive, send)
 
 
+class MetricsPort:
+    """Let whoever asks on this port read /metrics, without a key, and nothing else."""
+
+    def __init__(self, app: ASGIApp, api: ASGIApp, port: int) -> None:
+        self._app = app
+        self._api = api  # what `app` guards
+        self._port = port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The port of the socket that took the connection: nothing that a client says.
+        if scope["type"] != "http" or scope["server"][1] != self._port:
+            await self._app(scope, receive, send)
+        elif scope["path"] == "/metrics":
+            await self._api(scope, receive, send)
+        else:
+            error = APIError(404, "Only /metrics is served on this port.", code="not_found")
+            await error.response()(scope, receive, send)
+
+
 class ApiKeys:
     """Ask for one of the keys as a bearer token, everywhere but on the paths of probes."""
 
-    open_paths = ("/health", "/ready")
+    open_paths = ("/health", "/live", "/ready")
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -237,7 +259,7 @@ class BodyLimit:
 def _outcome(status: int) -> str:
     if status < 400:
         return "ok"
-    if status == 503:
+    if status in (429, 503):
         return "unavailable"
     return "invalid" if status < 500 else "error"
 

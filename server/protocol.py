@@ -197,7 +197,7 @@ def check_unknown_fields(request: APIRequest) -> None:
 
 class ErrorBody(BaseModel):
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str
 
@@ -223,7 +223,7 @@ class Usage(APIResponse):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails
 
 
 class SpeculationMetrics(APIResponse):

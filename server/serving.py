@@ -35,11 +35,13 @@ def serve(settings: Settings) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         settings.server.read_api_keys()  # which each process will read for itself
-        listener = bind(settings.server.host, settings.server.port)
+        listeners = [bind(settings.server.host, settings.server.port)]
+        if settings.server.metrics_port is not None:
+            listeners.append(bind(settings.server.host, settings.server.metrics_port))
         with ProgressDisplay(console) as progress:
             pair = prepare_pair(settings, progress)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, pair, listener, console))
+            return runner.run(_serve(settings, pair, listeners, console))
     except (ModelError, TracingError, WorkerError, OSError) as error:
         log.error("%s", error)
         return 1
@@ -80,7 +82,9 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
     return listeners
 
 
-async def _serve(settings: Settings, pair: Pair, listener: socket.socket, console: Console) -> int:
+async def _serve(
+    settings: Settings, pair: Pair, listeners: list[socket.socket], console: Console
+) -> int:
     progress = ProgressDisplay(console)
     config = engine_config(settings, pair)
     engine = ProcessEngine(
@@ -92,8 +96,9 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
     tasks: list[asyncio.Future[Any]] = [starting := asyncio.create_task(engine.start())]
     try:
         front = await _front(settings, config, engine)
-        listeners = share(listener, settings.server.api_workers)
-        serving: asyncio.Future[Any] = asyncio.create_task(front.serve(listeners))
+        shared = [share(listener, settings.server.api_workers) for listener in listeners]
+        sockets = [own for process in zip(*shared, strict=True) for own in process]
+        serving: asyncio.Future[Any] = asyncio.create_task(front.serve(sockets))
         up: asyncio.Future[Any] = asyncio.gather(starting, front.listening())
         tasks += serving, up
         with progress:
@@ -106,7 +111,7 @@ async def _serve(settings: Settings, pair: Pair, listener: socket.socket, consol
                     log.error("%s", error)
                     return 1
             else:
-                show_summary(settings, info, _url(listener, settings.server), console)
+                show_summary(settings, info, _url(listeners[0], settings.server), console)
                 if settings.server.status_interval_s:
                     reporting = report_status(engine, settings.server.status_interval_s)
                     tasks.append(asyncio.create_task(reporting))

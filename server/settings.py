@@ -44,10 +44,17 @@ class ServerSettings(Section):
     )
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Bearer keys; every route but /health and /ready asks for one. None: open.",
+        description="Bearer keys; every route but /health, /live and /ready asks for one. "
+        "None: open.",
     )
     api_key_file: Path | None = Field(
         default=None, description="A file with further keys, one a line."
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="A second port, on which /metrics is served without a key, and nothing else.",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
@@ -256,6 +263,16 @@ class CacheSettings(Section):
     prefix_caching: bool = Field(
         default=True, description="Keep pages of finished requests and share equal prefixes."
     )
+    kv_events_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^(tcp|ipc)://.",
+        description="Where to tell routers which prefixes are cached, as vLLM does, over ZeroMQ: "
+        "tcp://*:5557 listens, tcp://router:5557 connects. Whoever can read it reads the token ids "
+        "of prompts. Unset: nowhere.",
+    )
+    kv_events_topic: str = Field(
+        default="", description="Topic of these events; llm-d reads kv@POD_ADDRESS@MODEL."
+    )
 
 
 class SchedulerSettings(Section):
@@ -266,7 +283,7 @@ class SchedulerSettings(Section):
         default=512, ge=1, description="Rows of one target forward, prefill and drafts together."
     )
     max_queue_len: int = Field(
-        default=256, ge=0, description="Sequences that may wait; more are turned away with 503."
+        default=256, ge=0, description="Sequences that may wait; more are turned away with 429."
     )
 
 

@@ -1,6 +1,6 @@
 """One of several HTTP processes: answers requests with an engine that its parent owns.
 
-Started by `Workers` as `python -P -m outrider.server.worker ENDPOINT LISTENER_FD`, with settings
+Started by `Workers` as `python -P -m outrider.server.worker ENDPOINT LISTENER_FD...`, with settings
 and `EngineConfig` as two lines of JSON on its stdin.
 """
 
@@ -26,24 +26,24 @@ log = logging.getLogger("outrider.server")
 
 
 def main() -> None:
-    endpoint, listener_fd = sys.argv[1:]
+    endpoint, *listener_fds = sys.argv[1:]
     settings_line, config_line = leave_with_parent(num_lines=2)
     settings = Settings.model_validate_json(settings_line)
     config = msgspec.json.decode(config_line, type=EngineConfig)
     configure_logging(
         settings.server.log_level, settings.server.log_format, Console(file=sys.stderr)
     )
-    listener = socket.socket(fileno=int(listener_fd))
+    listeners = [socket.socket(fileno=int(fd)) for fd in listener_fds]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_work(settings, config, endpoint, listener))
+            runner.run(_work(settings, config, endpoint, listeners))
         except (OSError, TracingError) as error:
             log.error("%s", error)
             sys.exit(1)
 
 
 async def _work(
-    settings: Settings, config: EngineConfig, endpoint: str, listener: socket.socket
+    settings: Settings, config: EngineConfig, endpoint: str, listeners: list[socket.socket]
 ) -> None:
     gate = Gate()
     client = SharedEngine(endpoint, on_shutdown=lambda: server.drain())
@@ -57,7 +57,7 @@ async def _work(
         client.report_up()
 
     reporting = asyncio.create_task(report())
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=listeners)
     await asyncio.gather(starting, reporting, return_exceptions=True)
 
 

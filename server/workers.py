@@ -53,7 +53,10 @@ class Workers:
         await asyncio.gather(*(up.wait() for up in self._up))
 
     async def serve(self, sockets: list[socket.socket]) -> None:
-        """Keep them up until a signal, then let them finish and leave. `sockets`: one for each."""
+        """Keep them up until a signal, then let them finish and leave.
+
+        `sockets`: as many for each, those of one behind those of another.
+        """
         for listener in sockets:
             listener.listen(BACKLOG)  # connections wait for their process to come up
         loop = asyncio.get_running_loop()
@@ -62,9 +65,12 @@ class Workers:
         # prometheus-client adds up what the processes count, those that have gone among them.
         with tempfile.TemporaryDirectory(prefix="outrider-metrics-") as metrics:
             environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": metrics}
+            num_each = len(sockets) // len(self._up)
             tasks = [
-                asyncio.create_task(self._keep_up(up, listener, environment))
-                for up, listener in zip(self._up, sockets, strict=True)
+                asyncio.create_task(
+                    self._keep_up(up, sockets[i * num_each : (i + 1) * num_each], environment)
+                )
+                for i, up in enumerate(self._up)
             ]
             try:
                 await asyncio.gather(*tasks)
@@ -75,12 +81,12 @@ class Workers:
                 self._context.destroy(linger=0)
 
     async def _keep_up(
-        self, up: asyncio.Event, listener: socket.socket, environment: dict[str, str]
+        self, up: asyncio.Event, listeners: list[socket.socket], environment: dict[str, str]
     ) -> None:
         restarts = Restarts()
         while not self.leaving:
             started_s = time.monotonic()
-            cause = describe_exit(await self._run(up, listener, environment))
+            cause = describe_exit(await self._run(up, listeners, environment))
             if self.leaving:
                 return
             log.error("an HTTP process died: %s", cause)
@@ -92,7 +98,7 @@ class Workers:
             await asyncio.sleep(delay_s)
 
     async def _run(
-        self, up: asyncio.Event, listener: socket.socket, environment: dict[str, str]
+        self, up: asyncio.Event, listeners: list[socket.socket], environment: dict[str, str]
     ) -> int:
         """Start one and hear it out to its end; returns its exit code."""
 
@@ -104,11 +110,11 @@ class Workers:
         child = ChildProcess(
             self._context,
             (sys.executable, "-P", "-m", "outrider.server.worker"),
-            [str(listener.fileno())],
+            [str(listener.fileno()) for listener in listeners],
             lines=self._lines,
             hear=hear,
             environment=environment,
-            pass_fds=[listener.fileno()],
+            pass_fds=[listener.fileno() for listener in listeners],
         )
         sharer = self._living[child] = Sharer(self._engine, child.send)
         try:

@@ -61,6 +61,7 @@ def error_of(reply: httpx.Response) -> Any:
     assert body["error"].keys() == {"message", "type", "param", "code"}
     assert isinstance(body["error"]["code"], str)
     kind = "server_error" if reply.status_code >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if reply.status_code == 429 else kind
     assert body["error"]["type"] == kind
     return body["error"]
 
@@ -182,12 +183,12 @@ def test_every_route_but_those_of_probes_asks_for_a_key(site: Site) -> None:
     document = site.http.get("/openapi.json").json()
     routes = [(m, p) for p, operations in document["paths"].items() for m in operations]
     assert len(routes) > 8
-    for path in ("/health/", "/ready/"):
+    for path in ("/health/", "/live/", "/ready/"):
         assert site.http.get(path, headers={"authorization": ""}).status_code == 307
     for method, path in [*routes, ("get", "/openapi.json"), ("get", "/nowhere")]:
         for header in ("", "Bearer", "Bearer wrong", "Basic key"):
             reply = site.http.request(method, path, headers={"authorization": header})
-            if path in ("/health", "/ready"):
+            if path in ("/health", "/live", "/ready"):
                 assert reply.status_code == 200
             else:
                 assert reply.status_code == 401
@@ -245,7 +246,7 @@ def test_head_without_end_is_400(site: Site, monkeypatch: pytest.MonkeyPatch) ->
 
 @each_endpoint
 @streamed_or_whole
-def test_full_queue_and_closed_gate_are_503_with_a_time_to_retry(
+def test_full_queue_is_429_and_a_missing_engine_503_with_a_time_to_retry(
     site: Site, path: str, stream: bool
 ) -> None:
     site.served.client.refusal = QueueFullError("full")
@@ -254,12 +255,13 @@ def test_full_queue_and_closed_gate_are_503_with_a_time_to_retry(
     down = site.post(path, stream=stream)
     site.served.gate.open = False
     draining = site.post(path, stream=stream)
-    for reply, code in (
-        (full, "queue_full"),
-        (down, "engine_unavailable"),
-        (draining, "shutting_down"),
+    for reply, status, kind, code in (
+        (full, 429, "rate_limit_error", "queue_full"),
+        (down, 503, "server_error", "engine_unavailable"),
+        (draining, 503, "server_error", "shutting_down"),
     ):
-        assert (reply.status_code, error_of(reply)["code"]) == (503, code)
+        error = error_of(reply)
+        assert (reply.status_code, error["type"], error["code"]) == (status, kind, code)
         assert int(reply.headers["retry-after"]) > 0
 
 

@@ -172,6 +172,18 @@ def test_health_tells_the_state_and_its_reason(serve: Serve, path: str) -> None:
     assert reply.json() == {"status": "restarting", "reason": "killed by signal 9"}
 
 
+def test_live_only_fails_where_a_new_start_could_help(serve: Serve) -> None:
+    served = serve(api_keys=("one",))
+    served.gate.open = False  # draining
+    for state in ("starting", "ready", "restarting", "stopped"):
+        served.client.state = state  # type: ignore[assignment]
+        assert get(served.app, "/live").json() == {"status": "ok"}
+    served.client.state, served.client.status_reason = "failed", "it keeps dying"
+    reply = get(served.app, "/live")
+    assert reply.status == 503
+    assert reply.json() == {"status": "failed", "reason": "it keeps dying"}
+
+
 def test_models_tell_the_context_length(serve: Serve) -> None:
     served = serve()
     (model,) = get(served.app, "/v1/models").json()["data"]

@@ -63,6 +63,7 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
 

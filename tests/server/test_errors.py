@@ -210,7 +210,7 @@ def test_prompts_times_n_is_bounded(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("refusal", "status", "code"),
     [
-        (QueueFullError("full"), 503, "queue_full"),
+        (QueueFullError("full"), 429, "queue_full"),
         (EngineUnavailableError("restarting"), 503, "engine_unavailable"),
         (InvalidRequestError("never"), 400, "invalid_value"),
     ],
@@ -222,7 +222,7 @@ def test_refusal_of_the_engine_comes_before_any_stream(
     served.client.refusal = refusal
     reply = post(served.app, OK | {"stream": stream})
     assert (reply.status, reply.error["code"]) == (status, code)
-    assert ("retry-after" in reply.headers) == (status == 503)
+    assert ("retry-after" in reply.headers) == (status in (429, 503))
 
 
 def test_unexpected_exception_is_a_500_without_its_text(serve: Serve) -> None:

@@ -26,8 +26,9 @@ CASES = [
     ("GET", "/v1/models/{model}", GenerationMode.POSITIVE),
     *(
         ("GET", path, GenerationMode.POSITIVE)
-        for path in ("/tokenizer_info", "/health", "/ready", "/version", "/metrics")
+        for path in ("/tokenizer_info", "/health", "/live", "/ready", "/version", "/metrics")
     ),
+    *(("GET", path, GenerationMode.POSITIVE) for path in ("/v1/loads", "/get_load")),
 ]
 
 

@@ -1,0 +1,178 @@
+"""What routers are told of the prefix cache, and in what form."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from engines import engine_config
+from tiny_models import save_tiny_model
+
+from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
+from outrider.engine.config import CacheConfig
+from outrider.engine.kv_cache import KVCacheManager, PageRemoved, PageStored
+from outrider.engine.kv_events import Publisher, to_messages
+from outrider.engine.loop import Engine
+from outrider.engine.messages import FromEngine, Ready, Shutdown, Submit, ToEngine
+from outrider.engine.process import load_engine, run
+from outrider.engine.request import Request
+
+PAGE = 4
+
+
+def request(token_ids: list[int], cache_salt: str = "", max_tokens: int = 1) -> NewRequest:
+    return NewRequest(
+        request_id="r",
+        prompt_token_ids=token_ids,
+        params=SamplingParams(max_tokens=max_tokens),
+        cache_salt=cache_salt,
+    )
+
+
+def compute(cache: KVCacheManager, token_ids: list[int], cache_salt: str = "") -> Request:
+    one = Request(request(token_ids, cache_salt), PAGE)
+    cache.attach_prefix(one)
+    assert cache.allocate(one, one.num_tokens)
+    one.num_computed_tokens = one.num_tokens
+    cache.record_computed(one)
+    return one
+
+
+def test_each_page_is_told_once_behind_the_page_before_it() -> None:
+    cache = KVCacheManager(10, PAGE, keeps_events=True)
+    one = compute(cache, list(range(9)))
+    assert cache.events == [
+        PageStored(one.page_hashes[0], None, [0, 1, 2, 3]),
+        PageStored(one.page_hashes[1], one.page_hashes[0], [4, 5, 6, 7]),
+    ]
+    other = compute(cache, [*range(4), 9, 9, 9, 9, 9])
+    assert cache.events[2:] == [PageStored(other.page_hashes[1], one.page_hashes[0], [9] * 4)]
+
+
+def test_what_is_told_is_what_can_be_found() -> None:
+    cache = KVCacheManager(5, PAGE, keeps_events=True)
+    told: set[bytes] = set()
+    for start in range(0, 90, 9):
+        cache.release(compute(cache, list(range(start, start + 9))))
+        for event in cache.events:
+            if isinstance(event, PageStored):
+                assert event.page_hash not in told
+                told.add(event.page_hash)
+            else:
+                told.remove(event.page_hash)
+        cache.events.clear()
+        assert told == set(cache._page_of_hash)
+    assert told
+
+
+def test_nothing_is_told_of_a_salted_prefix_or_unless_asked() -> None:
+    cache = KVCacheManager(5, PAGE, keeps_events=True)
+    for start in range(0, 90, 9):
+        cache.release(compute(cache, list(range(start, start + 9)), "salt"))
+    assert cache.events == []
+    silent = KVCacheManager(10, PAGE)
+    compute(silent, list(range(9)))
+    assert silent.events == []
+
+
+def test_messages_have_the_form_of_vllm() -> None:
+    a, b, c, d = (bytes([i]) * 16 for i in (1, 2, 3, 0xFF))
+    events = [
+        PageRemoved(d),
+        PageRemoved(c),
+        PageStored(a, None, [1, 2]),
+        PageStored(b, a, [3, 4]),
+        PageStored(d, a, [5, 6]),
+    ]
+    packed = msgspec.msgpack.encode(to_messages(events, 2))
+    short_a, short_b, short_c = (int.from_bytes(x[:8], "big") for x in (a, b, c))
+    assert msgspec.msgpack.decode(packed) == [
+        ["BlockRemoved", [2**64 - 1, short_c], "GPU"],
+        ["BlockStored", [short_a, short_b], None, [1, 2, 3, 4], 2, None, "GPU", None],
+        ["BlockStored", [2**64 - 1], short_a, [5, 6], 2, None, "GPU", None],
+    ]
+
+
+@pytest.fixture
+def subscriber(tmp_path: Path) -> Iterator[tuple[str, "zmq.Socket[bytes]"]]:
+    """An endpoint, and a socket that hears all that is published there."""
+    endpoint = f"ipc://{tmp_path}/events"
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe("kv@")
+        socket.rcvtimeo = 10_000
+        socket.linger = 0
+        socket.connect(endpoint)
+        yield endpoint, socket
+
+
+def heard(socket: "zmq.Socket[bytes]") -> tuple[int, list[list[object]]]:
+    topic, number, payload = socket.recv_multipart()
+    assert topic == b"kv@me"
+    assert len(number) == 8
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    assert ts > 1e9
+    assert rank == 0
+    return int.from_bytes(number, "big"), events
+
+
+def test_a_batch_is_three_frames_with_a_number_that_counts(
+    subscriber: tuple[str, "zmq.Socket[bytes]"],
+) -> None:
+    endpoint, socket = subscriber
+    with Publisher(endpoint, "kv@me", PAGE) as publisher:
+        while not socket.poll(10):  # until it has subscribed
+            publisher.clear()
+        first, events = heard(socket)
+        assert events == [["AllBlocksCleared"]]
+        while socket.poll(100):
+            first, _ = heard(socket)
+        publisher.publish([])
+        publisher.publish([PageRemoved(b"\0" * 16)])
+        assert heard(socket) == (first + 1, [["BlockRemoved", [0], "GPU"]])
+
+
+class Client:
+    """Submits a sequence once the engine is there, and leaves when it has ended."""
+
+    def __init__(self, new: NewRequest) -> None:
+        self._inbox: list[ToEngine] = []
+        self._new = new
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        inbox, self._inbox = self._inbox, []
+        return inbox
+
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, Ready):
+            self._inbox.append(Submit([self._new]))
+        if any(output.finish_reason for output in getattr(message, "outputs", [])):
+            self._inbox.append(Shutdown())
+
+
+def test_an_engine_publishes_what_it_caches(
+    subscriber: tuple[str, "zmq.Socket[bytes]"], tmp_path: Path
+) -> None:
+    endpoint, socket = subscriber
+    cache = CacheConfig(
+        page_size_tokens=PAGE, num_pages=32, kv_events_endpoint=endpoint, kv_events_topic="kv@me"
+    )
+    target = save_tiny_model(tmp_path / "target")
+    config = replace(engine_config(target), cache=cache)
+    prompt = list(range(10))
+
+    def load(progress: ReportProgress) -> Engine:
+        time.sleep(0.5)  # as models take longer to load than subscribers to find the socket
+        return load_engine(config, progress)
+
+    assert run(load, Client(request(prompt, max_tokens=4)), cache)
+    told = []
+    while socket.poll(500):
+        told += heard(socket)[1]
+    assert told[0] == ["AllBlocksCleared"]
+    stored = [event for event in told if event[0] == "BlockStored"]
+    token_ids = [i for event in stored for i in event[3]]
+    assert token_ids[:8] == prompt[:8]
+    assert len(token_ids) == 12
