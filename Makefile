@@ -29,7 +29,7 @@ GPU_TESTS := $(patsubst %,tests/engine/test_%.py,losslessness edit_losslessness 
 	paged_model memory fused_layers prompt_logprobs score_ahead propose_ahead phases) \
 	$(wildcard tests/kernels/test_*.py)
 
-.PHONY: gpu help serve test sweep clients check format-check lint types mutate format clean
+.PHONY: gpu help serve test sweep clients scale check format-check lint types mutate format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ sweep: .make/dev ## run what takes too long for every change: all parameters aga
 
 clients: .make/clients ## fetch other people's clients (3 GB), and run them against the server
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m clients $(ARGS)
+
+scale: .make/scale ## fetch routers, Ray and Helm (1.5 GB), and try replicas behind them (15 minutes)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m scale --timeout 900 $(ARGS)
 
 check: format-check lint types test ## all that CI checks
 
@@ -120,6 +123,18 @@ clean: ## remove what was installed and built here (converted models stay)
 	done < tests/clients/requirements.txt
 	@mkdir -p build/clients/node && cp tests/clients/package.json build/clients/node/
 	@if command -v npm >/dev/null; then npm install --silent --prefix build/clients/node; fi
+	@touch $@
+
+# Each in an environment of its own, too; Ray's replicas need this project beside it.
+.make/scale: .make/dev tests/scale/requirements.txt
+	@while read -r requirement; do \
+		folder=build/scale/$${requirement%%[=[]*}; \
+		echo "Installing $$requirement"; \
+		$(BIN)/python -m venv $$folder && \
+		$$folder/bin/python -m pip install --quiet $(PIP_ARGS) "$$requirement" || exit 1; \
+	done < tests/scale/requirements.txt
+	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python3*/site-packages)')" \
+		> $$(echo build/scale/ray/lib/python3*/site-packages)/outrider.pth
 	@touch $@
 
 # mypy does not see the import names that pyproject.toml gives the folders; links do it for it.

@@ -42,15 +42,15 @@ class RankLoad(APIResponse):
 def load_of(client: EngineClient) -> Load:
     """The engine's load as of its last step; zeros until it has been up."""
     stats, info = client.stats, client.info
-    page_size = info.page_size_tokens if info else 0
+    page_size, num_pages = (info.page_size_tokens, info.num_pages) if info else (0, 0)
     return Load(
         dp_rank=0,
         num_running_reqs=stats.num_running,
         num_waiting_reqs=stats.num_waiting,
         num_total_reqs=stats.num_running + stats.num_waiting,
         num_used_tokens=stats.pages_used * page_size,
-        max_total_num_tokens=stats.pages_total * page_size,
-        token_usage=stats.pages_used / max(1, stats.pages_total),
+        max_total_num_tokens=num_pages * page_size,
+        token_usage=stats.pages_used / max(1, num_pages),
         cache_hit_rate=stats.cached_tokens / max(1, stats.prompt_tokens),
         max_running_requests=info.max_num_seqs if info else 0,
     )

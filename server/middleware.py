@@ -160,7 +160,8 @@ class MetricsPort:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The port of the socket that took the connection: nothing that a client says.
-        if scope["type"] != "http" or scope["server"][1] != self._port:
+        server = scope.get("server")
+        if scope["type"] != "http" or not server or server[1] != self._port:
             await self._app(scope, receive, send)
         elif scope["path"] == "/metrics":
             await self._api(scope, receive, send)

@@ -271,7 +271,7 @@ class CacheSettings(Section):
         "of prompts. Unset: nowhere.",
     )
     kv_events_topic: str = Field(
-        default="", description="Topic of these events; llm-d reads kv@POD_ADDRESS@MODEL."
+        default="", description="Topic of these events; llm-d reads kv@POD_IP:PORT@MODEL."
     )
 
 

@@ -1,0 +1,106 @@
+"""Ray Serve: each replica is a server of its own, its engine included. docs/scaling.md tells how.
+
+    serve run outrider.server.ray:app
+    serve run outrider.server.ray:build config=qwen3-8b num_gpus=1 max_replicas=8
+    serve build outrider.server.ray:app --output-path serve.yaml
+
+Needs the extra `ray`. Settings come from OUTRIDER_* variables and from `config`, as everywhere.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from rich.console import Console
+from starlette.types import ASGIApp
+
+from outrider.engine.client import EngineUnavailableError
+from outrider.engine.process_engine import ProcessEngine
+from outrider.server.console import configure_logging
+from outrider.server.http_server import load_app
+from outrider.server.middleware import Gate
+from outrider.server.models.pair import engine_config, prepare_pair
+from outrider.server.progress import ignore_progress
+from outrider.server.settings_loader import load_settings
+
+# Of Ray's own routers, the one that keeps a session (header x-session-id) on its replica, where the
+# conversation so far is cached. Requests without one are spread evenly.
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+class Arguments(BaseModel):
+    """What `serve run … NAME=VALUE`, and `args` in Serve's config files, may give."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: str | None = Field(default=None, description="As `outrider serve --config`.")
+    num_gpus: float = Field(default=0, ge=0, description="GPUs of a replica; 0: it has the CPU.")
+    num_cpus: float = Field(default=1, gt=0, description="CPUs of a replica.")
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(default=1, ge=1)
+    target_ongoing_requests: float = Field(
+        default=24, gt=0, description="Requests of a replica above which another is started."
+    )
+    max_ongoing_requests: int = Field(
+        default=64, ge=1, description="Requests that Ray hands to a replica; more wait with Ray."
+    )
+
+
+@serve.deployment(name="outrider")
+@serve.ingress()
+class Replica:
+    """An engine in a process of its own, and the application over it; Ray's proxy speaks HTTP."""
+
+    async def __init__(self, config: str | None) -> None:
+        self._settings = load_settings(Path(config) if config else None)
+        server = self._settings.server
+        configure_logging(server.log_level, server.log_format, Console(file=sys.stderr))
+        pair = await asyncio.to_thread(prepare_pair, self._settings, ignore_progress)
+        self._config = engine_config(self._settings, pair)
+        self._engine = ProcessEngine(
+            self._config,
+            step_timeout_s=self._settings.engine.step_timeout_s or None,
+            log_format=server.log_format,
+        )
+        try:
+            await self._engine.start()
+        except BaseException:
+            await self._engine.stop()
+            raise
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        # Ray drains: a replica that is to go gets no new requests, and its gate need never close.
+        return await load_app(self._settings, self._config, self._engine, Gate())
+
+    def check_health(self) -> None:
+        """Ray replaces a replica whose engine has failed; one that restarts comes back sooner."""
+        if self._engine.state == "failed":
+            raise EngineUnavailableError(self._engine.status_reason)
+
+    async def __del__(self) -> None:
+        if engine := getattr(self, "_engine", None):
+            await engine.stop()
+
+
+def build(arguments: Arguments) -> serve.Application:
+    """The application with these arguments; without any, one replica on the CPU."""
+    deployment = Replica.options(
+        ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=arguments.min_replicas,
+            max_replicas=max(arguments.min_replicas, arguments.max_replicas),
+            target_ongoing_requests=arguments.target_ongoing_requests,
+            upscale_delay_s=5,  # a replica takes tens of seconds to come up: decide soon
+            downscale_delay_s=300,
+        ),
+        max_ongoing_requests=arguments.max_ongoing_requests,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        graceful_shutdown_timeout_s=60,
+    )
+    return deployment.bind(arguments.config)
+
+
+app = build(Arguments())
