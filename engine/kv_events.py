@@ -61,7 +61,7 @@ class Publisher:
         self._sequence = count()
         self._encoder = msgspec.msgpack.Encoder()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self._socket.linger = 1000
+        self._socket.setsockopt(zmq.LINGER, 1000)
         if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
             self._socket.bind(endpoint)
         else:

@@ -54,7 +54,7 @@ class Arguments(BaseModel):
 class Replica:
     """An engine in a process of its own, and the application over it; Ray's proxy speaks HTTP."""
 
-    async def __init__(self, config: str | None) -> None:
+    async def __init__(self, config: str | None) -> None:  # type: ignore[misc]
         self._settings = load_settings(Path(config) if config else None)
         server = self._settings.server
         configure_logging(server.log_level, server.log_format, Console(file=sys.stderr))
@@ -87,7 +87,7 @@ class Replica:
 
 def build(arguments: Arguments) -> serve.Application:
     """The application with these arguments; without any, one replica on the CPU."""
-    deployment = Replica.options(
+    deployment = Replica.options(  # type: ignore[attr-defined]
         ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
         autoscaling_config=AutoscalingConfig(
             min_replicas=arguments.min_replicas,

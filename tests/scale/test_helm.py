@@ -190,10 +190,16 @@ def test_nothing_writes_but_to_its_volumes(render: Render) -> None:
 def test_keys_are_a_secret_of_which_the_pod_reads_a_file(render: Render) -> None:
     manifests = render({"apiKeys": {"list": ["one", "two"]}})
     secret = one(manifests, "Secret")
-    assert secret["stringData"] == {"keys": "one\ntwo"}
+    assert secret["stringData"] == {"keys": "one\ntwo", "router-key": "one"}
     spec = one(manifests, "Deployment")["spec"]["template"]["spec"]
     (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "keys"]
-    assert volume["secret"] == {"secretName": secret["metadata"]["name"]}
+    name = secret["metadata"]["name"]
+    assert volume["secret"] == {"secretName": name, "items": [{"key": "keys", "path": "keys"}]}
+    router = container(manifests, "router")
+    assert "--api-key=$(ROUTER_KEY)" in router["args"]
+    (entry,) = router["env"]
+    reference = {"name": name, "key": "router-key"}
+    assert entry == {"name": "ROUTER_KEY", "valueFrom": {"secretKeyRef": reference}}
     others = [m for m in manifests if m["kind"] != "Secret"]
     assert "one\\ntwo" not in json.dumps(others)
 
