@@ -30,13 +30,10 @@ class Loads(APIResponse):
     loads: list[Load]
 
 
-class RankLoad(APIResponse):
-    """SGLang's `/get_load`, which routers made for its older versions read."""
+class OneLoad(APIResponse):
+    """SGLang's `/get_load` as it began, which vllm-router reads."""
 
-    dp_rank: int
-    num_reqs: int
-    num_waiting_reqs: int
-    num_tokens: int
+    load: int  # sequences that run or wait
 
 
 def load_of(client: EngineClient) -> Load:
@@ -64,14 +61,6 @@ def add_load_routes(router: APIRouter, client: EngineClient) -> None:
         return Loads(timestamp=now.isoformat(), dp_rank_count=1, loads=[load_of(client)])
 
     @router.get("/get_load")
-    async def get_load() -> list[RankLoad]:
-        """How busy the engine is, in the terms of SGLang's older /get_load."""
-        load = load_of(client)
-        return [
-            RankLoad(
-                dp_rank=load.dp_rank,
-                num_reqs=load.num_total_reqs,
-                num_waiting_reqs=load.num_waiting_reqs,
-                num_tokens=load.num_used_tokens,
-            )
-        ]
+    async def get_load() -> OneLoad:
+        """How many sequences run or wait."""
+        return OneLoad(load=load_of(client).num_total_reqs)

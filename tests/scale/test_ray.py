@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ def seen(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("ray")
     log = folder / "log"
-    # Ray's sockets have no room for a long path.
-    environ = os.environ | ENVIRON | {"RAY_TMPDIR": f"/tmp/ray-{os.getpid()}"}
     command = ["nice", installed / "ray/bin/python", "-P", PROGRAM, str(port)]
-    with log.open("wb") as output:
+    # Ray's sockets have no room for a long path.
+    with log.open("wb") as output, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
+        environ = os.environ | ENVIRON | {"RAY_TMPDIR": short}
         subprocess.run(command, stdout=output, stderr=output, env=environ, timeout=800, cwd=folder)
     lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
     assert lines, log.read_text()[-4000:]
@@ -70,11 +71,12 @@ def test_no_engine_outlives_its_replica(seen: dict[str, Any]) -> None:
     assert seen["engines_left"] == 0
 
 
-def test_serve_build_writes_what_an_operator_edits(installed: Path) -> None:
+def test_serve_build_writes_what_an_operator_edits(installed: Path, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
     command = [installed / "ray/bin/serve", "build", "outrider.server.ray:app"]
-    environ = os.environ | ENVIRON
-    built = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
-    (application,) = yaml.safe_load(built.stdout)["applications"]
+    command += ["--output-path", file]
+    subprocess.run(command, env=os.environ | ENVIRON, cwd=tmp_path, check=True)
+    (application,) = yaml.safe_load(file.read_text())["applications"]
     assert application["import_path"] == "outrider.server.ray:app"
     (deployment,) = application["deployments"]
     assert deployment["ray_actor_options"] == {"num_cpus": 1.0, "num_gpus": 0.0}

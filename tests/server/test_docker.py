@@ -116,8 +116,11 @@ def test_compose_mounts_what_exists_and_builds_known_targets(path: Path) -> None
             assert f" AS {service['build']['target']}\n" in dockerfile
 
 
-def test_compose_gives_the_server_time_to_drain() -> None:
-    service = load(DOCKER / "compose.yaml")["services"]["outrider"]
+@pytest.mark.parametrize(
+    ("file", "name"), [("compose.yaml", "outrider"), ("compose.scale.yaml", "replica-2")]
+)
+def test_compose_gives_the_server_time_to_drain(file: str, name: str) -> None:
+    service = load(DOCKER / file)["services"][name]
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
     assert grace_s > ServerSettings().shutdown_timeout_s
 

@@ -60,9 +60,8 @@ def test_loads_has_what_smg_reads(busy: Served) -> None:
     }
 
 
-def test_get_load_has_the_older_shape(busy: Served) -> None:
-    (load,) = get(busy.app, "/get_load", KEY).json()
-    assert load == {"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 64}
+def test_get_load_has_what_vllm_router_reads(busy: Served) -> None:
+    assert get(busy.app, "/get_load", KEY).json() == {"load": 5}
 
 
 def test_an_engine_that_was_never_up_has_no_load(serve: Serve) -> None:

@@ -4,6 +4,7 @@ Usage: ray_replicas.py PORT
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -58,13 +59,14 @@ def running() -> int:
 
 
 def engines() -> dict[int, int]:
-    """The engine processes, each with its replica's."""
+    """The engine processes of Ray's replicas, each with its replica's."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         if "outrider.engine.process" in (process.info["cmdline"] or ()):
-            parents = [parent.pid for parent in process.parents()]
-            if any("raylet" in " ".join(psutil.Process(pid).cmdline()[:1]) for pid in parents):
-                found[process.pid] = parents[0]
+            with contextlib.suppress(psutil.Error):  # it has gone, or its replica has
+                replica, raylet, *_ = process.parents()
+                if "raylet" in raylet.name():
+                    found[process.pid] = replica.pid
     return found
 
 
