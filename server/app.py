@@ -17,11 +17,12 @@ from starlette.types import ASGIApp
 from outrider.engine.client import EngineClient
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server import errors
+from outrider.server.api_keys import ApiKeys
 from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
 from outrider.server.metrics import Metrics
-from outrider.server.middleware import ApiKeys, BodyLimit, Drain, Gate, Observe, RequestId
+from outrider.server.middleware import BodyLimit, Drain, Gate, Observe, RequestId
 from outrider.server.protocol import (
     Completion,
     CompletionRequest,

@@ -1,15 +1,14 @@
-"""What surrounds every request: its id, its outcome, the key, the drain, the size of its body.
+"""What surrounds every request: its id, its outcome, the drain, the size of its body.
 
 Plain ASGI: Starlette's BaseHTTPMiddleware would hide the client's leaving from the routes.
 """
 
 import asyncio
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -145,35 +144,6 @@ class Drain:
         else:
             error = unavailable("The server is shutting down.", code="shutting_down")
             await error.response()(scope, receive, send)
-
-
-class ApiKeys:
-    """Ask for one of the keys as a bearer token, everywhere but on the paths of probes."""
-
-    open_paths = ("/health", "/ready")
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"].rstrip("/") in self.open_paths
-        if is_open or self._admits(scope):
-            await self._app(scope, receive, send)
-            return
-        error = APIError(
-            401,
-            "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await error.response()(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Every key is compared, each in constant time: how long it takes tells nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
 
 
 class BodyLimit:
