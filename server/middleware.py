@@ -4,6 +4,7 @@ Plain ASGI: Starlette's BaseHTTPMiddleware would hide the client's leaving from 
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -19,6 +20,9 @@ from outrider.server.metrics import Metrics
 from outrider.server.tracing import Trace
 
 log = logging.getLogger("outrider.server.requests")
+
+LINGER_S = 1.0
+LINGER_BYTES = 4 * 1024 * 1024
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -144,6 +148,54 @@ class Drain:
         else:
             error = unavailable("The server is shutting down.", code="shutting_down")
             await error.response()(scope, receive, send)
+
+
+class EarlyAnswer:
+    """Close the connection behind an answer that is given before its request has come whole.
+
+    What still comes is read and dropped for a moment: many clients read an answer only once they
+    have sent all, and a socket that is closed with bytes unread takes the answer back.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        whole = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        early = False
+
+        async def receive_noting() -> Message:
+            nonlocal whole
+            message = await receive()
+            whole = whole or not message.get("more_body", False)  # or the client has left
+            return message
+
+        async def drop_rest(timeout_s: float) -> None:
+            dropped_bytes = 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not whole and dropped_bytes < LINGER_BYTES:
+                        dropped_bytes += len((await receive_noting()).get("body", b""))
+
+        async def send_closing(message: Message) -> None:
+            nonlocal early
+            if message["type"] == "http.response.start" and not whole:
+                if "expect" not in headers:  # the client waits to be asked for its body
+                    await drop_rest(0)  # what is here already
+                early = not whole
+                if early:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            elif early and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await drop_rest(LINGER_S)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, receive_noting, send_closing)
 
 
 class BodyLimit:

@@ -64,6 +64,18 @@ class ServerSettings(Section):
         "http://127.0.0.1:4318/v1/traces. Unset: where OTEL_EXPORTER_OTLP_ENDPOINT says, if "
         "anywhere.",
     )
+    max_connections: int = Field(
+        default=1024,
+        ge=0,
+        description="Most open connections of one HTTP process; 0: any number. A new one beyond "
+        "them takes the place of one without a request, else it is turned away with 503.",
+    )
+    send_timeout_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds in which a client must take 16 KiB of what waits to be sent to it, "
+        "before its connection is ended and its request with it; 0: any time.",
+    )
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )

@@ -15,7 +15,7 @@ from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.client import EngineUnavailableError, QueueFullError
-from outrider.server import http_server
+from outrider.server import connection
 from outrider.server.tokenizer import Tokenizer
 
 OK = {"prompt": "Hi"}
@@ -225,7 +225,7 @@ def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
 def test_head_that_does_not_arrive_ends_the_connection(
     site: Site, first: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with site.connection() as slow:
         slow.sendall(first + b"GET /version HTT")
         start_s = time.monotonic()
@@ -235,7 +235,7 @@ def test_head_that_does_not_arrive_ends_the_connection(
 
 
 def test_head_without_end_is_400(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
     with site.connection() as endless:
         endless.sendall(b"GET /version HTTP/1.1\r\n" + 100 * b"a: bcdefghijk\r\n")
         answer = b"".join(iter(lambda: endless.recv(4096), b""))
