@@ -21,7 +21,7 @@ from outrider.engine.api import (
 )
 from outrider.engine.child_process import leave_with_parent
 from outrider.engine.config import EngineConfig
-from outrider.engine.json_log import JSONFormatter
+from outrider.engine.log_lines import JSONFormatter, LineFormatter
 from outrider.engine.messages import (
     Abort,
     Admitted,
@@ -146,8 +146,9 @@ class _SocketChannel:
 def main(make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine) -> int:
     endpoint, log_level, log_format = sys.argv[1:]
     handler = logging.StreamHandler()
-    handler.setFormatter(JSONFormatter() if log_format == "json" else logging.Formatter(TEXT_LINE))
+    handler.setFormatter(JSONFormatter() if log_format == "json" else LineFormatter(TEXT_LINE))
     logging.basicConfig(level=int(log_level), handlers=[handler])
+    logging.captureWarnings(True)
     (line,) = leave_with_parent(num_lines=1)
     config = msgspec.json.decode(line, type=EngineConfig)
 

@@ -89,7 +89,7 @@ class Observe:
             facts = {
                 "request_id": scope["state"]["request_id"],
                 "method": scope["method"],
-                "path": cut(scope["path"]),
+                "path": cut(scope["raw_path"].decode("latin-1")),  # as sent: %0a stays %0a
                 "status": status,
                 "outcome": outcome,
                 "duration_s": round(duration_s, 6),
