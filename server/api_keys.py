@@ -2,12 +2,18 @@
 
 import hashlib
 import hmac
+import logging
 from collections.abc import Collection
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outrider.server.errors import APIError
+from outrider.server.errors import APIError, cut
+from outrider.server.metrics import Metrics
+
+log = logging.getLogger("outrider.server.requests")
+
+OPEN_PATHS = ("/health", "/ready")  # of probes, which send no key
 
 
 def key_digest(key: str) -> str:
@@ -27,20 +33,23 @@ class ApiKeys:
     The digest of a right key is `key_digest` in the scope's state, on the paths of probes too.
     """
 
-    open_paths = ("/health", "/ready")
-
-    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Collection[str], metrics: Metrics) -> None:
         self._app = app
         self._digests = [key_digest(key) for key in keys]
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        digest = self._match(scope)
+        header = dict(reversed(scope["headers"])).get(b"authorization", b"")
+        digest = self._match(header)
+        is_open = scope["path"].rstrip("/") in OPEN_PATHS
         if digest is not None:
             scope.setdefault("state", {})["key_digest"] = digest
-        if digest is not None or scope["path"].rstrip("/") in self.open_paths:
+        elif header or not is_open:
+            self._tell(scope, "wrong" if header else "missing")
+        if digest is not None or is_open:
             await self._app(scope, receive, send)
             return
         error = APIError(
@@ -51,9 +60,14 @@ class ApiKeys:
         )
         await error.response()(scope, receive, send)
 
-    def _match(self, scope: Scope) -> str | None:
-        """The digest of the request's key, if it is one of ours."""
-        header = dict(reversed(scope["headers"])).get(b"authorization", b"")
+    def _tell(self, scope: Scope, reason: str) -> None:
+        self._metrics.failed_keys.labels(reason).inc()
+        client, _ = scope.get("client") or ("an unknown address", 0)
+        path = cut(scope["raw_path"].decode("latin-1"))
+        log.warning("%s key from %s: %s %s", reason, client, scope["method"], path)
+
+    def _match(self, header: bytes) -> str | None:
+        """The digest of the key in an Authorization header, if it is one of ours."""
         scheme, _, given = header.partition(b" ")
         digest = hashlib.sha256(given.strip()).hexdigest()
         # Every key is compared, each in constant time: how long it takes tells nothing.

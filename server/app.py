@@ -17,10 +17,11 @@ from starlette.types import ASGIApp
 from outrider.engine.client import EngineClient
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server import errors
-from outrider.server.api_keys import ApiKeys
+from outrider.server.api_keys import ApiKeys, request_key
 from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
+from outrider.server.hosts import Hosts
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import BodyLimit, Drain, Gate, Observe, RequestId
 from outrider.server.protocol import (
@@ -103,7 +104,7 @@ def create_app(
 
     app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
     if keys := settings.read_api_keys():
-        app = ApiKeys(app, keys)
+        app = ApiKeys(app, keys, service.metrics)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
@@ -112,7 +113,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    app = Drain(app, gate)
+    app = Hosts(Drain(app, gate), settings)
     trace = make_trace(settings.otlp_endpoint, model_name)
     app = Observe(app, service.metrics, _paths(openai), trace)
     return RequestId(app)
@@ -211,13 +212,16 @@ def _status_routes(service: Service, gate: Gate) -> APIRouter:
 
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
-    async def health() -> JSONResponse:
-        """200 while requests are served; else 503 with the state and its reason."""
+    async def health(request: Request) -> JSONResponse:
+        """200 while requests are served; else 503 with the state, and to a key its reason."""
         if not gate.open:
-            return JSONResponse({"status": "draining", "reason": "shutting down"}, 503)
-        if client.state != "ready":
-            return JSONResponse({"status": client.state, "reason": client.status_reason}, 503)
-        return JSONResponse({"status": "ok"})
+            return JSONResponse({"status": "draining"}, 503)
+        if client.state == "ready":
+            return JSONResponse({"status": "ok"})
+        told = {"status": client.state}
+        if request_key(request) is not None:  # it may name files, and quote exceptions
+            told["reason"] = client.status_reason or ""
+        return JSONResponse(told, 503)
 
     @router.get("/version")
     async def version() -> dict[str, str]:

@@ -42,12 +42,19 @@ class ServerSettings(Section):
         min_length=1,
         description="Name in /v1/models and `model`; unset: target.model.",
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names that the Host header of a request may have, without a port; *.NAME: "
+        "whatever ends in it; *: any. None given: localhost and loopback addresses if the server "
+        "listens on loopback, else any.",
+    )
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
         description="Bearer keys; every route but /health and /ready asks for one. None: open.",
     )
     api_key_file: Path | None = Field(
-        default=None, description="A file with further keys, one a line."
+        default=None,
+        description="A file with further keys, one a line; no process list shows them.",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
@@ -149,7 +156,13 @@ class ServerSettings(Section):
         """Keys of the settings and of the key file; raises OSError, also if the file has none."""
         keys = [key.get_secret_value() for key in self.api_keys]
         if self.api_key_file is not None:
-            lines = [line.strip() for line in self.api_key_file.read_text().splitlines()]
+            try:
+                text = self.api_key_file.read_text("utf-8")
+            except UnicodeDecodeError:
+                raise OSError(
+                    f"server.api_key_file: {self.api_key_file} is no UTF-8 text"
+                ) from None
+            lines = [line.strip() for line in text.splitlines()]
             found = [line for line in lines if line and not line.startswith("#")]
             if not found:
                 raise OSError(f"server.api_key_file: {self.api_key_file} has no keys in it")

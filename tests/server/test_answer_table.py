@@ -209,7 +209,7 @@ def test_body_too_large_is_413(site: Site, chunked: bool) -> None:
 
 @each_endpoint
 def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key\r\n"
     head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n"
     with site.connection() as slow:
         slow.sendall(head.encode())
@@ -221,7 +221,7 @@ def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
     assert b'"code":"body_timeout"' in answer
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize("first", [b"", b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_head_that_does_not_arrive_ends_the_connection(
     site: Site, first: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +300,7 @@ def test_client_that_leaves_frees_its_sequences(site: Site, path: str, stream: b
     site.served.client.play = lambda request: [steps(request, [70, 71])[0], forever]
     site.served.client.aborted.clear()
     body = json.dumps(PATHS[path] | {"stream": stream, "n": 2}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     before = len(site.served.client.submitted)
     with socket.create_connection(

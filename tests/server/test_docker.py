@@ -52,7 +52,7 @@ def labels_by_series(
         try:
             app = create_app(engine, tokenizer, Gate(), model_name="t", settings=ServerSettings())
             transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 body = {"prompt": "x", "max_tokens": 4}
                 assert (await http.post("/v1/completions", json=body)).status_code == 200
                 return (await http.get("/metrics")).text
