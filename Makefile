@@ -29,7 +29,12 @@ GPU_TESTS := $(patsubst %,tests/engine/test_%.py,losslessness edit_losslessness 
 	paged_model memory fused_layers prompt_logprobs score_ahead propose_ahead phases) \
 	$(wildcard tests/kernels/test_*.py)
 
-.PHONY: gpu help serve test sweep clients check format-check lint types mutate format clean
+# For Linux with Python 3.11, as constraints.txt; pip itself can check hashes but not write them down.
+LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-annotate --constraint \
+	constraints.txt --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
+	--custom-compile-command "make lock"
+
+.PHONY: gpu lock help serve test sweep clients check format-check lint types mutate format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +82,10 @@ gpu: ## tests and tables on a GPU (TARGET= DRAFT= model directories, GPU_PYTHON=
 on-gpu/%:
 	@$(GPU_PYTHON) -m pytest -q -p no:cacheprovider $*
 
+lock: .make/uv ## pin what the images install, each file by its hash (constraints.txt decides on versions)
+	echo setuptools | $(LOCK) - --output-file docker/build.lock
+	$(LOCK) --extra tracing pyproject.toml --output-file docker/requirements.lock
+
 format: .make/dev ## format and sort the code in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -108,6 +117,10 @@ clean: ## remove what was installed and built here (converted models stay)
 .make/dev: .make/runtime
 	@echo "Installing the tools for tests and checks"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.make/uv: .make/venv
+	@$(BIN)/python -m venv build/uv && build/uv/bin/python -m pip install --quiet $(PIP_ARGS) uv
 	@touch $@
 
 # Each in an environment of its own: no two of them agree on their dependencies.
