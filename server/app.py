@@ -218,7 +218,7 @@ def _status_routes(service: Service, gate: Gate) -> APIRouter:
             return JSONResponse({"status": "draining"}, 503)
         if client.state == "ready":
             return JSONResponse({"status": "ok"})
-        told = {"status": client.state}
+        told: dict[str, str] = {"status": client.state}
         if request_key(request) is not None:  # it may name files, and quote exceptions
             told["reason"] = client.status_reason or ""
         return JSONResponse(told, 503)
