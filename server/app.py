@@ -47,6 +47,7 @@ from outrider.server.tokenization import (
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
 from outrider.server.tracing import make_trace
+from outrider.server.unknown_fields import IGNORED
 
 # What the OpenAPI document tells of answers beside the whole ones.
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -94,7 +95,10 @@ def create_app(
     api = FastAPI(
         title="Outrider",
         version=VERSION,
-        description="OpenAI-compatible completions and chat by speculative decoding.",
+        description="OpenAI-compatible completions and chat by speculative decoding. Accepted and "
+        f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. A field that "
+        "nobody knows is named in the header `x-unknown-fields`, or refused "
+        "(`server.unknown_fields`).",
     )
     errors.install(api)
     openai = _openai_routes(service)
@@ -111,7 +115,7 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "x-unknown-fields"],
         )
     app = Hosts(Drain(app, gate), settings)
     trace = make_trace(settings.otlp_endpoint, model_name)
@@ -188,15 +192,15 @@ def _model(service: Service, started: int) -> Model:
 def _tokenizer_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=_JSONRoute, responses=_ERRORS)
 
-    @router.post("/tokenize")
-    async def tokens_of_text(body: TokenizeRequest) -> TokenizeResponse:
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokens_of_text(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt, or of a conversation as the chat template writes it."""
-        return await tokenize(service, body)
+        return await tokenize(service, body, request)
 
     @router.post("/detokenize")
-    async def text_of_tokens(body: DetokenizeRequest) -> DetokenizeResponse:
+    async def text_of_tokens(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
         """The text of token ids."""
-        return await detokenize(service, body)
+        return await detokenize(service, body, request)
 
     @router.get("/tokenizer_info")
     async def info() -> dict[str, Any]:

@@ -35,7 +35,7 @@ async def create_chat_completion(
     service: Service, body: ChatCompletionRequest, http: Request
 ) -> Response:
     """Answer a chat completion request, as a stream or as a whole."""
-    service.check_request(body, num_prompts=1)
+    service.check_request(body, http, num_prompts=1)
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
     tools = callable_tools(body.tool_choice, body.tools)
@@ -51,7 +51,7 @@ async def create_chat_completion(
         param="messages",
         max_tokens=max_tokens or room_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
+        told_of_prompts=[body.prompt_logprobs],
         grammar=await _grammar(service, body, tools),
         shown_special_ids=answer.shown_special_ids,
     )
@@ -87,23 +87,30 @@ async def chat_prompt(
             "template.",
         )
 
-    def render() -> ChatPrompt:
-        text = template.render(
+    if len(body.messages) > (most := service.engine_info.max_model_len):
+        raise invalid_value(
+            "messages",
+            f"There are {len(body.messages)} messages, of a token each at least; this model's "
+            f"maximum context length is {most} tokens. Please shorten the messages.",
+        )
+
+    def render() -> str:
+        return template.render(
             [message.for_template() for message in body.messages],
             tools=tools,
             add_generation_prompt=body.prompts_an_answer,
             continue_final_message=body.continue_final_message,
             variables=variables,
         )
-        ids = service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-        return ChatPrompt(text, ids)
 
     try:
-        return await asyncio.to_thread(render)
+        text = await asyncio.to_thread(render)
     except ChatTemplateError as error:
         raise invalid_value(
             "messages", f"The model's chat template refuses these messages: {error}"
         ) from None
+    (ids,) = await service.tokenize([text], add_special_tokens=body.add_special_tokens)
+    return ChatPrompt(text, ids)
 
 
 async def _grammar(

@@ -28,7 +28,10 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Give every answer an `x-request-id`: the client's own if it is printable, else a new one."""
+    """Give every answer an `x-request-id`: the client's own if it is printable, else a new one.
+
+    And `x-unknown-fields` to an answer whose request had any.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,7 +46,10 @@ class RequestId:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if unknown := scope["state"].get("unknown_fields"):
+                    headers["x-unknown-fields"] = ", ".join(unknown)
             await send(message)
 
         await self._app(scope, receive, send_with_id)

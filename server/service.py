@@ -2,27 +2,35 @@
 
 import asyncio
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
 
 from outrider.engine.api import EngineInfo, NewRequest
 from outrider.engine.client import EngineClient, EngineUnavailableError
+from outrider.server.answer_size import check_answer_size
 from outrider.server.errors import (
     context_length_exceeded,
     invalid_value,
     model_not_found,
 )
+from outrider.server.fields import APIRequest
 from outrider.server.generation import Sample, TextOptions
 from outrider.server.metrics import Metrics
-from outrider.server.protocol import SamplingFields, check_unknown_fields
+from outrider.server.protocol import SamplingFields
 from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from outrider.server.settings import ServerSettings
 from outrider.server.structured_outputs import GrammarChecker
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
+from outrider.server.unknown_fields import check_unknown_fields
 
 # Below this many characters, tokenizing is quicker than handing it to a thread.
 INLINE_CHARS = 2048
+# Above so many, texts are tokenized one after the other: each takes a hundred times its size.
+LARGE_CHARS = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +42,7 @@ class Service:
     grammars: GrammarChecker
     model_name: str
     settings: ServerSettings
+    large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one
 
     @property
     def engine_info(self) -> EngineInfo:
@@ -47,10 +56,14 @@ class Service:
         if given and given != self.model_name:
             raise model_not_found(given, self.model_name)
 
-    def check_request(self, fields: SamplingFields, *, num_prompts: int) -> None:
+    def check_fields(self, body: APIRequest, model: str | None, http: Request) -> None:
+        """Refuse another model's name and what is not served; raises APIError."""
+        self.check_model(model)
+        check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
+
+    def check_request(self, fields: SamplingFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be told before there are prompts; raises APIError."""
-        self.check_model(fields.model)
-        check_unknown_fields(fields)
+        self.check_fields(fields, fields.model, http)
         name, n = (
             ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)
         )
@@ -100,9 +113,11 @@ class Service:
                 for prompt in prompts
             ]
 
-        if sum(map(len, prompts)) < INLINE_CHARS:
+        num_chars = sum(map(len, prompts))
+        if num_chars < INLINE_CHARS:
             return encode()
-        return await asyncio.to_thread(encode)
+        async with self.large_texts if num_chars > LARGE_CHARS else nullcontext():
+            return await asyncio.to_thread(encode)
 
     def truncate(self, fields: SamplingFields, prompt: list[int], max_tokens: int) -> list[int]:
         """The tokens of a prompt that the request wants kept: the last ones, or the first."""
@@ -121,11 +136,12 @@ class Service:
         param: str,
         max_tokens: int,
         logprobs: int | None,
-        prompt_logprobs: int | None,
+        told_of_prompts: Sequence[int | None],
         grammar: str | None = None,
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
         """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
+        `told_of_prompts` are numbers of alternatives, as in `check_answer_size`;
         `shown_special_ids` are part of the text in every case.
 
         Raises APIError for what the engine could never run.
@@ -153,6 +169,16 @@ class Service:
         )
         seed = request_seed(fields.seed)
         bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
+        check_answer_size(
+            self.settings.max_answer_bytes,
+            fields,
+            prompts,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            told_of_prompts=told_of_prompts,
+            bad_words=bad_words,
+        )
+        prompt_logprobs = max((num for num in told_of_prompts if num is not None), default=None)
         params = [
             sampling_params(
                 fields,

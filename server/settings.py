@@ -91,8 +91,19 @@ class ServerSettings(Section):
         ge=0,
         description="Seconds in which the body of a request must have arrived; 0: any time.",
     )
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        default="ignore",
+        description="Fields of requests that nobody knows, such as misspelt ones. ignore: name "
+        "them in the header x-unknown-fields and in the log; refuse: answer with 400.",
+    )
     max_prompts_times_n: int = Field(
         default=128, ge=1, description="Most sequences of one request: prompts times n."
+    )
+    max_answer_bytes: int = Field(
+        default=512 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="Most memory that one request may need, in bytes, as estimated from its "
+        "sequences, their max_tokens, and the logprobs and prompt tokens that it wants told.",
     )
     max_grammar_bytes: int = Field(
         default=64 * 1024, ge=1, description="Largest grammar or JSON schema, in bytes."

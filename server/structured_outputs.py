@@ -3,12 +3,13 @@
 import asyncio
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import from_json
+from typing_extensions import TypeAliasType
 
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server.errors import APIError, cut, invalid_value, unsupported
@@ -26,6 +27,7 @@ def _parsed(value: object) -> object:
 
 
 JSONSchema = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+Choices = TypeAliasType("Choices", Annotated[list[str], FailFast(), Field(min_length=1)])
 
 
 class StructuredOutputs(APIRequest):
@@ -36,7 +38,7 @@ class StructuredOutputs(APIRequest):
     json_schema: JSONSchema | None = Field(default=None, alias="json")
     json_object: bool = False
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Choices | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -59,6 +61,8 @@ class StructuredOutputs(APIRequest):
 
 
 class NamedSchema(APIRequest):
+    ignored_fields: ClassVar = frozenset({"description", "strict"})
+
     name: str | None = Field(default=None, min_length=1)
     json_schema: JSONSchema = Field(default_factory=dict, alias="schema")
 
