@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from outrider.engine.client import EngineClient
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server import errors
-from outrider.server.api_keys import ApiKeys, request_key
+from outrider.server.api_keys import ApiKeys, key_digest, request_key
 from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
@@ -76,6 +76,8 @@ def create_app(
 
     `compiler`: of grammars, as the engine has it; None: they are refused.
     """
+    keys = settings.read_api_keys()
+    priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
     service = Service(
         client=client,
         tokenizer=tokenizer,
@@ -91,6 +93,7 @@ def create_app(
         ),
         model_name=model_name,
         settings=settings,
+        priority_keys=priority_keys if keys else None,
     )
     api = FastAPI(
         title="Outrider",
@@ -107,7 +110,7 @@ def create_app(
     api.include_router(_status_routes(service, gate))
 
     app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
-    if keys := settings.read_api_keys():
+    if keys:
         app = ApiKeys(app, keys, service.metrics)
     if settings.cors_origins:
         app = CORSMiddleware(

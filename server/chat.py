@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.server.answer import MIN_LOGPROB, Answer
+from outrider.server.api_keys import request_key
 from outrider.server.chat_protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -51,6 +52,7 @@ async def create_chat_completion(
         param="messages",
         max_tokens=max_tokens or room_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
+        key=request_key(http),
         told_of_prompts=[body.prompt_logprobs],
         grammar=await _grammar(service, body, tools),
         shown_special_ids=answer.shown_special_ids,

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.server.answer import MIN_LOGPROB, Answer
+from outrider.server.api_keys import request_key
 from outrider.server.detokenizer import Detokenizer
 from outrider.server.errors import invalid_value, unsupported
 from outrider.server.generation import Delta, Token
@@ -37,6 +38,7 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         param="prompt",
         max_tokens=body.max_tokens,
         logprobs=0 if body.logprobs is None and ranks_samples else body.logprobs,
+        key=request_key(http),
         told_of_prompts=[body.prompt_logprobs, body.logprobs if body.echo else None],
         grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
     )

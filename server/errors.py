@@ -62,6 +62,11 @@ def unsupported(param: str, message: str) -> APIError:
     return APIError(400, message, code="unsupported_parameter", param=param)
 
 
+def forbidden(param: str, message: str) -> APIError:
+    """403: a field asks for something that this client may not have."""
+    return APIError(403, message, code="not_allowed", param=param)
+
+
 def model_not_found(given: str, served: str) -> APIError:
     return APIError(
         404,

@@ -11,8 +11,10 @@ from starlette.requests import Request
 from outrider.engine.api import EngineInfo, NewRequest
 from outrider.engine.client import EngineClient, EngineUnavailableError
 from outrider.server.answer_size import check_answer_size
+from outrider.server.api_keys import request_key
 from outrider.server.errors import (
     context_length_exceeded,
+    forbidden,
     invalid_value,
     model_not_found,
 )
@@ -42,6 +44,7 @@ class Service:
     grammars: GrammarChecker
     model_name: str
     settings: ServerSettings
+    priority_keys: frozenset[str] | None  # digests of keys that may set it; None: no keys at all
     large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one
 
     @property
@@ -64,6 +67,12 @@ class Service:
     def check_request(self, fields: SamplingFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be told before there are prompts; raises APIError."""
         self.check_fields(fields, fields.model, http)
+        if fields.priority and not self._may_set_priority(http):
+            raise forbidden(
+                "priority",
+                "priority may be set with some API keys only (server.priority_api_keys), and this "
+                "is none of them: leave it out.",
+            )
         name, n = (
             ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)
         )
@@ -137,11 +146,13 @@ class Service:
         max_tokens: int,
         logprobs: int | None,
         told_of_prompts: Sequence[int | None],
+        key: str | None,
         grammar: str | None = None,
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
         """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
-        `told_of_prompts` are numbers of alternatives, as in `check_answer_size`;
+        `told_of_prompts` are numbers of alternatives, as in `check_answer_size`; `key` is the
+        digest of the API key;
         `shown_special_ids` are part of the text in every case.
 
         Raises APIError for what the engine could never run.
@@ -200,13 +211,23 @@ class Service:
                     prompt_token_ids=prompts[index // fields.num_samples],
                     params=params[index % fields.num_samples],
                     priority=fields.priority,
-                    cache_salt=fields.cache_salt or "",
+                    cache_salt=self._cache_salt(fields, key),
                 ),
                 self.tokenizer,
                 options,
             )
             for index in range(len(prompts) * fields.num_samples)
         ]
+
+    def _may_set_priority(self, http: Request) -> bool:
+        return self.priority_keys is None or request_key(http) in self.priority_keys
+
+    def _cache_salt(self, fields: SamplingFields, key: str | None) -> str:
+        """What requests must have in common to share cached prefixes."""
+        given = fields.cache_salt or ""
+        if key is None or self.settings.share_cache_between_keys:
+            return given
+        return f"{key}:{given}"  # digests are of one length: no key can name another's salt
 
     def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
         vocab_size = self.engine_info.vocab_size

@@ -5,6 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from outrider.server.key_file import read_key_file
+
 # However the server is set.
 MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
@@ -55,6 +57,19 @@ class ServerSettings(Section):
     api_key_file: Path | None = Field(
         default=None,
         description="A file with further keys, one a line; no process list shows them.",
+    )
+    priority_api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
+        default=(),
+        description="Further keys, whose requests may also set `priority`. Where keys are asked "
+        "for, no others may.",
+    )
+    priority_api_key_file: Path | None = Field(
+        default=None, description="A file with further keys that may set `priority`, one a line."
+    )
+    share_cache_between_keys: bool = Field(
+        default=False,
+        description="Let requests with different keys share cached prefixes. cached_tokens and "
+        "times then tell whether another key's requests began alike.",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
@@ -164,21 +179,14 @@ class ServerSettings(Section):
         return self
 
     def read_api_keys(self) -> list[str]:
-        """Keys of the settings and of the key file; raises OSError, also if the file has none."""
+        """All keys; raises OSError, also if a file of them has none."""
         keys = [key.get_secret_value() for key in self.api_keys]
-        if self.api_key_file is not None:
-            try:
-                text = self.api_key_file.read_text("utf-8")
-            except UnicodeDecodeError:
-                raise OSError(
-                    f"server.api_key_file: {self.api_key_file} is no UTF-8 text"
-                ) from None
-            lines = [line.strip() for line in text.splitlines()]
-            found = [line for line in lines if line and not line.startswith("#")]
-            if not found:
-                raise OSError(f"server.api_key_file: {self.api_key_file} has no keys in it")
-            keys += found
-        return keys
+        return keys + read_key_file("api_key_file", self.api_key_file) + self.read_priority_keys()
+
+    def read_priority_keys(self) -> list[str]:
+        """Those of them that may set `priority`; raises OSError, also if their file has none."""
+        keys = [key.get_secret_value() for key in self.priority_api_keys]
+        return keys + read_key_file("priority_api_key_file", self.priority_api_key_file)
 
 
 class _ModelSettings(Section):
