@@ -40,7 +40,13 @@ async def create_chat_completion(
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
     tools = callable_tools(body.tool_choice, body.tools)
-    prompt = await chat_prompt(service, body, body.tools if tools else [], body.template_variables)
+    prompt = await chat_prompt(
+        service,
+        body,
+        body.tools if tools else [],
+        body.template_variables,
+        must_fit=body.truncate_prompt_tokens is None,
+    )
     max_tokens = body.max_completion_tokens or body.max_tokens
     kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
     prompt = prompt._replace(token_ids=kept)
@@ -66,7 +72,12 @@ class ChatPrompt(NamedTuple):
 
 
 async def chat_prompt(
-    service: Service, body: ChatFields, tools: list[dict[str, Any]], variables: dict[str, Any]
+    service: Service,
+    body: ChatFields,
+    tools: list[dict[str, Any]],
+    variables: dict[str, Any],
+    *,
+    must_fit: bool = False,
 ) -> ChatPrompt:
     """The prompt that the model's chat template makes; raises APIError."""
     template = service.tokenizer.chat_template
@@ -111,7 +122,11 @@ async def chat_prompt(
         raise invalid_value(
             "messages", f"The model's chat template refuses these messages: {error}"
         ) from None
-    (ids,) = await service.tokenize([text], add_special_tokens=body.add_special_tokens)
+    (ids,) = await service.tokenize(
+        [text],
+        add_special_tokens=body.add_special_tokens,
+        must_fit="messages" if must_fit else None,
+    )
     return ChatPrompt(text, ids)
 
 

@@ -28,7 +28,9 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
     prompts = [
         service.truncate(body, prompt, body.max_tokens)
         for prompt in await service.tokenize(
-            body.prompts, add_special_tokens=body.add_special_tokens
+            body.prompts,
+            add_special_tokens=body.add_special_tokens,
+            must_fit="prompt" if body.truncate_prompt_tokens is None else None,
         )
     ]
     ranks_samples = body.num_samples > body.n

@@ -110,9 +110,19 @@ class Service:
             raise invalid_value("stream_options", "stream_options needs stream: true.")
 
     async def tokenize(
-        self, prompts: list[str] | list[list[int]], *, add_special_tokens: bool
+        self,
+        prompts: list[str] | list[list[int]],
+        *,
+        add_special_tokens: bool,
+        must_fit: str | None = None,
     ) -> list[list[int]]:
-        """Token ids of texts, off the event loop where it would hold others up; ids as they are."""
+        """Token ids of texts, off the event loop where it would hold others up; ids as they are.
+
+        `must_fit` names the field that they come from: raises APIError at once if a text is longer
+        than any that fits into the context.
+        """
+        if must_fit is not None:
+            self._check_length(prompts, param=must_fit)
 
         def encode() -> list[list[int]]:
             return [
@@ -237,6 +247,19 @@ class Service:
                     param,
                     f"Token id {token_id} is out of vocabulary: there are {vocab_size} tokens, "
                     f"0 to {vocab_size - 1}.",
+                )
+
+    def _check_length(self, prompts: list[str] | list[list[int]], *, param: str) -> None:
+        max_model_len = self.engine_info.max_model_len
+        for prompt in prompts:
+            tokens = len(prompt) // self.tokenizer.longest_token  # at least
+            if isinstance(prompt, str) and tokens > max_model_len:
+                raise context_length_exceeded(
+                    max_model_len=max_model_len,
+                    prompt_tokens=tokens,
+                    max_tokens=0,
+                    param=param,
+                    at_least=True,
                 )
 
     def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:

@@ -189,6 +189,34 @@ def test_messages_beyond_the_context_are_refused_before_the_template_runs(
     assert not rendered
 
 
+@pytest.mark.parametrize("param", ["prompt", "messages"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, param: str
+) -> None:
+    served = serve()
+    longest = max(map(len, served.tokenizer.backend.get_vocab()))
+    text = "x" * (1001 * longest)
+    body: dict[str, Any] = {"prompt": text}
+    if param == "messages":
+        body = {"messages": [{"role": "user", "content": text}]}
+    path = "/v1/completions" if param == "prompt" else "/v1/chat/completions"
+    encoded: list[str] = []
+    encode = served.tokenizer.encode
+
+    def counting(text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(served.tokenizer, "encode", counting)
+    reply = post(served.app, body, path=path)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert reply.error["param"] == param
+    assert "However, you requested at least 100" in reply.error["message"]
+    assert not encoded
+    # Unless only its end is wanted.
+    assert post(served.app, body | {"truncate_prompt_tokens": 9}, path=path).status == 200
+
+
 def test_tools_have_a_most(serve: Serve) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     reply = post(serve().app, CHAT | {"tools": [tool] * 1025}, path="/v1/chat/completions")
