@@ -85,7 +85,8 @@ def context_length_exceeded(
         400,
         f"This model's maximum context length is {max_model_len} tokens. However, you requested "
         f"{'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens ({prompt_tokens} in "
-        f"the {param}, {max_tokens} in the completion). Please shorten the {param} or ask for fewer tokens.",
+        f"the {param}, {max_tokens} in the completion). Please shorten the {param} or ask for "
+        "fewer tokens.",
         code="context_length_exceeded",
         param=param,
     )
