@@ -15,6 +15,7 @@ from scripted_client import steps
 from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput
+from outrider.server import service
 from outrider.server.settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
@@ -249,6 +250,16 @@ def test_large_texts_are_tokenized_one_after_the_other(serve: Serve) -> None:
         patch.setattr(served.tokenizer, "encode", counting)
         asyncio.run(run())
     assert most == 1
+
+
+def test_memory_that_a_large_text_took_is_given_back(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(service, "give_memory_back", lambda: given_back.append(1))
+    for num_chars, times in ((100, 0), (10_000, 0), (300_000, 1), (300_000, 2)):
+        assert post(serve().app, {"prompt": "x" * num_chars}, path="/tokenize").status == 200
+        assert len(given_back) == times
 
 
 def test_budget_is_a_setting_with_a_default() -> None:
