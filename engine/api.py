@@ -38,13 +38,14 @@ class ProcessorChoice:
 class SamplingParams:
     """Sampling parameters of one sequence; an `n > 1` request submits n of them with n seeds.
 
-    `temperature` 0 is greedy, and so is any below MIN_TEMPERATURE; `top_k` 0, `top_p` 1 and `min_p` 0 are off. What the fields from
-    `presence_penalty` to `logits_processors` do to the logits, and in which order, is told in
-    `engine.logit_edits`; an empty `allowed_token_ids` allows all, and `bad_words` are sequences of
-    token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw of the sequence is a function
-    of it and of token positions. `logprobs` is the number of alternatives reported beside each
-    emitted token (None: no logprobs), taken from the target's raw logits; `prompt_logprobs` is the
-    same for the prompt's tokens. `max_tokens` 0 computes the prompt and emits nothing.
+    `temperature` 0 is greedy, and so is any below MIN_TEMPERATURE; `top_k` 0, `top_p` 1 and `min_p`
+    0 are off. What the fields from `presence_penalty` to `logits_processors` do to the logits, and
+    in which order, is told in `engine.logit_edits`; an empty `allowed_token_ids` allows all, and
+    `bad_words` are sequences of token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw
+    of the sequence is a function of it and of token positions. `logprobs` is the number of
+    alternatives reported beside each emitted token (None: no logprobs), taken from the target's raw
+    logits; `prompt_logprobs` is the same for the prompt's tokens. `max_tokens` 0 computes the
+    prompt and emits nothing.
     `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, where the
     engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
     `reproducible` says that the seed was chosen to get the same tokens again: k is then the
