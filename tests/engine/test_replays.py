@@ -12,10 +12,11 @@ from tiny_models import DEVICE, VOCAB
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.loop import Engine
 
-# On a GPU every step replays graphs, padded to the batch of the moment.
-NUM_REQUESTS = 3000 if DEVICE.type == "cuda" else 40
+NUM_REQUESTS = 3000
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU, where every step replays graphs")
 @pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
 def test_requests_that_come_at_any_time_get_their_own_tokens(
     proposer: str, tiny_model: Callable[..., Path]

@@ -72,7 +72,7 @@ def test_edits_of_logits() -> None:
     assert (near[2] == -torch.inf).sum() > 4
 
 
-@pytest.mark.parametrize("what", ["query", "k_cache", "v_cache"])
+@pytest.mark.parametrize("what", ["query", "heads", "k_cache", "v_cache"])
 def test_attention(what: str) -> None:
     tensors = {
         "query": randn(3, 4, 32), "k_cache": randn(3, 16, 2, 32), "v_cache": randn(3, 16, 2, 32)
@@ -84,7 +84,11 @@ def test_attention(what: str) -> None:
         return paged_attention(*tensors.values(), items, table, 0.2)
 
     expected = attended()
-    tensors[what] = spread_out(tensors[what], FAR)
+    if what == "heads":  # as models hand them over that are not fused: before the rows
+        by_head = tensors["query"].transpose(0, 1).contiguous()
+        tensors["query"] = spread_out(by_head, FAR).transpose(0, 1)
+    else:
+        tensors[what] = spread_out(tensors[what], FAR)
     assert torch.equal(attended(), expected)
 
 
