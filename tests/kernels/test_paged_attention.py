@@ -90,9 +90,11 @@ def check(
 
     num_rows = sum(rows for rows, _ in batch)
     seq_lens = [rows + context for rows, context in batch]
-    # Pages past a sequence's end hold NaN, as a page of a broken sequence may.
+    # What is past a sequence's end holds NaN, as a page of a broken sequence may; so does the page
+    # of nobody, where padding writes.
     k_cache = randn(96, PAGE, num_kv_heads, head_dim)
     v_cache = randn(96, PAGE, num_kv_heads, value_dim)
+    k_cache[0] = v_cache[0] = float("nan")
     pages = (torch.randperm(95, generator=generator) + 1).int()
     table = torch.zeros(len(batch), 40, dtype=torch.int32)
     for i, seq_len in enumerate(seq_lens):
