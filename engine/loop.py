@@ -22,7 +22,7 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.logit_edits import ProcessorRegistry
 from outrider.engine.memory import measure_pages
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.pair import ModelPair
 from outrider.engine.proposers import build_proposer
 from outrider.engine.request import Request
