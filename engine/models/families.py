@@ -42,11 +42,18 @@ _NEUTRAL = {
     *PreTrainedConfig().to_dict(),
     "attention_dropout",
     "auto_map",
+    "bos_token_id",
+    "eos_token_id",
     "initializer_range",
     "is_llama_config",
     "model_type",
+    "pad_token_id",
     "pretraining_tp",
-    "rope_theta",  # in rope_parameters, too
+    "rope_scaling",  # in rope_parameters, too
+    "rope_theta",  # likewise
+    "tokenizer_class",
+    "transformers.js_config",
+    "unk_token_id",
     "use_cache",
 }
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others look at how long sequences are
