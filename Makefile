@@ -12,7 +12,6 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 PACKAGES := server engine kernels
-TYPING := build/typing/outrider
 
 # The project's root must not be on sys.path: its `kernels` would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
@@ -66,7 +65,7 @@ format-check: .make/dev
 lint: .make/dev ## ruff
 	$(BIN)/ruff check .
 
-types: .make/dev $(addprefix $(TYPING)/,$(PACKAGES)) ## mypy --strict
+types: .make/dev ## mypy --strict
 	$(BIN)/mypy $(PACKAGES:%=-p outrider.%)
 
 mutate: .make/dev ## break the code in known ways; the tests must notice
@@ -142,8 +141,3 @@ clean: ## remove what was installed and built here (converted models stay)
 	@mkdir -p build/clients/node && cp tests/clients/package.json build/clients/node/
 	@if command -v npm >/dev/null; then npm install --silent --prefix build/clients/node; fi
 	@touch $@
-
-# mypy does not see the import names that pyproject.toml gives the folders; links do it for it.
-$(TYPING)/%:
-	@mkdir -p $(TYPING)
-	@ln -sfn ../../../$* $@
