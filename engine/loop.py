@@ -20,7 +20,7 @@ from outrider.engine.api import (
 from outrider.engine.compiling import compile_together
 from outrider.engine.config import EngineConfig
 from outrider.engine.kv_cache import KVCacheManager
-from outrider.engine.logit_edits import ProcessorRegistry
+from outrider.engine.logit_edits.processors import ProcessorRegistry
 from outrider.engine.memory import measure_pages
 from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.pair import ModelPair

@@ -16,7 +16,7 @@ from outrider.engine.api import (
 from outrider.engine.grammar import Grammar
 
 if TYPE_CHECKING:
-    from outrider.engine.logit_edits.custom import LogitsProcessor
+    from outrider.engine.logit_edits.processors import LogitsProcessor
 
 
 class Request:
