@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
