@@ -63,6 +63,12 @@ def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
     return Engine(config, progress)
 
 
+def _load_warm_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
+    engine = load_engine(config, progress)
+    engine.warm_up_grammars()
+    return engine
+
+
 def run(make_engine: "Callable[[ReportProgress], Engine]", channel: Channel) -> bool:
     """Load and serve; whatever goes wrong is logged and sent as Failed. True: left as asked."""
     try:
@@ -143,7 +149,9 @@ class _SocketChannel:
         self._socket.send(self._encoder.encode(message))
 
 
-def main(make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine) -> int:
+def main(
+    make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = _load_warm_engine,
+) -> int:
     endpoint, log_level, log_format = sys.argv[1:]
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else LineFormatter(TEXT_LINE))

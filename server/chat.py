@@ -143,8 +143,7 @@ async def _grammar(
         )
     at_once = body.tool_choice == "required" and body.parallel_tool_calls
     grammar = calls_grammar(tools, max_calls=None if at_once else 1)
-    await service.grammars.check("tool_choice", grammar)
-    return grammar
+    return await service.grammars.check("tool_choice", grammar)
 
 
 class _ChatAnswer(Answer):

@@ -38,6 +38,7 @@ async def load_app(
         compiler = await asyncio.to_thread(
             GrammarCompiler, config.token_table, config.eos_token_ids, config.vocab_size
         )
+        compiler.warm_up()
     return create_app(
         client,
         tokenizer,
