@@ -40,7 +40,7 @@ COMPILE_TIMEOUT_S = 10.0
 MAX_COMPILES_AT_ONCE = 4
 _MAX_IDLE = 8  # processes kept for sequences to come
 _MAX_ACCEPTED = 256
-_GRACE_S = 1.0  # the process ends itself in time; if it cannot even do that, we do not wait
+_GRACE_S = 10.0  # to come up; the process ends itself in time, this is for one that cannot even
 _ANSWER_S = 10.0
 _LEAVE_S = 2.0
 
