@@ -77,6 +77,17 @@ def max_positions(hf_config: PreTrainedConfig) -> int:
     return longest
 
 
+def checked_starts(hf_config: PreTrainedConfig, length: int) -> list[int]:
+    """Where prompts of that length begin that are computed both ways: some code scales by how far
+    it is, from the length that it was trained at, or that RoPE was stretched from.
+    """
+    text_config = hf_config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    original = int(rope.get("original_max_position_embeddings") or 0)
+    last = max_positions(hf_config) - length
+    return sorted({0, *(start for start in (original, last // 2, last) if 0 < start <= last)})
+
+
 def _rope_types(text_config: PreTrainedConfig) -> set[str]:
     rope = getattr(text_config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]

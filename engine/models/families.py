@@ -7,6 +7,7 @@ from a checkpoint to a decoder, with the parts that it needs in `blocks.py`.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from outrider.engine.models.attention import PagedAttention, Rope
@@ -19,6 +20,7 @@ from outrider.kernels.rms_norm import Norm
 # What the code below implements of a configuration.
 _IMPLEMENTED = {
     "attention_bias",
+    "attention_out_bias",
     "head_dim",
     "hidden_act",
     "hidden_size",
@@ -27,6 +29,8 @@ _IMPLEMENTED = {
     "max_position_embeddings",
     "max_window_layers",
     "mlp_bias",
+    "no_rope_layer_interval",
+    "no_rope_layers",
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
@@ -49,6 +53,7 @@ _NEUTRAL = {
     "model_type",
     "pad_token_id",
     "pretraining_tp",
+    "residual_dropout",
     "rope_scaling",  # in rope_parameters, too
     "rope_theta",  # likewise
     "tokenizer_class",
@@ -90,6 +95,8 @@ def _llama(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
 
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # turned by nothing, wherever it stands
+    has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = []
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
@@ -107,7 +114,7 @@ def _llama(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
                 scale=head_dim**-0.5,
                 window=_window(config, i),
             ),
-            rope=rope,
+            rope=rope if has_rope[i] else no_rope,
             head_norms=(norm(f"{attention}.q_norm"), norm(f"{attention}.k_norm"))
             if has_head_norms
             else None,
@@ -135,8 +142,12 @@ def _window(config: Any, layer: int) -> int | None:
 
 
 FAMILIES: dict[str, Callable[[Any, Checkpoint, Rope], Decoder]] = {
+    "cwm": _llama,
     "llama": _llama,
+    "ministral": _llama,
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "seed_oss": _llama,
+    "smollm3": _llama,
 }

@@ -15,7 +15,7 @@ from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import (
     UnsupportedModelError,
     check_config,
-    max_positions,
+    checked_starts,
     resolve_dtype,
 )
 from outrider.engine.models.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from outrider.engine.models.families import build, why_unknown
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.network import Network
 from outrider.engine.models.packed_modules import pack_linears
-from outrider.engine.models.proof import Original, why_different
+from outrider.engine.models.proof import CHECKED_LENGTHS, Original, why_different
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ def _own_decoder(
         except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
             reason = f"its checkpoint is not as expected: {error}"
         else:
-            reason = why_different(decoder, original, max_positions(hf_config))
+            starts = checked_starts(hf_config, max(CHECKED_LENGTHS))
+            reason = why_different(decoder, original, starts)
             del original  # and with it the views of weights that are packed now
             if reason is None:
                 if device.type == "cpu":

@@ -5,7 +5,8 @@ runs a few tokens at near and far positions; each of our blocks then gets the hi
 its layer got, so that every layer is compared for itself and nothing adds up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.weights import Linear
 from outrider.kernels.rms_norm import rms_norm
 
-_LENGTHS = (1, 5, 40)  # of one row, of a verification, of a prompt: other kernels each
+# Rows of a decode, of a verification and of a prompt: other kernels each.
+CHECKED_LENGTHS = (1, 5, 40)
 
 
 class Original:
@@ -90,10 +92,13 @@ class Original:
 
 
 @torch.inference_mode()
-def why_different(decoder: Decoder, original: Original, max_positions: int) -> str | None:
-    """What of the decoder computes something else than transformers does; None if nothing."""
+def why_different(decoder: Decoder, original: Original, starts: Sequence[int]) -> str | None:
+    """What of the decoder computes something else than transformers does; None if nothing.
+
+    Prompts begin at each of these positions.
+    """
     generator = torch.Generator().manual_seed(0)
-    for first, length in _ranges(max_positions):
+    for first, length in product(starts, CHECKED_LENGTHS):
         input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
         input_ids = input_ids.to(decoder.device)
         context = one_prompt(input_ids, first)
@@ -108,16 +113,6 @@ def why_different(decoder: Decoder, original: Original, max_positions: int) -> s
         if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
             return "its last norm or head"
     return None
-
-
-def _ranges(max_positions: int) -> Iterator[tuple[int, int]]:
-    """(first position, tokens): near, and as far as sequences may go."""
-    for length in _LENGTHS:
-        if length <= max_positions:
-            yield 0, length
-    length = min(5, max_positions)
-    for share in (2, 1):
-        yield max_positions // share - length, length
 
 
 def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> bool:

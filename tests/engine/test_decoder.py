@@ -28,7 +28,7 @@ from outrider.engine.models.proof import one_prompt
 from outrider.kernels import linear as linear_module
 
 Tiny = Callable[..., Path]
-OURS = {"llama", "mistral", "qwen2", "qwen3"}
+OURS = {"llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
 NUM_TOKENS = 40
 
 
