@@ -12,24 +12,32 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 PACKAGES := server engine kernels
-TYPING := build/typing/outrider
 
 # The project's root must not be on sys.path: its `kernels` would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-# `make gpu` sets nothing up: it takes the torch, triton, transformers and pytest of this Python.
+# `make gpu` sets nothing up: it takes the torch, triton, transformers, pytest and pytest-xdist of
+# this Python. The other tests need the packages that `make test` installs.
 GPU_PYTHON ?= python3
-GPU_JOBS ?= 8
+GPU_JOBS ?= 12
 TARGET ?=
 DRAFT ?=
-# The longest first.
-GPU_TESTS := $(patsubst %,tests/engine/test_%.py,losslessness edit_losslessness loop logit_edits \
-	paged_model memory fused_layers prompt_logprobs score_ahead propose_ahead phases) \
-	$(wildcard tests/kernels/test_*.py)
+# Of ten minutes each at most, on 16 cores; most of it goes into compiling kernels.
+GPU_PARTS := gpu-kernels gpu-engine gpu-joints gpu-tables
+gpu-kernels: GPU_TESTS := tests/kernels
+gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,paged_model loop replays logit_edits \
+	decoder memory prompt_logprobs score_ahead propose_ahead phases compiling)
+gpu-joints: GPU_TESTS := tests/engine/test_losslessness.py tests/engine/test_edit_losslessness.py
 
-.PHONY: gpu help serve test sweep clients scale check format-check lint types mutate format clean
+# For Linux with Python 3.11, as constraints.txt; pip itself can check hashes but not write them down.
+LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-annotate --constraint \
+	constraints.txt --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
+	--custom-compile-command "make lock"
+
+.PHONY: gpu gpu-set-up lock $(GPU_PARTS) \
+	help serve test sweep clients scale check format-check lint types mutate format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -60,25 +68,33 @@ format-check: .make/dev
 lint: .make/dev ## ruff
 	$(BIN)/ruff check .
 
-types: .make/dev $(addprefix $(TYPING)/,$(PACKAGES)) ## mypy --strict
+types: .make/dev ## mypy --strict
 	$(BIN)/mypy $(PACKAGES:%=-p outrider.%)
 
 mutate: .make/dev ## break the code in known ways; the tests must notice
 	$(BIN)/python scripts/mutate.py $(ARGS)
 
-gpu: ## tests and tables on a GPU (TARGET= DRAFT= model directories, GPU_PYTHON=, GPU_JOBS=)
-	$(GPU_PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@$(MAKE) --no-print-directory --keep-going --jobs $(GPU_JOBS) --output-sync $(GPU_TESTS:%=on-gpu/%)
+gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes at most (GPU_PYTHON=)
+	@$(MAKE) --no-print-directory --keep-going --jobs 1 $(GPU_PARTS)
+
+# Neighbours share compiled kernels: a worker takes a run of tests, and later what others have left.
+gpu-kernels gpu-engine gpu-joints: gpu-set-up
+	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
+		-o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
+
+gpu-tables: gpu-set-up ## tables of kernels and engine (TARGET= DRAFT= model directories)
 	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py
 	@if [ -n "$(TARGET)" ] && [ -n "$(DRAFT)" ]; then \
 		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/engine.py "$(TARGET)" "$(DRAFT)" && \
 		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/greedy_agreement.py "$(TARGET)" "$(DRAFT)"; \
 	else echo "Skipped: the engine's table and greedy agreement, which need TARGET= and DRAFT=."; fi
-	@echo "Skipped: all other tests; they need the packages that make test installs."
 
-# A file of tests; most of its time goes into compiling kernels, on one core.
-on-gpu/%:
-	@$(GPU_PYTHON) -m pytest -q -p no:cacheprovider $*
+gpu-set-up:
+	@$(GPU_PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
+
+lock: .make/uv ## pin what the images install, each file by its hash (constraints.txt decides on versions)
+	echo setuptools | $(LOCK) - --output-file docker/build.lock
+	$(LOCK) --extra tracing pyproject.toml --output-file docker/requirements.lock
 
 format: .make/dev ## format and sort the code in place
 	$(BIN)/ruff format .
@@ -113,6 +129,10 @@ clean: ## remove what was installed and built here (converted models stay)
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
+.make/uv: .make/venv
+	@$(BIN)/python -m venv build/uv && build/uv/bin/python -m pip install --quiet $(PIP_ARGS) uv
+	@touch $@
+
 # Each in an environment of its own: no two of them agree on their dependencies.
 .make/clients: .make/dev tests/clients/requirements.txt tests/clients/package.json
 	@while read -r requirement; do \
@@ -136,8 +156,3 @@ clean: ## remove what was installed and built here (converted models stay)
 	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python3*/site-packages)')" \
 		> $$(echo build/scale/ray/lib/python3*/site-packages)/outrider.pth
 	@touch $@
-
-# mypy does not see the import names that pyproject.toml gives the folders; links do it for it.
-$(TYPING)/%:
-	@mkdir -p $(TYPING)
-	@ln -sfn ../../../$* $@

@@ -26,7 +26,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from outrider.engine.config import (
     SpeculationConfig,
 )
 from outrider.engine.loop import Engine
-from outrider.engine.paged_model import PagedModel
 
 PARTS = ("draft", "target", "verify")
 PAGE_TOKENS = 16
@@ -186,13 +184,6 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
             spent_s[part] = [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
-def weight_bytes(path: str, model: PagedModel) -> int:
-    """What one pass reads of the weights: all but the embeddings, of which it reads a few rows."""
-    on_disk = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    embeddings = model.model.get_input_embeddings().weight
-    return on_disk - (0 if model.model.config.tie_word_embeddings else embeddings.nbytes)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
@@ -208,9 +199,9 @@ def main() -> None:
     args = parser.parse_args()
 
     engine = build(args)
-    target_bytes = weight_bytes(args.target, engine.target._model)
+    target_bytes = engine.target._model.network.weight_bytes
     draft = getattr(engine.proposer, "_draft", None)
-    draft_bytes = weight_bytes(args.draft, draft) if draft else 0
+    draft_bytes = draft.network.weight_bytes if draft else 0
     info = engine.info
     print(f"ready in {info.load_s:.1f} s, {info.warm_up_s:.1f} s of them to warm up")
     columns = "  ".join(f"{part:>7}" for part in PARTS)

@@ -120,7 +120,7 @@ def run(
     params = SamplingParams(
         max_tokens=new_tokens,
         temperature=temperature,
-        grammar=lark_of_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}),
+        grammar=lark_of_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}).text,
     )
     before = engine.stats()
     engine.submit(
@@ -176,7 +176,7 @@ def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:
         config.token_table, config.eos_token_ids, len(config.token_table.token_bytes)
     )
     start_s = time.perf_counter()
-    grammar = compiler.start(lark_of_schema(SCHEMA)).result()
+    grammar = compiler.start(lark_of_schema(SCHEMA).text).result()
     compiled_s = time.perf_counter() - start_s
     times_s = []
     for token_id in token_ids:

@@ -8,6 +8,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.sampling.Rule, by name
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
+# At a smaller one the second best token is out of reach, unless it ties with the best, and float32
+# would soon make infinities of logits: it is greedy, as in vLLM.
+MIN_TEMPERATURE = 1e-5
 # Beyond it, and below its inverse, a penalised logit could leave the range of float32.
 MAX_REPETITION_PENALTY = 1e6
 
@@ -35,13 +38,14 @@ class ProcessorChoice:
 class SamplingParams:
     """Sampling parameters of one sequence; an `n > 1` request submits n of them with n seeds.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. What the fields from
-    `presence_penalty` to `logits_processors` do to the logits, and in which order, is told in
-    `engine.logit_edits`; an empty `allowed_token_ids` allows all, and `bad_words` are sequences of
-    token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw of the sequence is a function
-    of it and of token positions. `logprobs` is the number of alternatives reported beside each
-    emitted token (None: no logprobs), taken from the target's raw logits; `prompt_logprobs` is the
-    same for the prompt's tokens. `max_tokens` 0 computes the prompt and emits nothing.
+    `temperature` 0 is greedy, and so is any below MIN_TEMPERATURE; `top_k` 0, `top_p` 1 and `min_p`
+    0 are off. What the fields from `presence_penalty` to `logits_processors` do to the logits, and
+    in which order, is told in `engine.logit_edits`; an empty `allowed_token_ids` allows all, and
+    `bad_words` are sequences of token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw
+    of the sequence is a function of it and of token positions. `logprobs` is the number of
+    alternatives reported beside each emitted token (None: no logprobs), taken from the target's raw
+    logits; `prompt_logprobs` is the same for the prompt's tokens. `max_tokens` 0 computes the
+    prompt and emits nothing.
     `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, where the
     engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
     `reproducible` says that the seed was chosen to get the same tokens again: k is then the
@@ -71,6 +75,10 @@ class SamplingParams:
     verification: Verification | None = None
     reproducible: bool = False
     grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)  # a frozen field's one way
 
     @property
     def is_filtered(self) -> bool:

@@ -58,7 +58,9 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt and output; None: what the target supports
     eos_token_ids: tuple[int, ...] = ()
     token_table: TokenTable | None = None  # None: requests with a grammar are refused
-    logits_processors: tuple[str, ...] = ()  # specs of engine.logit_edits.ProcessorRegistry
+    logits_processors: tuple[
+        str, ...
+    ] = ()  # specs of ProcessorRegistry in engine.logit_edits.processors
     gpu_memory_utilization: float = 0.9  # share of the GPU that weights, graphs and pages may take
     enforce_eager: bool = False  # CUDA: launch every kernel, capture no graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice

@@ -1,12 +1,12 @@
-"""What a grammar lets a sequence say next, in token ids. llguidance does the parsing."""
+"""What a grammar lets a sequence say next, in token ids. Another process does the parsing."""
 
-import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # an engine that follows no grammars runs without it
-    from llguidance import LLExecutor, LLMatcher
+if TYPE_CHECKING:  # an engine that follows no grammars runs without llguidance
+    from outrider.engine.grammar_compiler import GrammarProcess
+    from outrider.engine.grammar_process import Told
 
 
 class Grammar:
@@ -17,57 +17,59 @@ class Grammar:
     complete that includes the ids that end it. `error` says why nothing may follow any more.
     """
 
-    def __init__(self, matcher: "LLMatcher", eos_mask: np.ndarray, end_mask: np.ndarray) -> None:
+    def __init__(
+        self, process: "GrammarProcess", eos_mask: np.ndarray, end_mask: np.ndarray
+    ) -> None:
         self.num_known = 0  # output tokens that it has followed
         self.drafts: list[int] = []
         self.masks: list[np.ndarray] = []
         self.num_words = len(eos_mask)
-        self._matcher = matcher
+        self.process = process
+        self._sequence = process.new_sequence(self)
         self._eos_mask, self._end_mask = eos_mask, end_mask
-        self._num_ahead = 0  # of the drafts, followed
-        self._is_over = False  # an id that ends the text is among the known tokens
-        self._is_over_ahead = False
+        self._untold: list[int] = []  # known tokens of which the process has not heard
+        self._error: str | None = None
 
     @property
     def error(self) -> str | None:
-        if not self._matcher.is_error():
-            return None
-        said = self._matcher.get_error().partition("\n<non-verbose/>")[0]
-        return "no token can go on with the text" if said == "NoExtensionBias" else said
+        return self._error or self.process.error
 
     def follow(self, token_ids: list[int]) -> None:
         """Forget the step's drafts, and go on by the tokens that became known."""
-        if self._num_ahead:
-            self._matcher.rollback(self._num_ahead)
-        self.drafts, self.masks, self._num_ahead = [], [], 0
+        self.drafts, self.masks = [], []
         self.num_known += len(token_ids)
-        if not self._is_over:
-            self._is_over = self._matcher.try_consume_tokens(token_ids) < len(token_ids)
-        self._is_over_ahead = self._is_over
+        self._untold += token_ids
 
     def fitting(self, token_ids: list[int]) -> list[int]:
         """As many of these as may follow the known tokens; they become the step's drafts."""
-        num_fitting = 0 if self._is_over else self._matcher.validate_tokens(token_ids)
-        self.drafts = token_ids[:num_fitting]
+        self.drafts = []
+        if token_ids and self.error is None:
+            self.process.ask([self._question(token_ids, fits=True)])
+            for told in self.process.told():
+                self._error = told.error
+                self.drafts = token_ids[: told.num_fitting]
         return self.drafts
 
-    def go_behind(self, num_drafts: int) -> "LLMatcher | None":
-        """Stand behind that many drafts; None where the text is over or the grammar has failed."""
-        for token_id in self.drafts[self._num_ahead : num_drafts]:
-            if not self._is_over_ahead:
-                num_consumed = self._matcher.try_consume_tokens([token_id])
-                self._num_ahead += num_consumed
-                self._is_over_ahead = num_consumed == 0
-        return None if self._is_over_ahead or self._matcher.is_error() else self._matcher
+    def next_question(self) -> tuple[int, list[int], list[int], bool]:
+        """What may follow behind `len(masks)` drafts?"""
+        return self._question(self.drafts[: len(self.masks)], fits=False)
 
-    def add_mask(self, mask: np.ndarray) -> None:
-        """Keep what the matcher said of the place behind `len(masks)` drafts."""
-        if self._matcher.is_error():
-            mask[:] = 0
-        elif self._is_over_ahead:
+    def _question(self, drafts: list[int], *, fits: bool) -> tuple[int, list[int], list[int], bool]:
+        known, self._untold = self._untold, []
+        return self._sequence, known, drafts, fits
+
+    def add_mask(self, mask: np.ndarray, told: "Told | None") -> None:
+        """Keep the answer to the question, if there was one; `mask` comes as zeros."""
+        if told is not None:
+            self._error = told.error
+        if told is None or self.error is not None:
+            pass
+        elif told.is_over:
             mask[:] = self._end_mask
-        elif (mask & self._eos_mask).any():
-            mask |= self._end_mask
+        else:
+            mask[:] = np.frombuffer(told.mask, dtype=np.int32)
+            if (mask & self._eos_mask).any():
+                mask |= self._end_mask
         self.masks.append(mask)
 
 
@@ -75,22 +77,15 @@ def compute_masks(grammars: list[Grammar]) -> None:
     """The next mask of each, behind one draft more; in parallel."""
     if not grammars:
         return
+    asking: dict[GrammarProcess, list[int]] = {}
+    for i, grammar in enumerate(grammars):
+        if grammar.error is None:
+            asking.setdefault(grammar.process, []).append(i)
+    for process, rows in asking.items():
+        process.ask([grammars[i].next_question() for i in rows])
+    answers: dict[int, Told] = {}
+    for process, rows in asking.items():
+        answers |= zip(rows, process.told(), strict=False)  # none of a process that died
     masks = np.zeros((len(grammars), grammars[0].num_words), dtype=np.int32)
-    matchers = [
-        (matcher, i)
-        for i, grammar in enumerate(grammars)
-        if (matcher := grammar.go_behind(len(grammar.masks))) is not None
-    ]
-    if matchers:
-        _executor().unsafe_compute_mask_ptr(
-            matchers, masks.ctypes.data, masks.strides[0], len(masks)
-        )
-    for grammar, mask in zip(grammars, masks, strict=True):
-        grammar.add_mask(mask)
-
-
-@functools.cache
-def _executor() -> "LLExecutor":
-    from llguidance import LLExecutor
-
-    return LLExecutor()
+    for i, grammar in enumerate(grammars):
+        grammar.add_mask(masks[i], answers.get(i))

@@ -20,9 +20,9 @@ from outrider.engine.api import (
 from outrider.engine.compiling import compile_together
 from outrider.engine.config import EngineConfig
 from outrider.engine.kv_cache import KVCacheManager, PageEvent
-from outrider.engine.logit_edits import ProcessorRegistry
+from outrider.engine.logit_edits.processors import ProcessorRegistry
 from outrider.engine.memory import measure_pages
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.pair import ModelPair
 from outrider.engine.proposers import build_proposer
 from outrider.engine.request import Request
@@ -144,6 +144,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one step of the batch."""
+        if failed := self.scheduler.take_uncompiled():
+            return self._finished(failed)
         plan = self.scheduler.schedule()
         if not plan:
             self.scheduler.wait_for_grammars(_IDLE_S)
@@ -154,7 +156,9 @@ class Engine:
         self.proposer.propose_ahead(plan)  # a GPU goes on while the host reads and commits
         self.target.score_ahead(plan)
         verified = self.verifier.read(plan, proposals, drawn)
-        outputs = self.scheduler.commit(plan, verified)
+        return self._finished(self.scheduler.commit(plan, verified))
+
+    def _finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs:
             if output.finish_reason is not None:
                 del self._requests[output.request_id]
@@ -175,11 +179,16 @@ class Engine:
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
         self.scheduler.add(queued)
-        for request in queued:
-            if self._grammars is not None and request.params.grammar is not None:
-                request.compiling = self._grammars.start(
-                    request.params.grammar, request.params.stop_token_ids
-                )
+        try:
+            for request in queued:
+                if self._grammars is not None and request.params.grammar is not None:
+                    request.compiling = self._grammars.start(
+                        request.params.grammar, request.params.stop_token_ids
+                    )
+        except BaseException:
+            for request in queued:
+                self.scheduler.finish(request)
+            raise
         self._requests.update((request.request_id, request) for request in queued)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -187,6 +196,11 @@ class Engine:
         for request_id in request_ids:
             if request := self._requests.pop(request_id, None):
                 self.scheduler.finish(request)
+
+    def warm_up_grammars(self) -> None:
+        """Spare the first grammar the start of the process that grammars are forked from."""
+        if self._grammars is not None:
+            self._grammars.warm_up()
 
     def has_work(self) -> bool:
         return bool(self._requests)

@@ -7,7 +7,7 @@ import torch
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.config import EngineConfig
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.slots import Slots
 
 log = logging.getLogger(__name__)

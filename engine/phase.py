@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,26 +19,27 @@ from torch import Tensor
 from outrider.engine.host_copy import staged, uploaded
 
 Shape = tuple[int, ...]
-Body = Callable[..., Tensor]  # (integers, shape, *tensors) -> output
+Output = TypeVar("Output")
+Body = Callable[..., Output]  # (integers, shape, *tensors) -> output
 
 
 @dataclass(slots=True)
-class _Captured:
+class _Captured(Generic[Output]):
     graph: torch.cuda.CUDAGraph
     integers: Tensor
     tensors: tuple[Tensor, ...]
-    output: Tensor  # overwritten by every replay
+    output: Output  # overwritten by every replay
 
 
-class Phase:
+class Phase(Generic[Output]):
     """`body(integers, shape, *tensors)`, by shape: all that sets the sizes of its tensors."""
 
-    def __init__(self, body: Body, device: torch.device) -> None:
+    def __init__(self, body: Body[Output], device: torch.device) -> None:
         self._body = body
         self._device = device
-        self._captured: dict[Shape, _Captured] = {}
+        self._captured: dict[Shape, _Captured[Output]] = {}
 
-    def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Tensor:
+    def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Output:
         """Run on these integers. Of a captured shape the leading dimension of `tensors` may fall
         short; the output stays valid until the next call.
         """
@@ -56,7 +57,7 @@ class Phase:
     @torch.inference_mode()
     def capture(
         self, integers_np: np.ndarray, shape: Shape, tensors: Sequence[Tensor] = ()
-    ) -> Tensor:
+    ) -> Output:
         """Capture a shape, on integers that are safe to run on; returns the output's place.
 
         The largest shape goes first: its memory serves the others.
@@ -68,7 +69,7 @@ class Phase:
         return output
 
 
-def record_graph(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def record_graph(run: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
     """A graph that does what `run` does, its memory from `pool`, and where its output lies."""
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())

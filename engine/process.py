@@ -22,7 +22,7 @@ from outrider.engine.api import (
 )
 from outrider.engine.child_process import leave_with_parent
 from outrider.engine.config import CacheConfig, EngineConfig
-from outrider.engine.json_log import JSONFormatter
+from outrider.engine.log_lines import JSONFormatter, LineFormatter
 from outrider.engine.messages import (
     Abort,
     Admitted,
@@ -63,6 +63,12 @@ def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
     from outrider.engine.loop import Engine  # takes seconds: torch, transformers
 
     return Engine(config, progress)
+
+
+def _load_warm_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
+    engine = load_engine(config, progress)
+    engine.warm_up_grammars()
+    return engine
 
 
 def run(
@@ -162,11 +168,14 @@ class _SocketChannel:
         self._socket.send(self._encoder.encode(message))
 
 
-def main(make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine) -> int:
+def main(
+    make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = _load_warm_engine,
+) -> int:
     endpoint, log_level, log_format = sys.argv[1:]
     handler = logging.StreamHandler()
-    handler.setFormatter(JSONFormatter() if log_format == "json" else logging.Formatter(TEXT_LINE))
+    handler.setFormatter(JSONFormatter() if log_format == "json" else LineFormatter(TEXT_LINE))
     logging.basicConfig(level=int(log_level), handlers=[handler])
+    logging.captureWarnings(True)
     (line,) = leave_with_parent(num_lines=1)
     config = msgspec.json.decode(line, type=EngineConfig)
 

@@ -16,7 +16,7 @@ from outrider.engine.api import (
 from outrider.engine.grammar import Grammar
 
 if TYPE_CHECKING:
-    from outrider.engine.logit_edits.custom import LogitsProcessor
+    from outrider.engine.logit_edits.processors import LogitsProcessor
 
 
 class Request:
@@ -94,7 +94,17 @@ class Request:
 
     @property
     def can_start(self) -> bool:
-        return self.compiling is None or self.compiling.done()
+        return self.compiling is None or (self.compiling.done() and self.compile_error is None)
+
+    @property
+    def compile_error(self) -> str | None:
+        """What went wrong about compiling its grammar, beside the grammar."""
+        if self.compiling is None or not self.compiling.done():
+            return None
+        if self.compiling.cancelled():
+            return "compiling it was cancelled"
+        error = self.compiling.exception()
+        return None if error is None else f"{type(error).__name__}: {error}"
 
     @property
     def num_uncomputed_tokens(self) -> int:

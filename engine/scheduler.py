@@ -135,6 +135,15 @@ class Scheduler:
         self._grown.clear()
         return plan
 
+    def take_uncompiled(self) -> list[RequestOutput]:
+        """End the sequences whose grammars could not be compiled, through no fault of theirs."""
+        outputs = []
+        for request in [r for r in self.waiting if r.compile_error is not None]:
+            request.finish_reason = "error"
+            outputs.append(request.output([], error=f"grammar: {request.compile_error}"))
+            self.finish(request)
+        return outputs
+
     def wait_for_grammars(self, timeout_s: float) -> None:
         """Wait until a sequence can start that could not while its grammar was being compiled."""
         compiling = [r.compiling for r in self.waiting if r.compiling is not None]
@@ -162,6 +171,8 @@ class Scheduler:
             self._kv_cache.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            if request.compiling is not None:
+                request.compiling.cancel()
 
     def _observe(self, plan: Plan, verified: Verified) -> None:
         """Tell the choice of k what this step took, and how many drafts stood."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.engine.api import ReportProgress
 from outrider.engine.batch import HostBatch
 from outrider.engine.host_copy import uploaded
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.plan import Plan, slots_of
 from outrider.engine.prompt_logprobs import read_prompt_logprobs
 from outrider.engine.proposers.base import Proposals
@@ -47,7 +47,7 @@ class Target:
         if (rows_np >= 0).any():
             logits = self._complete(rows_np, arrays)
         else:
-            logits = self._model.forward(HostBatch.build(*arrays))
+            logits = self._model.forward(HostBatch.build(*arrays)).logits
         if scores_prompts:
             logits = read_prompt_logprobs(plan, logits, num_logits_np, self._vocab_size)
         return logits
@@ -62,7 +62,7 @@ class Target:
             return
         ones_np = np.ones(len(going_on), dtype=np.int64)
         batch = HostBatch.build(slots_of(going_on), -ones_np, ones_np, ones_np, is_relative=True)
-        self._ahead_logits = self._model.forward(batch)
+        self._ahead_logits = self._model.forward(batch).logits
         self._ahead = [s.request for s in going_on]
         for row, request in enumerate(self._ahead):
             request.row_ahead = row
@@ -78,7 +78,9 @@ class Target:
         logits = self._ahead_logits[self._index(rows_np[is_ahead_np])]  # a copy: see `forward`
         if is_ahead_np.all():
             return logits
-        rest = self._model.forward(HostBatch.build(*(array[~is_ahead_np] for array in arrays)))
+        rest = self._model.forward(
+            HostBatch.build(*(array[~is_ahead_np] for array in arrays))
+        ).logits
         was_ahead_np = np.repeat(is_ahead_np, arrays[-1])  # by row of logits
         order_np = np.argsort(np.argsort(~was_ahead_np, kind="stable"))
         return torch.cat((logits, rest))[self._index(order_np)]

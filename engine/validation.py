@@ -1,6 +1,5 @@
 """What the engine refuses before anything is allocated. The loop never meets a bad request."""
 
-import math
 from collections.abc import Iterable
 
 from outrider.engine.api import (
@@ -12,6 +11,7 @@ from outrider.engine.api import (
 from outrider.engine.logit_edits import bad_words, token_bias
 
 MAX_LOGPROBS = 128
+_MAX_FLOAT32 = 3.4028234e38  # what the slots hold is float32
 
 
 def check_request(
@@ -28,12 +28,8 @@ def check_request(
         )
     _check_ids("prompt", prompt, vocab_size)
     _check("max_tokens", params.max_tokens, params.max_tokens >= 0, "at least 0")
-    _check(
-        "temperature",
-        params.temperature,
-        math.isfinite(params.temperature) and params.temperature >= 0,
-        "finite and at least 0",
-    )
+    in_range = 0 <= params.temperature <= _MAX_FLOAT32
+    _check("temperature", params.temperature, in_range, f"0 to {_MAX_FLOAT32:g}")
     _check("top_k", params.top_k, 0 <= params.top_k < 2**31, "0 (off) or a positive number")
     _check("top_p", params.top_p, 0 < params.top_p <= 1, "above 0, at most 1")
     _check("min_p", params.min_p, 0 <= params.min_p <= 1, "0 to 1")
@@ -61,7 +57,8 @@ def _check_edits(params: SamplingParams, vocab_size: int, ends: frozenset[int]) 
 
     _check_ids("logit_bias", params.logit_bias, vocab_size)
     for bias in params.logit_bias.values():
-        _check("logit_bias", bias, math.isfinite(bias), "finite")
+        in_range = abs(bias) <= _MAX_FLOAT32
+        _check("logit_bias", bias, in_range, f"-{_MAX_FLOAT32:g} to {_MAX_FLOAT32:g}")
     num_entries, most = len(params.logit_bias) + len(ends), token_bias.MAX_ENTRIES
     _check("logit_bias", num_entries, num_entries <= most, f"{most} tokens at most, eos among them")
 

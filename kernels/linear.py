@@ -8,6 +8,7 @@ ours still, for the rest the library's matrix product is ahead. Up to 256 rows a
 added to a residual is split over K, and what adds the parts normalises the sum.
 """
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -19,7 +20,6 @@ from outrider.kernels.dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
-from outrider.kernels.packed_linear import PackedWeight, packed_linear
 from outrider.kernels.product import is_ahead, product
 from outrider.kernels.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.silu_mul import silu_mul, silu_mul_reference
@@ -32,12 +32,13 @@ _MAX_PAIR_WEIGHTS = 1 << 23  # that two rows are multiplied with as one is
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A linear layer and its surroundings.
 
@@ -46,8 +47,7 @@ def linear(
     x
         Shape: [T, K], rows dense.
     weight
-        Shape: [N, K]; with `gated` [2 N, K], the gate's rows before those of `up`. On a CPU it may
-        come from `pack_weight`.
+        Shape: [N, K]; with `gated` [2 N, K], the gate's rows before those of `up`.
     bias
         Shape: [N] or, with `gated`, [2 N].
     norm
@@ -56,13 +56,20 @@ def linear(
         Return silu(gate) * up of the two halves.
     residual
         Is added to the result, in place, and returned. Shape: [T, N].
+    out
+        Takes the result of a plain product, x W^T. Shape: [T, N], dense.
 
     Returns: [T, N]
     """
+    if out is not None:
+        is_plain = bias is None and norm is None and residual is None and not gated
+        assert is_plain
+        if uses_triton(x) and is_ahead(x, weight):
+            return product(x, weight, out=out)
+        return torch.mm(x, weight.t(), out=out)
     if not uses_triton(x):
         return linear_reference(x, weight, bias, norm=norm, gated=gated, residual=residual)
     assert x.stride(-1) == 1
-    assert isinstance(weight, Tensor)
     assert weight.is_contiguous()
     if _takes_one_launch(x, weight):
         return _fused(x, weight, bias, norm, gated, residual)
@@ -81,7 +88,7 @@ def linear(
 def add_linear(
     residual: Tensor,
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -91,7 +98,7 @@ def add_linear(
     Returns the normalised sum, or None where it is cheaper to leave that to what reads the sum.
     Shape: residual [T, N], x [T, K], weight [N, K] -> [T, N]
     """
-    if uses_triton(x) and isinstance(weight, Tensor) and bias is None:
+    if uses_triton(x) and bias is None:
         is_short = len(x) <= _MAX_SPLIT_ROWS and not _takes_one_launch(x, weight)
         if is_short and can_split(x, weight):
             return add_split_product(residual, x, weight, norm)
@@ -105,7 +112,7 @@ def _takes_one_launch(x: Tensor, weight: Tensor) -> bool:
 
 def linear_reference(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -114,10 +121,7 @@ def linear_reference(
 ) -> Tensor:
     if norm is not None:
         x = rms_norm_reference(x, norm)
-    if isinstance(weight, PackedWeight):
-        y = packed_linear(x, weight, bias)
-    else:
-        y = F.linear(x, weight, bias)
+    y = F.linear(x, weight, bias)
     if gated:
         y = silu_mul_reference(y)
     return y if residual is None else residual.add_(y)

@@ -7,8 +7,12 @@ import triton
 import triton.language as tl
 
 from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.keys import key_of, value_of
 from outrider.kernels.sampling import BLOCK, GROUP
 from outrider.kernels.scan import merge_totals, scan
+
+_NO_TOKEN = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below every token; its key is _NO_KEY
+_NO_KEY = tl.constexpr(-0x80000000)
 
 
 class Logprobs(NamedTuple):
@@ -50,7 +54,8 @@ def logprobs_reference(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, vocab_size: int
 ) -> Logprobs:
     x = logits[:, :vocab_size].float()
-    x = torch.where(x.isnan(), -torch.inf, x)  # a NaN row's values mean nothing, but are in order
+    # A bad row's values are NaN, and its best are the first ids.
+    x = torch.where(x.amax(-1, keepdim=True).isfinite(), x, -torch.inf)
     row_max = x.amax(-1)
     log_z = torch.exp(x - row_max[:, None]).sum(-1, dtype=torch.float64).log().float()
     base = row_max + log_z
@@ -62,7 +67,8 @@ def logprobs_reference(
         room = num_top - better.sum(-1, keepdim=True)
         chosen = better.bool() | (tied.bool() & (tied.cumsum(-1) <= room))
         ids = chosen.nonzero()[:, 1].view(-1, num_top)
-        order = x.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+        # A GPU sorts by bits: -0.0 + 0.0 is 0.0.
+        order = (x.gather(1, ids) + 0.0).sort(dim=-1, descending=True, stable=True).indices
         top_ids = ids.gather(1, order)
     else:
         top_ids = torch.zeros(len(x), 0, dtype=torch.int64, device=x.device)
@@ -71,14 +77,6 @@ def logprobs_reference(
         top_ids,
         x.gather(1, top_ids) - base[:, None],
     )
-
-
-@triton.jit
-def _packed(x, ids):
-    """int64 whose order is (logit ascending, id descending)."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
-    return (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_top"])
@@ -106,25 +104,27 @@ def _logprobs_kernel(
 
     group = tl.arange(0, NB * BLOCK_GROUPS)
     row_groups = num_blocks * BLOCK_GROUPS
-    at = stats.group_max + row * row_groups + group
-    best_of_group = tl.load(at, mask=group < row_groups, other=-float("inf"))
+    exists = group * GROUP < vocab_size
+    group_max = tl.load(stats.group_max + row * row_groups + group, mask=exists, other=0.0)
+    best_of_group = tl.where(exists, key_of(group_max), _NO_KEY)
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for rank in range(0, num_top):
-        # Of the group maxima that are left the first best; in its group, the best not yet given.
+        # Of the groups that have the highest token left the first; its best not yet given.
         highest = tl.max(best_of_group, 0)
-        # Of NaN alone no group is the highest: the last stands in, for ids that mean nothing.
-        here = tl.min(tl.where(best_of_group == highest, group, row_groups - 1), 0)
+        here = tl.min(tl.where(best_of_group == highest, group, NB * BLOCK_GROUPS - 1), 0)
         ids = here * GROUP + tl.arange(0, GROUP)
         inside = ids < vocab_size
-        x = tl.load(row_ptr + ids, mask=inside, other=0.0)
-        x = tl.where(inside, x.to(tl.float32), -float("inf"))
-        packed = _packed(x, ids)
-        best = tl.max(tl.where(packed < last, packed, -0x7FFFFFFFFFFFFFFF), 0)
-        value = tl.max(tl.where(packed == best, x, -float("inf")), 0)
-        rest = tl.max(tl.where(packed < best, x, -float("inf")), 0)
-        best_of_group = tl.where(group == here, rest, best_of_group)
+        x = tl.load(row_ptr + ids, mask=inside, other=0.0).to(tl.float32)
+        packed = (key_of(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+        packed = tl.where(inside & (packed < last), packed, _NO_TOKEN)
+        best = tl.max(packed, 0)
+        rest = tl.max(tl.where(packed < best, packed, _NO_TOKEN), 0)
+        best_of_group = tl.where(group == here, (rest >> 32).to(tl.int32), best_of_group)
         last = best
-        tl.store(top_ids_ptr + row * num_top + rank, 0x7FFFFFFF - (best & 0xFFFFFFFF))
+        # Among NaN there is no order: the first ids stand in.
+        token = tl.where(bad, rank, 0x7FFFFFFF - (best & 0xFFFFFFFF))
+        tl.store(top_ids_ptr + row * num_top + rank, token)
+        value = value_of((best >> 32).to(tl.int32))
         tl.store(top_logprobs_ptr + row * num_top + rank, value - base)
 
 

@@ -210,7 +210,9 @@ def _paged_attention_kernel(
             row = (first_row + m // GROUP).to(tl.int64)
             position = first_position + m // GROUP
             is_row = m < num_rows * GROUP
-            query_at = query_ptr + row[:, None] * query_stride_t + head[:, None] * query_stride_h
+            query_at = (
+                query_ptr + (row * query_stride_t + head.to(tl.int64) * query_stride_h)[:, None]
+            )
             query_mask = is_row[:, None] & (head_dims < HEAD_DIM)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)

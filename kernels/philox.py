@@ -23,6 +23,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW, _HALF = np.uint64(MASK32), np.uint64(32)
 
 _INTERPRET = tl.constexpr(INTERPRET)
+_LEAST_NORMAL = tl.constexpr(2.0**-126)
 FIXED_BITS = 40  # probabilities are summed as int64 multiples of 2**-40: any order, the same bits
 FIXED_ONE = float(2**FIXED_BITS)
 
@@ -86,11 +87,13 @@ def pick_reference(w_high: torch.Tensor, w_low: torch.Tensor, total: torch.Tenso
     return (w * high + ((w * low) >> 20)) >> 20
 
 
+# The interpreter has no assembly, and does by hand what it stands for (test_arithmetic.py).
 @triton.jit
 def exp2(x):
-    """2**x; subnormal results are 0 on a GPU, where keeping them would cost three instructions."""
+    """2**x; subnormal results are 0: to keep them would cost a GPU three instructions."""
     if _INTERPRET:
         y = tl.exp2(x)
+        y = tl.where(y < _LEAST_NORMAL, 0.0, y)
     else:
         y = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
@@ -105,8 +108,9 @@ def exp(x):
 
 @triton.jit
 def log(x):
+    """Natural logarithm; a subnormal number counts as 0."""
     if _INTERPRET:
-        y = tl.log(x)
+        y = tl.log(tl.where((x >= 0) & (x < _LEAST_NORMAL), 0.0, x))
     else:
         y = 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1

@@ -78,26 +78,14 @@ def _max_or_nan(a, b):
 
 
 @triton.jit
-def _maximum(x, axis: tl.constexpr):
+def maximum(x, axis: tl.constexpr):
     """Maximum along an axis; NaN where there is one."""
-    if _INTERPRET:  # which reduces by a function of ours one element at a time
+    if _INTERPRET:  # which would reduce by a function of ours one element at a time
         is_nan = tl.max((x != x).to(tl.int32), axis) > 0
         y = tl.where(is_nan, float("nan"), tl.max(tl.where(x == x, x, -float("inf")), axis))
     else:
         y = tl.reduce(x, axis, _max_or_nan)
     return y
-
-
-@triton.jit
-def _sum_of_exp2(x, origin, scale):
-    """Sum of 2**((x - origin) * scale)."""
-    if _INTERPRET:  # whose multiply-add rounds twice
-        total = tl.sum(exp2((x - origin) * scale), 0)
-    else:
-        # One multiply-add an element; what rounding took from the origin is given back at the end.
-        scaled = origin * scale
-        total = tl.sum(exp2(tl.fma(x, scale, -scaled)), 0) * exp2(-tl.fma(origin, scale, -scaled))
-    return total
 
 
 @triton.jit
@@ -167,12 +155,13 @@ def _scan_kernel(
         if first + _BLOCK > vocab_size:
             x = tl.where(first + lane < vocab_size, x, -float("inf"))
         # Maxima of vectors of 8 stay within a thread.
-        vector_max = _maximum(tl.reshape(x, (_BLOCK // 8, 8)), 1)
-        block_max = _maximum(vector_max, 0)
+        vector_max = maximum(tl.reshape(x, (_BLOCK // 8, 8)), 1)
+        block_max = maximum(vector_max, 0)
         tl.store(stats.max + at, block_max)
         if scale > 0:
             origin = tl.where(block_max > -float("inf"), block_max, 0.0)
-            tl.store(stats.total + at, _sum_of_exp2(x, origin, scale))
+            # Subtracted first: a multiply-add of origin * scale would make NaN of finfo.min.
+            tl.store(stats.total + at, tl.sum(exp2((x - origin) * scale), 0))
             if wants_groups:
                 groups: tl.constexpr = _BLOCK // _GROUP
                 group_max = tl.max(tl.reshape(vector_max, (groups, _GROUP // 8)), 1)

@@ -110,8 +110,10 @@ class Answer(ABC):
             self._count(delta)
             texts.setdefault(delta.index, []).append(delta.text)
             earlier = merged.get(delta.index)
-            tokens = earlier.tokens + delta.tokens if earlier else delta.tokens
-            merged[delta.index] = replace(delta, tokens=tokens)
+            if earlier is not None:
+                earlier.tokens.extend(delta.tokens)
+                delta = replace(delta, tokens=earlier.tokens)
+            merged[delta.index] = delta
         deltas = [replace(delta, text="".join(texts[i])) for i, delta in sorted(merged.items())]
         whole = self._answer(
             [choice for delta in self._chosen(deltas) for choice in self._next_choices(delta)]

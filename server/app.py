@@ -17,13 +17,14 @@ from starlette.types import ASGIApp
 from outrider.engine.client import EngineClient
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server import errors
+from outrider.server.api_keys import ApiKeys, key_digest, request_key
 from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
+from outrider.server.hosts import Hosts
 from outrider.server.loads import add_load_routes
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import (
-    ApiKeys,
     BodyLimit,
     Drain,
     Gate,
@@ -54,6 +55,7 @@ from outrider.server.tokenization import (
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
 from outrider.server.tracing import make_trace
+from outrider.server.unknown_fields import IGNORED
 
 # What the OpenAPI document tells of answers beside the whole ones.
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -82,6 +84,8 @@ def create_app(
 
     `compiler`: of grammars, as the engine has it; None: they are refused.
     """
+    keys = settings.read_api_keys()
+    priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
     service = Service(
         client=client,
         tokenizer=tokenizer,
@@ -97,11 +101,15 @@ def create_app(
         ),
         model_name=model_name,
         settings=settings,
+        priority_keys=priority_keys if keys else None,
     )
     api = FastAPI(
         title="Outrider",
         version=VERSION,
-        description="OpenAI-compatible completions and chat by speculative decoding.",
+        description="OpenAI-compatible completions and chat by speculative decoding. Accepted and "
+        f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. A field that "
+        "nobody knows is named in the header `x-unknown-fields`, or refused "
+        "(`server.unknown_fields`).",
     )
     errors.install(api)
     openai = _openai_routes(service)
@@ -110,17 +118,17 @@ def create_app(
     api.include_router(_status_routes(service, gate))
 
     app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
-    if keys := settings.read_api_keys():
-        app = ApiKeys(app, keys)
+    if keys:
+        app = ApiKeys(app, keys, service.metrics)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "x-unknown-fields"],
         )
-    app = Drain(app, gate)
+    app = Hosts(Drain(app, gate), settings)
     if settings.metrics_port is not None:
         app = MetricsPort(app, api, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_name)
@@ -197,15 +205,15 @@ def _model(service: Service, started: int) -> Model:
 def _tokenizer_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=_JSONRoute, responses=_ERRORS)
 
-    @router.post("/tokenize")
-    async def tokens_of_text(body: TokenizeRequest) -> TokenizeResponse:
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokens_of_text(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt, or of a conversation as the chat template writes it."""
-        return await tokenize(service, body)
+        return await tokenize(service, body, request)
 
     @router.post("/detokenize")
-    async def text_of_tokens(body: DetokenizeRequest) -> DetokenizeResponse:
+    async def text_of_tokens(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
         """The text of token ids."""
-        return await detokenize(service, body)
+        return await detokenize(service, body, request)
 
     @router.get("/tokenizer_info")
     async def info() -> dict[str, Any]:
@@ -221,19 +229,22 @@ def _status_routes(service: Service, gate: Gate) -> APIRouter:
 
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
-    async def health() -> JSONResponse:
-        """200 while requests are served; else 503 with the state and its reason."""
+    async def health(request: Request) -> JSONResponse:
+        """200 while requests are served; else 503 with the state, and to a key its reason."""
         if not gate.open:
-            return JSONResponse({"status": "draining", "reason": "shutting down"}, 503)
-        if client.state != "ready":
-            return JSONResponse({"status": client.state, "reason": client.status_reason}, 503)
-        return JSONResponse({"status": "ok"})
+            return JSONResponse({"status": "draining"}, 503)
+        if client.state == "ready":
+            return JSONResponse({"status": "ok"})
+        told: dict[str, str] = {"status": client.state}
+        if request_key(request) is not None:  # it may name files, and quote exceptions
+            told["reason"] = client.status_reason or ""
+        return JSONResponse(told, 503)
 
     @router.get("/live", response_model=Health, responses={503: {"model": Health}})
     async def live() -> JSONResponse:
         """200 unless only a new start of the server could help: not while it loads or drains."""
         if client.state == "failed":
-            return JSONResponse({"status": client.state, "reason": client.status_reason}, 503)
+            return JSONResponse({"status": client.state}, 503)
         return JSONResponse({"status": "ok"})
 
     @router.get("/version")

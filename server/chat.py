@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.server.answer import MIN_LOGPROB, Answer
+from outrider.server.api_keys import request_key
 from outrider.server.chat_protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -35,11 +36,17 @@ async def create_chat_completion(
     service: Service, body: ChatCompletionRequest, http: Request
 ) -> Response:
     """Answer a chat completion request, as a stream or as a whole."""
-    service.check_request(body, num_prompts=1)
+    service.check_request(body, http, num_prompts=1)
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
     tools = callable_tools(body.tool_choice, body.tools)
-    prompt = await chat_prompt(service, body, body.tools if tools else [], body.template_variables)
+    prompt = await chat_prompt(
+        service,
+        body,
+        body.tools if tools else [],
+        body.template_variables,
+        must_fit=body.truncate_prompt_tokens is None,
+    )
     max_tokens = body.max_completion_tokens or body.max_tokens
     kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
     prompt = prompt._replace(token_ids=kept)
@@ -51,7 +58,8 @@ async def create_chat_completion(
         param="messages",
         max_tokens=max_tokens or room_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
+        key=request_key(http),
+        told_of_prompts=[body.prompt_logprobs],
         grammar=await _grammar(service, body, tools),
         shown_special_ids=answer.shown_special_ids,
     )
@@ -64,7 +72,12 @@ class ChatPrompt(NamedTuple):
 
 
 async def chat_prompt(
-    service: Service, body: ChatFields, tools: list[dict[str, Any]], variables: dict[str, Any]
+    service: Service,
+    body: ChatFields,
+    tools: list[dict[str, Any]],
+    variables: dict[str, Any],
+    *,
+    must_fit: bool = False,
 ) -> ChatPrompt:
     """The prompt that the model's chat template makes; raises APIError."""
     template = service.tokenizer.chat_template
@@ -87,23 +100,34 @@ async def chat_prompt(
             "template.",
         )
 
-    def render() -> ChatPrompt:
-        text = template.render(
+    if len(body.messages) > (most := service.engine_info.max_model_len):
+        raise invalid_value(
+            "messages",
+            f"There are {len(body.messages)} messages, of a token each at least; this model's "
+            f"maximum context length is {most} tokens. Please shorten the messages.",
+        )
+
+    def render() -> str:
+        return template.render(
             [message.for_template() for message in body.messages],
             tools=tools,
             add_generation_prompt=body.prompts_an_answer,
             continue_final_message=body.continue_final_message,
             variables=variables,
         )
-        ids = service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-        return ChatPrompt(text, ids)
 
     try:
-        return await asyncio.to_thread(render)
+        text = await asyncio.to_thread(render)
     except ChatTemplateError as error:
         raise invalid_value(
             "messages", f"The model's chat template refuses these messages: {error}"
         ) from None
+    (ids,) = await service.tokenize(
+        [text],
+        add_special_tokens=body.add_special_tokens,
+        must_fit="messages" if must_fit else None,
+    )
+    return ChatPrompt(text, ids)
 
 
 async def _grammar(
@@ -119,8 +143,7 @@ async def _grammar(
         )
     at_once = body.tool_choice == "required" and body.parallel_tool_calls
     grammar = calls_grammar(tools, max_calls=None if at_once else 1)
-    await service.grammars.check("tool_choice", grammar)
-    return grammar
+    return await service.grammars.check("tool_choice", grammar)
 
 
 class _ChatAnswer(Answer):

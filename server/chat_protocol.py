@@ -1,6 +1,8 @@
 """The JSON of chat completions."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,7 +18,13 @@ from pydantic import (
 from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
-from outrider.server.fields import MAX_LOGPROBS, APIRequest, Int
+from outrider.server.fields import (
+    MAX_LOGPROBS,
+    APIRequest,
+    Int,
+    UnknownField,
+    unknown_names,
+)
 from outrider.server.protocol import (
     APIResponse,
     GenerationResponse,
@@ -28,6 +36,8 @@ from outrider.server.tool_choice import ToolChoice
 
 class TextPart(APIRequest):
     """The one kind of content part that a model of text can read."""
+
+    ignored_fields: ClassVar = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["text"]
     text: str
@@ -106,6 +116,9 @@ GivenToolCall = Annotated[
     WithJsonSchema(_function_schema(min_length=0, arguments={"type": "object"})),
 ]
 ToolCalls = TypeAliasType("ToolCalls", Annotated[list[GivenToolCall], FailFast()])
+MAX_TOOLS = 1024  # each of n answers has them in a table of its own
+TOOL_FIELDS = frozenset({"type", "function"})
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return"})
 # Others are up to the template of the model.
 ROLES: list[JsonValue] = ["system", "developer", "user", "assistant", "tool"]
 
@@ -141,16 +154,28 @@ class Message(APIRequest):
             message["content"] = "\n".join(part.text for part in self.content)
         return message
 
+    def unknown_fields(
+        self, path: str = "", ignored: frozenset[str] = frozenset()
+    ) -> Iterator[UnknownField]:
+        yield from self._unknown_inside(path)  # the rest is the template's to know
+
 
 class ChatFields(APIRequest):
     """What becomes the prompt of a chat."""
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
-    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
+    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
+        yield from super()._unknown_inside(path)
+        for i, tool in enumerate(self.tools):
+            place = f"{path}tools[{i}]."
+            yield from unknown_names(tool, TOOL_FIELDS, path=place)
+            yield from unknown_names(tool["function"], FUNCTION_FIELDS, path=f"{place}function.")
 
     @property
     def prompts_an_answer(self) -> bool:
@@ -194,12 +219,15 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         return effort | self.chat_template_kwargs
 
 
-class TopLogprob(APIResponse):
+# An answer may have hundreds of thousands of these: a model of pydantic takes ten times the memory.
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
     token: str
     logprob: float
     bytes: list[int]
 
 
+@dataclass(frozen=True, slots=True)
 class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 

@@ -1,5 +1,6 @@
 """The `outrider` command."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -36,7 +37,13 @@ def serve_command(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="Bearer key that clients must send; repeatable."),
+        typer.Option(
+            help="Bearer key that clients must send; repeatable. The process list shows it: "
+            "--api-key-file and OUTRIDER_SERVER__API_KEYS do not."
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of bearer keys that clients must send, one a line.")
     ] = None,
     shutdown_timeout: Annotated[
         float | None,
@@ -62,6 +69,7 @@ def serve_command(
         "server.api_workers": api_workers,
         "server.served_model_name": served_model_name,
         "server.api_keys": api_key or None,
+        "server.api_key_file": api_key_file,
         "server.shutdown_timeout_s": shutdown_timeout,
         "engine.gpu_memory_utilization": gpu_memory_utilization,
         "engine.enforce_eager": enforce_eager,

@@ -46,8 +46,8 @@ def distill_command(
 ) -> None:
     """Make a small draft that agrees with a target. Run it again to go on after a break."""
     # Only now: they bring in torch.
-    from outrider.engine.attention import UnsupportedModelError
     from outrider.engine.distill.run import distill
+    from outrider.engine.models.admission import UnsupportedModelError
     from outrider.server.models.pair import resolve_device
     from outrider.server.models.resolve import resolve
     from outrider.server.models.store import ModelError

@@ -46,8 +46,8 @@ def evaluate_command(
     from outrider.engine.process_engine import child_environment
 
     os.environ.update(child_environment())  # read when torch is imported, which is now
-    from outrider.engine.attention import UnsupportedModelError
     from outrider.engine.loop import Engine
+    from outrider.engine.models.admission import UnsupportedModelError
     from outrider.server.evaluation import measure, report
     from outrider.server.models.pair import engine_config, prepare_pair
     from outrider.server.models.store import ModelError

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.server.answer import MIN_LOGPROB, Answer
+from outrider.server.api_keys import request_key
 from outrider.server.detokenizer import Detokenizer
 from outrider.server.errors import invalid_value, unsupported
 from outrider.server.generation import Delta, Token
@@ -22,23 +23,25 @@ from outrider.server.service import Service
 
 async def create_completion(service: Service, body: CompletionRequest, http: Request) -> Response:
     """Answer a completion request, as a stream or as a whole."""
-    service.check_request(body, num_prompts=len(body.prompts))
+    service.check_request(body, http, num_prompts=len(body.prompts))
     _check(body)
     prompts = [
         service.truncate(body, prompt, body.max_tokens)
         for prompt in await service.tokenize(
-            body.prompts, add_special_tokens=body.add_special_tokens
+            body.prompts,
+            add_special_tokens=body.add_special_tokens,
+            must_fit="prompt" if body.truncate_prompt_tokens is None else None,
         )
     ]
     ranks_samples = body.num_samples > body.n
-    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     samples = service.samples(
         body,
         prompts,
         param="prompt",
         max_tokens=body.max_tokens,
         logprobs=0 if body.logprobs is None and ranks_samples else body.logprobs,
-        prompt_logprobs=max((num for num in asked if num is not None), default=None),
+        key=request_key(http),
+        told_of_prompts=[body.prompt_logprobs, body.logprobs if body.echo else None],
         grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
     )
     # Off the event loop, because an echo decodes the prompts.

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from outrider.engine.api import EngineInfo, EngineStats
 from outrider.engine.client import EngineClient
-from outrider.engine.json_log import JSONFormatter
+from outrider.engine.log_lines import JSONFormatter, LineFormatter
 from outrider.server.settings import Settings
 
 log = logging.getLogger("outrider.server")
@@ -28,11 +28,12 @@ def configure_logging(level: str, log_format: str, console: Console) -> None:
         handler = RichHandler(
             console=console, show_path=False, log_time_format="[%X]", omit_repeated_times=False
         )
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(LineFormatter("%(message)s"))
     else:
         handler = logging.StreamHandler(console.file)
-        handler.setFormatter(logging.Formatter(PLAIN_FORMAT))
+        handler.setFormatter(LineFormatter(PLAIN_FORMAT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(True)  # which may quote what clients send
     logging.getLogger("outrider").setLevel(level.upper())
 
 

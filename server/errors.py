@@ -64,6 +64,11 @@ def unsupported(param: str, message: str) -> APIError:
     return APIError(400, message, code="unsupported_parameter", param=param)
 
 
+def forbidden(param: str, message: str) -> APIError:
+    """403: a field asks for something that this client may not have."""
+    return APIError(403, message, code="not_allowed", param=param)
+
+
 def model_not_found(given: str, served: str) -> APIError:
     return APIError(
         404,
@@ -74,14 +79,16 @@ def model_not_found(given: str, served: str) -> APIError:
 
 
 def context_length_exceeded(
-    *, max_model_len: int, prompt_tokens: int, max_tokens: int, param: str
+    *, max_model_len: int, prompt_tokens: int, max_tokens: int, param: str, at_least: bool = False
 ) -> APIError:
+    """`at_least`: the prompt is so long that its tokens were not even counted."""
     # Clients look for the first sentence and for "However, you requested" word by word.
     return APIError(
         400,
         f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-        f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, {max_tokens} in "
-        f"the completion). Please shorten the {param} or ask for fewer tokens.",
+        f"{'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens ({prompt_tokens} in "
+        f"the {param}, {max_tokens} in the completion). Please shorten the {param} or ask for "
+        "fewer tokens.",
         code="context_length_exceeded",
         param=param,
     )

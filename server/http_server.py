@@ -10,22 +10,19 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.engine.client import EngineClient
 from outrider.engine.config import EngineConfig
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server.app import create_app
-from outrider.server.middleware import Gate
+from outrider.server.connection import KEEP_ALIVE_S, Connection
+from outrider.server.middleware import EarlyAnswer, Gate
 from outrider.server.settings import ServerSettings, Settings
 from outrider.server.tokenizer import Tokenizer
 
 log = logging.getLogger("outrider.server")
 
-# Longer than clients keep idle connections, so that none is closed under a request of theirs.
-KEEP_ALIVE_S = 75
-HEAD_TIMEOUT_S = 60  # for a request's first line and headers; its body has a time of its own
-MAX_HEAD_BYTES = 65_536
+SWEEP_TICKS = 5  # of uvicorn's loop, 0.1 s each
 FAREWELL_S = 2  # for the last bytes to reach their clients once the engine has stopped
 
 
@@ -41,6 +38,7 @@ async def load_app(
         compiler = await asyncio.to_thread(
             GrammarCompiler, config.token_table, config.eos_token_ids, config.vocab_size
         )
+        compiler.warm_up()
     return create_app(
         client,
         tokenizer,
@@ -51,57 +49,20 @@ async def load_app(
     )
 
 
-class Connection(HttpToolsProtocol):
-    """Uvicorn's, but closed where the head of a request takes long to come, or has no end."""
-
-    _timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
-    _head_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_here()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        awaited = self._timer
-        super().data_received(data)
-        if awaited is not None and awaited is self._timer:  # the same head still
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response(f"The head of the request exceeds {MAX_HEAD_BYTES} bytes.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._timer is None:  # not the first request
-            self._await_head()
-
-    def on_headers_complete(self) -> None:
-        self._head_is_here()
-        super().on_headers_complete()
-
-    def _await_head(self) -> None:
-        self._head_bytes = 0
-        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
-
-    def _head_is_here(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class Server(uvicorn.Server):
     """Uvicorn, but a signal first turns new requests away and lets running ones finish."""
 
     def __init__(
         self, app: ASGIApp, gate: Gate, client: EngineClient, settings: ServerSettings
     ) -> None:
+        limits = {
+            "max_connections": settings.max_connections,
+            "send_timeout_s": settings.send_timeout_s,
+        }
         super().__init__(
             uvicorn.Config(
-                app,
-                http=Connection,
+                EarlyAnswer(app),
+                http=type("Connection", (Connection,), limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -131,6 +92,13 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, Connection)
+                connection.sweep(self._loop.time())
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self._leave, sig)

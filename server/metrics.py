@@ -39,6 +39,13 @@ class Metrics:
             ["path", "outcome"],
             registry=own,
         )
+        self.failed_keys = Counter(
+            "outrider_failed_keys",
+            "Requests without one of the keys, on any route: missing or wrong; probes need none, "
+            "and count if theirs is wrong.",
+            ["reason"],
+            registry=own,
+        )
         self.request_time = Histogram(
             "outrider_request_duration_seconds",
             "From a request's arrival to the end of its answer, of those with outcome ok.",

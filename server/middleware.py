@@ -1,15 +1,15 @@
-"""What surrounds every request: its id, its outcome, the key, the drain, the size of its body.
+"""What surrounds every request: its id, its outcome, the drain, the size of its body.
 
 Plain ASGI: Starlette's BaseHTTPMiddleware would hide the client's leaving from the routes.
 """
 
 import asyncio
-import hmac
+import contextlib
 import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,11 +21,17 @@ from outrider.server.tracing import Trace
 
 log = logging.getLogger("outrider.server.requests")
 
+LINGER_S = 1.0
+LINGER_BYTES = 4 * 1024 * 1024
+
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Give every answer an `x-request-id`: the client's own if it is printable, else a new one."""
+    """Give every answer an `x-request-id`: the client's own if it is printable, else a new one.
+
+    And `x-unknown-fields` to an answer whose request had any.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,7 +46,10 @@ class RequestId:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if unknown := scope["state"].get("unknown_fields"):
+                    headers["x-unknown-fields"] = ", ".join(unknown)
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -88,7 +97,7 @@ class Observe:
             facts = {
                 "request_id": scope["state"]["request_id"],
                 "method": scope["method"],
-                "path": cut(path),
+                "path": cut(scope["raw_path"].decode("latin-1")),  # as sent: %0a stays %0a
                 "status": status,
                 "outcome": outcome,
                 "duration_s": round(duration_s, 6),
@@ -170,33 +179,52 @@ class MetricsPort:
             await error.response()(scope, receive, send)
 
 
-class ApiKeys:
-    """Ask for one of the keys as a bearer token, everywhere but on the paths of probes."""
+class EarlyAnswer:
+    """Close the connection behind an answer that is given before its request has come whole.
 
-    open_paths = ("/health", "/live", "/ready")
+    What still comes is read and dropped for a moment: many clients read an answer only once they
+    have sent all, and a socket that is closed with bytes unread takes the answer back.
+    """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"].rstrip("/") in self.open_paths
-        if is_open or self._admits(scope):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = APIError(
-            401,
-            "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await error.response()(scope, receive, send)
+        headers = Headers(scope=scope)
+        whole = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        early = False
 
-    def _admits(self, scope: Scope) -> bool:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Every key is compared, each in constant time: how long it takes tells nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        async def receive_noting() -> Message:
+            nonlocal whole
+            message = await receive()
+            whole = whole or not message.get("more_body", False)  # or the client has left
+            return message
+
+        async def drop_rest(timeout_s: float) -> None:
+            dropped_bytes = 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not whole and dropped_bytes < LINGER_BYTES:
+                        dropped_bytes += len((await receive_noting()).get("body", b""))
+
+        async def send_closing(message: Message) -> None:
+            nonlocal early
+            if message["type"] == "http.response.start" and not whole:
+                if "expect" not in headers:  # the client waits to be asked for its body
+                    await drop_rest(0)  # what is here already
+                early = not whole
+                if early:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            elif early and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await drop_rest(LINGER_S)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, receive_noting, send_closing)
 
 
 class BodyLimit:

@@ -1,14 +1,12 @@
 """The JSON of the OpenAI API, as this server reads and writes it."""
 
-import logging
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from outrider.engine.api import Verification
-from outrider.server.errors import cut, unsupported
 from outrider.server.fields import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGITS_PROCESSORS,
@@ -24,8 +22,6 @@ from outrider.server.fields import (
 )
 from outrider.server.settings import MAX_STOP_TOKEN_IDS
 from outrider.server.structured_outputs import ResponseFormat, StructuredOutputs
-
-log = logging.getLogger("outrider.server.protocol")
 
 
 class StreamOptions(APIRequest):
@@ -156,45 +152,6 @@ class CompletionRequest(SamplingFields):
         return self.prompt
 
 
-# Parameters that are known and not served yet, with the values that ask for nothing.
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "function_call": ("none",),
-    "functions": ([],),
-    "length_penalty": (1,),
-    "logprob_token_ids": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": (),
-    "stop_regex": (),
-    "structural_tag": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-# How other servers are asked to follow a grammar.
-OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
-
-
-def check_unknown_fields(request: APIRequest) -> None:
-    """Refuse what would change the answer if it were served; raises APIError."""
-    for name, value in (request.model_extra or {}).items():
-        if name.startswith("guided_") or name in OTHER_GRAMMARS:
-            raise unsupported(
-                name,
-                f"{name} is no parameter of this API, and is not ignored: use "
-                "structured_outputs or response_format.",
-            )
-        if name not in NEUTRAL_VALUES:
-            log.debug("unknown field %s ignored", cut(name))
-        elif value not in NEUTRAL_VALUES[name]:
-            raise unsupported(name, f"{name} is not supported by this server: leave it out.")
-
-
 class ErrorBody(BaseModel):
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -255,7 +212,8 @@ class GenerationResponse(APIResponse):
     obfuscation: str | None = None
 
 
-class PromptLogprob(APIResponse):
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:  # of which an answer may have hundreds of thousands
     logprob: float
     rank: int  # 1 is the most likely
     decoded_token: str

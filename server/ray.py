@@ -55,7 +55,9 @@ class Replica:
     """An engine in a process of its own, and the application over it; Ray's proxy speaks HTTP."""
 
     async def __init__(self, config: str | None) -> None:  # type: ignore[misc]
-        self._settings = load_settings(Path(config) if config else None)
+        # Ray's proxy is called by whatever name the cluster has; server.allowed_hosts still counts.
+        flags = {"server.host": "0.0.0.0"}
+        self._settings = load_settings(Path(config) if config else None, flags=flags)
         server = self._settings.server
         configure_logging(server.log_level, server.log_format, Console(file=sys.stderr))
         pair = await asyncio.to_thread(prepare_pair, self._settings, ignore_progress)

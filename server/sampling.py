@@ -9,9 +9,6 @@ from outrider.server.tokenizer import Tokenizer
 
 _MASK = 2**64 - 1
 
-# In float32 a smaller temperature would divide logits into infinities; at this one the second
-# best token is out of reach already, unless it ties with the best.
-MIN_TEMPERATURE = 1e-5
 # The limit of a smaller top_p is the best token alone, and no vocabulary is so large and flat
 # that this would let in a second one.
 MIN_TOP_P = 1e-7
@@ -44,7 +41,7 @@ def sampling_params(
     speculation = fields.speculation
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=fields.temperature if fields.temperature >= MIN_TEMPERATURE else 0.0,
+        temperature=fields.temperature,
         top_k=max(fields.top_k, 0),
         top_p=max(fields.top_p, MIN_TOP_P),
         min_p=fields.min_p,

@@ -1,28 +1,45 @@
 """What all endpoints that generate share: the engine, the tokenizer, the limits."""
 
 import asyncio
+import ctypes
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
 
 from outrider.engine.api import EngineInfo, NewRequest
 from outrider.engine.client import EngineClient, EngineUnavailableError
+from outrider.server.answer_size import check_answer_size
+from outrider.server.api_keys import request_key
 from outrider.server.errors import (
     context_length_exceeded,
+    forbidden,
     invalid_value,
     model_not_found,
 )
+from outrider.server.fields import APIRequest
 from outrider.server.generation import Sample, TextOptions
 from outrider.server.metrics import Metrics
-from outrider.server.protocol import SamplingFields, check_unknown_fields
+from outrider.server.protocol import SamplingFields
 from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from outrider.server.settings import ServerSettings
 from outrider.server.structured_outputs import GrammarChecker
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.tool_calls import MessageFormat
+from outrider.server.unknown_fields import check_unknown_fields
 
 # Below this many characters, tokenizing is quicker than handing it to a thread.
 INLINE_CHARS = 2048
+# Above so many, texts are tokenized one after the other: each takes a hundred times its size.
+LARGE_CHARS = 2**18
+
+
+def give_memory_back() -> None:
+    """Of what a large text took, glibc would keep half a gigabyte for the next one."""
+    with suppress(AttributeError):  # other libraries have no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +51,8 @@ class Service:
     grammars: GrammarChecker
     model_name: str
     settings: ServerSettings
+    priority_keys: frozenset[str] | None  # digests of keys that may set it; None: no keys at all
+    large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one
 
     @property
     def engine_info(self) -> EngineInfo:
@@ -47,10 +66,20 @@ class Service:
         if given and given != self.model_name:
             raise model_not_found(given, self.model_name)
 
-    def check_request(self, fields: SamplingFields, *, num_prompts: int) -> None:
+    def check_fields(self, body: APIRequest, model: str | None, http: Request) -> None:
+        """Refuse another model's name and what is not served; raises APIError."""
+        self.check_model(model)
+        check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
+
+    def check_request(self, fields: SamplingFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be told before there are prompts; raises APIError."""
-        self.check_model(fields.model)
-        check_unknown_fields(fields)
+        self.check_fields(fields, fields.model, http)
+        if fields.priority and not self._may_set_priority(http):
+            raise forbidden(
+                "priority",
+                "priority may be set with some API keys only (server.priority_api_keys), and this "
+                "is none of them: leave it out.",
+            )
         name, n = (
             ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)
         )
@@ -88,9 +117,19 @@ class Service:
             raise invalid_value("stream_options", "stream_options needs stream: true.")
 
     async def tokenize(
-        self, prompts: list[str] | list[list[int]], *, add_special_tokens: bool
+        self,
+        prompts: list[str] | list[list[int]],
+        *,
+        add_special_tokens: bool,
+        must_fit: str | None = None,
     ) -> list[list[int]]:
-        """Token ids of texts, off the event loop where it would hold others up; ids as they are."""
+        """Token ids of texts, off the event loop where it would hold others up; ids as they are.
+
+        `must_fit` names the field that they come from: raises APIError at once if a text is longer
+        than any that fits into the context.
+        """
+        if must_fit is not None:
+            self._check_length(prompts, param=must_fit)
 
         def encode() -> list[list[int]]:
             return [
@@ -100,9 +139,16 @@ class Service:
                 for prompt in prompts
             ]
 
-        if sum(map(len, prompts)) < INLINE_CHARS:
+        num_chars = sum(map(len, prompts))
+        if num_chars < INLINE_CHARS:
             return encode()
-        return await asyncio.to_thread(encode)
+        if num_chars < LARGE_CHARS:
+            return await asyncio.to_thread(encode)
+        async with self.large_texts:
+            try:
+                return await asyncio.to_thread(encode)
+            finally:
+                give_memory_back()
 
     def truncate(self, fields: SamplingFields, prompt: list[int], max_tokens: int) -> list[int]:
         """The tokens of a prompt that the request wants kept: the last ones, or the first."""
@@ -121,11 +167,14 @@ class Service:
         param: str,
         max_tokens: int,
         logprobs: int | None,
-        prompt_logprobs: int | None,
+        told_of_prompts: Sequence[int | None],
+        key: str | None,
         grammar: str | None = None,
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
         """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
+        `told_of_prompts` are numbers of alternatives, as in `check_answer_size`; `key` is the
+        digest of the API key;
         `shown_special_ids` are part of the text in every case.
 
         Raises APIError for what the engine could never run.
@@ -153,6 +202,16 @@ class Service:
         )
         seed = request_seed(fields.seed)
         bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
+        check_answer_size(
+            self.settings.max_answer_bytes,
+            fields,
+            prompts,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            told_of_prompts=told_of_prompts,
+            bad_words=bad_words,
+        )
+        prompt_logprobs = max((num for num in told_of_prompts if num is not None), default=None)
         params = [
             sampling_params(
                 fields,
@@ -174,13 +233,23 @@ class Service:
                     prompt_token_ids=prompts[index // fields.num_samples],
                     params=params[index % fields.num_samples],
                     priority=fields.priority,
-                    cache_salt=fields.cache_salt or "",
+                    cache_salt=self._cache_salt(fields, key),
                 ),
                 self.tokenizer,
                 options,
             )
             for index in range(len(prompts) * fields.num_samples)
         ]
+
+    def _may_set_priority(self, http: Request) -> bool:
+        return self.priority_keys is None or request_key(http) in self.priority_keys
+
+    def _cache_salt(self, fields: SamplingFields, key: str | None) -> str:
+        """What requests must have in common to share cached prefixes."""
+        given = fields.cache_salt or ""
+        if key is None or self.settings.share_cache_between_keys:
+            return given
+        return f"{key}:{given}"  # digests are of one length: no key can name another's salt
 
     def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
         vocab_size = self.engine_info.vocab_size
@@ -190,6 +259,19 @@ class Service:
                     param,
                     f"Token id {token_id} is out of vocabulary: there are {vocab_size} tokens, "
                     f"0 to {vocab_size - 1}.",
+                )
+
+    def _check_length(self, prompts: list[str] | list[list[int]], *, param: str) -> None:
+        max_model_len = self.engine_info.max_model_len
+        for prompt in prompts:
+            tokens = len(prompt) // self.tokenizer.longest_token  # at least
+            if isinstance(prompt, str) and tokens > max_model_len:
+                raise context_length_exceeded(
+                    max_model_len=max_model_len,
+                    prompt_tokens=tokens,
+                    max_tokens=0,
+                    param=param,
+                    at_least=True,
                 )
 
     def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from outrider.engine.client import EngineUnavailableError
 from outrider.engine.config import EngineConfig
 from outrider.engine.process_engine import ProcessEngine
 from outrider.server.console import configure_logging, report_status, show_summary
+from outrider.server.hosts import is_loopback
 from outrider.server.http_server import Server, load_app
 from outrider.server.middleware import Gate
 from outrider.server.models.pair import Pair, engine_config, prepare_pair
@@ -25,6 +27,8 @@ from outrider.server.workers import WorkerError, Workers
 
 log = logging.getLogger("outrider.server")
 
+OTHER_FILES = 256  # that a process may have open beside its connections
+
 
 def serve(settings: Settings) -> int:
     """Serve until a signal; returns the exit code."""
@@ -34,7 +38,7 @@ def serve(settings: Settings) -> int:
     # Until uvicorn takes over; a container's first process would not even end of SIGTERM otherwise.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        settings.server.read_api_keys()  # which each process will read for itself
+        prepare_for_clients(settings.server)
         listeners = [bind(settings.server.host, settings.server.port)]
         if settings.server.metrics_port is not None:
             listeners.append(bind(settings.server.host, settings.server.metrics_port))
@@ -47,6 +51,31 @@ def serve(settings: Settings) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def prepare_for_clients(settings: ServerSettings) -> None:
+    """Read the keys, as each process will for itself, say what is left open, and make sure that
+    there are files for all connections. Raises OSError."""
+    keys = settings.read_api_keys()
+    if not keys and not is_loopback(settings.host):
+        log.warning(
+            "whoever can reach %s may use this server: it asks for no key (server.api_key_file, "
+            "server.api_keys), and listens beyond this machine (server.host)",
+            settings.host,
+        )
+    wanted = settings.max_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning(
+            "%d connections (server.max_connections) need some %d open files, and this process may "
+            "have %d: lower the one, or raise the other (ulimit -n)",
+            settings.max_connections,
+            wanted,
+            hard,
+        )
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # children have it, too
 
 
 def bind(host: str, port: int) -> socket.socket:

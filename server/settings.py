@@ -5,6 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from outrider.server.key_file import read_key_file
+
 # However the server is set.
 MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
@@ -42,19 +44,38 @@ class ServerSettings(Section):
         min_length=1,
         description="Name in /v1/models and `model`; unset: target.model.",
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names that the Host header of a request may have, without a port; *.NAME: "
+        "whatever ends in it; *: any. None given: localhost and loopback addresses if the server "
+        "listens on loopback, else any.",
+    )
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Bearer keys; every route but /health, /live and /ready asks for one. "
-        "None: open.",
+        description="Bearer keys, asked for but by /health, /live and /ready. None: open.",
     )
     api_key_file: Path | None = Field(
-        default=None, description="A file with further keys, one a line."
+        default=None,
+        description="A file with further keys, one a line; no process list shows them.",
+    )
+    priority_api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
+        default=(),
+        description="Further keys, whose requests may also set `priority`. Where keys are asked "
+        "for, no others may.",
+    )
+    priority_api_key_file: Path | None = Field(
+        default=None, description="A file with further keys that may set `priority`, one a line."
+    )
+    share_cache_between_keys: bool = Field(
+        default=False,
+        description="Let requests with different keys share cached prefixes. cached_tokens and "
+        "times then tell whether another key's requests began alike.",
     )
     metrics_port: int | None = Field(
         default=None,
         ge=1,
         le=65535,
-        description="A second port, on which /metrics is served without a key, and nothing else.",
+        description="A second port, for /metrics alone, without a key.",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
@@ -71,6 +92,18 @@ class ServerSettings(Section):
         "http://127.0.0.1:4318/v1/traces. Unset: where OTEL_EXPORTER_OTLP_ENDPOINT says, if "
         "anywhere.",
     )
+    max_connections: int = Field(
+        default=1024,
+        ge=0,
+        description="Most open connections of one HTTP process; 0: any number. A new one beyond "
+        "them takes the place of one without a request, else it is turned away with 503.",
+    )
+    send_timeout_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds in which a client must take 16 KiB of what waits to be sent to it, "
+        "before its connection is ended and its request with it; 0: any time.",
+    )
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )
@@ -79,8 +112,19 @@ class ServerSettings(Section):
         ge=0,
         description="Seconds in which the body of a request must have arrived; 0: any time.",
     )
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        default="ignore",
+        description="Fields of requests that nobody knows, such as misspelt ones. ignore: name "
+        "them in the header x-unknown-fields and in the log; refuse: answer with 400.",
+    )
     max_prompts_times_n: int = Field(
         default=128, ge=1, description="Most sequences of one request: prompts times n."
+    )
+    max_answer_bytes: int = Field(
+        default=512 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="Most memory that one request may need, in bytes, as estimated from its "
+        "sequences, their max_tokens, and the logprobs and prompt tokens that it wants told.",
     )
     max_grammar_bytes: int = Field(
         default=64 * 1024, ge=1, description="Largest grammar or JSON schema, in bytes."
@@ -141,15 +185,14 @@ class ServerSettings(Section):
         return self
 
     def read_api_keys(self) -> list[str]:
-        """Keys of the settings and of the key file; raises OSError, also if the file has none."""
+        """All keys; raises OSError, also if a file of them has none."""
         keys = [key.get_secret_value() for key in self.api_keys]
-        if self.api_key_file is not None:
-            lines = [line.strip() for line in self.api_key_file.read_text().splitlines()]
-            found = [line for line in lines if line and not line.startswith("#")]
-            if not found:
-                raise OSError(f"server.api_key_file: {self.api_key_file} has no keys in it")
-            keys += found
-        return keys
+        return keys + read_key_file("api_key_file", self.api_key_file) + self.read_priority_keys()
+
+    def read_priority_keys(self) -> list[str]:
+        """Those of them that may set `priority`; raises OSError, also if their file has none."""
+        keys = [key.get_secret_value() for key in self.priority_api_keys]
+        return keys + read_key_file("priority_api_key_file", self.priority_api_key_file)
 
 
 class _ModelSettings(Section):
@@ -266,9 +309,8 @@ class CacheSettings(Section):
     kv_events_endpoint: str | None = Field(
         default=None,
         pattern=r"^(tcp|ipc)://.",
-        description="Where to tell routers which prefixes are cached, as vLLM does, over ZeroMQ: "
-        "tcp://*:5557 listens, tcp://router:5557 connects. Whoever can read it reads the token ids "
-        "of prompts. Unset: nowhere.",
+        description="Where routers hear over ZeroMQ, as from vLLM, which prefixes are cached: "
+        "tcp://*:5557 listens, tcp://router:5557 connects. It tells token ids of prompts.",
     )
     kv_events_topic: str = Field(
         default="", description="Topic of these events; llm-d reads kv@POD_IP:PORT@MODEL."

@@ -3,15 +3,15 @@
 import asyncio
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import from_json
+from typing_extensions import TypeAliasType
 
-from outrider.engine.grammar_compiler import GrammarCompiler
-from outrider.server.errors import APIError, cut, invalid_value, unsupported
+from outrider.engine.grammar_compiler import MAX_COMPILES_AT_ONCE, GrammarCompiler
+from outrider.engine.grammar_process import Syntax
+from outrider.server.errors import APIError, cut, invalid_value, unavailable, unsupported
 from outrider.server.fields import APIRequest
 
 MAX_REASON_CHARS = 300
@@ -26,6 +26,18 @@ def _parsed(value: object) -> object:
 
 
 JSONSchema = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+Choices = TypeAliasType("Choices", Annotated[list[str], FailFast(), Field(min_length=1)])
+
+
+class GrammarText(NamedTuple):
+    syntax: Syntax
+    text: str
+
+
+def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
+    """A grammar of the JSON values that a schema admits."""
+    guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return GrammarText("lark", f"start: %json {json.dumps(guidance | schema)}")
 
 
 class StructuredOutputs(APIRequest):
@@ -36,7 +48,7 @@ class StructuredOutputs(APIRequest):
     json_schema: JSONSchema | None = Field(default=None, alias="json")
     json_object: bool = False
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: Choices | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -46,19 +58,21 @@ class StructuredOutputs(APIRequest):
             raise ValueError("expected exactly one of json, json_object, regex, choice and grammar")
         return self
 
-    def to_lark(self) -> str | None:
+    def grammar_text(self) -> GrammarText | None:
         if self.json_schema is not None:
             return lark_of_schema(self.json_schema)
         if self.regex is not None:
-            return f"start: /{regex_to_lark(self.regex, use_ascii='dw')}/"
+            return GrammarText("regex", self.regex)
         if self.choice is not None:
-            return "start: " + " | ".join(map(json.dumps, self.choice))
+            return GrammarText("lark", "start: " + " | ".join(map(json.dumps, self.choice)))
         if self.grammar is not None:
-            return gbnf_to_lark(self.grammar) if "::=" in self.grammar else self.grammar
+            return GrammarText("gbnf" if "::=" in self.grammar else "lark", self.grammar)
         return lark_of_schema({"type": "object"}) if self.json_object else None
 
 
 class NamedSchema(APIRequest):
+    ignored_fields: ClassVar = frozenset({"description", "strict"})
+
     name: str | None = Field(default=None, min_length=1)
     json_schema: JSONSchema = Field(default_factory=dict, alias="schema")
 
@@ -79,7 +93,7 @@ class ResponseFormat(APIRequest):
             raise ValueError("schema belongs to type json_object, and to no other")
         return self
 
-    def to_lark(self) -> str | None:
+    def grammar_text(self) -> GrammarText | None:
         if self.json_schema is not None:
             return lark_of_schema(self.json_schema.json_schema)
         if self.type == "text":
@@ -87,14 +101,9 @@ class ResponseFormat(APIRequest):
         return lark_of_schema(self.object_schema or {"type": "object"})
 
 
-def lark_of_schema(schema: dict[str, Any]) -> str:
-    """A grammar of the JSON values that a schema admits."""
-    guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return f"start: %json {json.dumps(guidance | schema)}"
-
-
 class GrammarChecker:
-    """Compiles grammars before the engine sees them, so that it sees none that is wrong or vast."""
+    """Has grammars read before the engine sees them: what is wrong or vast is refused with the
+    field's name, what remains comes as Lark. Nothing in this process parses them."""
 
     def __init__(
         self, compiler: GrammarCompiler | None, *, max_bytes: int, timeout_s: float
@@ -102,6 +111,7 @@ class GrammarChecker:
         self._compiler = compiler
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(MAX_COMPILES_AT_ONCE)
 
     async def grammar_of(
         self,
@@ -109,46 +119,50 @@ class GrammarChecker:
         structured_outputs: StructuredOutputs | None,
     ) -> str | None:
         """What an answer must follow; raises APIError that names the field."""
-        texts: dict[str, str] = {}
+        texts: dict[str, GrammarText] = {}
         for param, asked in (
             ("response_format", response_format),
             ("structured_outputs", structured_outputs),
         ):
-            if asked is not None and (text := await self._to_lark(param, asked)) is not None:
+            if asked is not None and (text := asked.grammar_text()) is not None:
                 texts[param] = text
         if len(texts) > 1:
             raise invalid_value(
                 "structured_outputs", "structured_outputs and response_format exclude each other."
             )
         for param, text in texts.items():
-            await self.check(param, text)
-            return text
+            return await self.check(param, text)
         return None
 
-    async def check(self, param: str, lark: str) -> None:
-        """Raise APIError unless the engine can follow this grammar; `param` is where it is from."""
+    async def check(self, param: str, grammar: GrammarText) -> str:
+        """The grammar as Lark; raises APIError unless the engine can follow it. `param` is where
+        it is from."""
         if self._compiler is None:
             raise unsupported(param, f"{param} is not supported with this model's tokenizer.")
-        self._check_size(param, lark)
+        self._check_size(param, grammar.text)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                grammar = await asyncio.wrap_future(self._compiler.start(lark))
+            await asyncio.wait_for(self._slots.acquire(), self._timeout_s)
         except TimeoutError:
+            raise unavailable(
+                "Other grammars are being compiled; try again.", code="grammars_busy"
+            ) from None
+        try:
+            compiling = self._compiler.check(*grammar, self._timeout_s)
+            verdict = await asyncio.wrap_future(compiling)
+        except OSError as error:
+            raise unavailable(f"No grammar can be compiled now: {error}") from None
+        finally:
+            self._slots.release()
+        if verdict.timed_out:
             raise invalid_value(
                 param,
                 f"{param}: compiling it took longer than {self._timeout_s:g} s "
                 "(server.grammar_timeout_s); make it smaller.",
-            ) from None
-        if grammar.error is not None:
-            raise _cannot_follow(param, grammar.error)
-
-    async def _to_lark(self, param: str, asked: ResponseFormat | StructuredOutputs) -> str | None:
-        if isinstance(asked, StructuredOutputs) and asked.grammar is not None:
-            self._check_size(param, asked.grammar)
-        try:
-            return await asyncio.to_thread(asked.to_lark)
-        except Exception as error:  # GBNF that is none, or is nested too deeply to be read
-            raise _cannot_follow(param, str(error)) from None
+            )
+        if verdict.error is not None:
+            raise _cannot_follow(param, verdict.error)
+        self._check_size(param, verdict.lark)
+        return verdict.lark
 
     def _check_size(self, param: str, grammar: str) -> None:
         if (num_bytes := len(grammar.encode(errors="replace"))) > self._max_bytes:

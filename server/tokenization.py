@@ -4,11 +4,13 @@ import asyncio
 from typing import Annotated, Any
 
 from pydantic import Discriminator, FailFast, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
 
 from outrider.server.chat import chat_prompt
 from outrider.server.chat_protocol import ChatFields
 from outrider.server.fields import APIRequest
-from outrider.server.protocol import APIResponse, check_unknown_fields
+from outrider.server.protocol import APIResponse
 from outrider.server.service import Service
 
 
@@ -52,26 +54,33 @@ class DetokenizeResponse(APIResponse):
     prompt: str
 
 
-async def tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
-    service.check_model(body.model)
-    check_unknown_fields(body)
+async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Response:
+    service.check_fields(body, body.model, http)
     if isinstance(body, TokenizeChat):
         tokens = (await chat_prompt(service, body, body.tools, body.chat_template_kwargs)).token_ids
     else:
         (tokens,) = await service.tokenize(
             [body.prompt], add_special_tokens=body.add_special_tokens
         )
-    return TokenizeResponse(
-        count=len(tokens),
-        max_model_len=service.engine_info.max_model_len,
-        tokens=tokens,
-        token_strs=service.tokenizer.pieces(tokens) if body.return_token_strs else None,
-    )
+
+    def write() -> bytes:
+        answer = TokenizeResponse(
+            count=len(tokens),
+            max_model_len=service.engine_info.max_model_len,
+            tokens=tokens,
+            token_strs=service.tokenizer.pieces(tokens) if body.return_token_strs else None,
+        )
+        return answer.to_json().encode()
+
+    # Off the event loop, because a body has room for millions of tokens.
+    return Response(await asyncio.to_thread(write), media_type="application/json")
 
 
-async def detokenize(service: Service, body: DetokenizeRequest) -> DetokenizeResponse:
+async def detokenize(
+    service: Service, body: DetokenizeRequest, http: Request
+) -> DetokenizeResponse:
     """The text of token ids, special tokens among it."""
-    service.check_model(body.model)
+    service.check_fields(body, body.model, http)
     service.check_token_ids(body.tokens, "tokens")
     text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=text)

@@ -60,6 +60,8 @@ class Tokenizer:
             "chat_template": wrapper.chat_template,
         }
         self.response_template: dict[str, Any] | None = getattr(wrapper, "response_template", None)
+        # In characters of the text, or in bytes, which are no fewer.
+        self.longest_token = max(map(len, backend.get_vocab()))
         self._token_texts: dict[int, str] = {}
 
     @classmethod

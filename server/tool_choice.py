@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag
 
 from outrider.server.errors import invalid_value
 from outrider.server.fields import APIRequest
-from outrider.server.structured_outputs import lark_of_schema
+from outrider.server.structured_outputs import GrammarText, lark_of_schema
 
 
 class NamedFunction(APIRequest):
@@ -44,7 +44,7 @@ def callable_tools(choice: ToolChoice, tools: list[dict[str, Any]]) -> list[dict
     return named
 
 
-def calls_grammar(tools: list[dict[str, Any]], *, max_calls: int | None) -> str:
+def calls_grammar(tools: list[dict[str, Any]], *, max_calls: int | None) -> GrammarText:
     """A grammar of JSON lists of calls to these tools, one at least; raises APIError."""
     definitions: dict[str, Any] = {}
     calls = []

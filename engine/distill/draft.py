@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.engine.distill.recipe import DistillError, Recipe, Size
-from outrider.engine.model_loader import max_positions
+from outrider.engine.models.admission import max_positions
 
 _MLP_RATIO = 4  # wide layers rather than many: on few rows a layer's launches cost most
 _WEIGHT_STD = 0.02

@@ -20,7 +20,7 @@ from outrider.engine.distill.rows import Rows
 from outrider.engine.distill.text import load_shards, shard_path
 from outrider.engine.distill.train import HeldOut, Trainer, time_step, train
 from outrider.engine.distill.writers import devices_of
-from outrider.engine.model_loader import resolve_dtype
+from outrider.engine.models.admission import resolve_dtype
 
 _REPORT_STEPS = 10
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations

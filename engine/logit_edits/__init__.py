@@ -7,13 +7,13 @@ from outrider.engine.host_copy import uploaded
 from outrider.engine.logit_edits.allowed_tokens import AllowedTokens
 from outrider.engine.logit_edits.bad_words import BadWords
 from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.logit_edits.custom import CustomProcessors, ProcessorRegistry
+from outrider.engine.logit_edits.custom import CustomProcessors
 from outrider.engine.logit_edits.grammars import Grammars
 from outrider.engine.logit_edits.penalties import Penalties
 from outrider.engine.logit_edits.token_bias import TokenBias
 from outrider.engine.request import Request
 
-__all__ = ["LogitEdit", "LogitEdits", "ProcessorRegistry", "RequestRows"]
+__all__ = ["LogitEdit", "LogitEdits", "RequestRows"]
 
 
 class LogitEdits:

@@ -12,7 +12,7 @@ from outrider.engine.api import ReportProgress
 from outrider.engine.batch import HostBatch, packed_len
 from outrider.engine.host_copy import uploaded
 from outrider.engine.logit_edits import RequestRows
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
 from outrider.engine.plan import Plan, ScheduledRequest, slots_of
 from outrider.engine.proposers.base import (
@@ -284,7 +284,7 @@ class Top1Proposer(Proposer):
         for j in range(k):
             batch_shape = _ahead_shape(size, j)
             batch_len, draws_len = packed_len(batch_shape), 4 * aligned(size)
-            logits = self._draft.run(integers[:batch_len], batch_shape)
+            logits = self._draft.run(integers[:batch_len], batch_shape).logits
             draws = integers[batch_len : batch_len + draws_len].view(4, -1)
             drawn = self._draw(draws, (size, *kind), logits, kept_logits, state)
             integers = integers[batch_len + draws_len :]
@@ -338,7 +338,7 @@ class Top1Proposer(Proposer):
         batch = HostBatch.build(
             slots_np, starts_np, query_lens_np, num_logits_np, is_relative=is_relative
         )
-        return self._draft.forward(batch)
+        return self._draft.forward(batch).logits
 
 
 def _likelihood(logits: Tensor, token_ids: Tensor) -> np.ndarray:

@@ -34,11 +34,13 @@ async def client(
     config = engine_config(
         tiny_model(seed=0), tiny_model(seed=1), max_num_seqs=2, max_queue_len=4, num_pages=128
     )
+    # Engines of other tests, in this process, may still hold the processes of their grammars.
+    children = psutil.Process().children()
     client: EngineClient = request.param(replace(config, num_threads=1))
     await client.start()
     yield client
     await client.stop()
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(children)
 
 
 def sequence(request_id: str, prompt: list[int], max_tokens: int = 20) -> NewRequest:

@@ -5,7 +5,6 @@ import random
 
 import pytest
 from grammars import allowed, compile_grammar, follows, stands_for
-from llguidance import LLParserLimits
 
 from outrider.engine.config import TokenTable
 from outrider.engine.grammar_compiler import GrammarCompiler
@@ -14,7 +13,7 @@ A, B, AB, EOS, NEWLINE, NOTHING = range(6)
 TOKENS = TokenTable(token_bytes=(b"a", b"b", b"ab", b"<eos>", b"\n", b""), special_token_ids=(EOS,))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENS, (EOS,), len(TOKENS.token_bytes))
 
@@ -124,10 +123,16 @@ def test_a_wrong_grammar_says_what_is_wrong(
     assert grammar.fitting([A]) == []
 
 
-def test_a_grammar_that_outgrew_its_limits_is_compiled_anew(compiler: GrammarCompiler) -> None:
+@pytest.fixture(scope="module")
+def small_compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENS, (EOS,), len(TOKENS.token_bytes), max_lexer_states=400)
+
+
+def test_a_grammar_that_outgrew_its_limits_is_compiled_anew(
+    small_compiler: GrammarCompiler,
+) -> None:
     # Every letter doubles what the automaton has to remember.
-    text = "start: /(a|b)*a(a|b){30}/"
-    compiler._limits = LLParserLimits(max_lexer_states=400, verbose_errors=False)
+    compiler, text = small_compiler, "start: /(a|b)*a(a|b){30}/"
     grammar = compile_grammar(compiler, text)
     letters = random.Random(0)
     for _ in range(600):
@@ -135,6 +140,32 @@ def test_a_grammar_that_outgrew_its_limits_is_compiled_anew(compiler: GrammarCom
         allowed(grammar)
     assert grammar.error is not None
     assert allowed(compile_grammar(compiler, text)) == {A, B, AB}
+
+
+def test_limits_that_are_hit_behind_rejected_drafts_do_not_fail_the_text(
+    small_compiler: GrammarCompiler,
+) -> None:
+    grammar = compile_grammar(small_compiler, "start: /(a|b)*a(a|b){40}/")
+    letters = random.Random(0)
+    for _ in range(60):  # ever other drafts, so that all sequences' automaton fills again and again
+        grammar.drafts = [letters.choice([A, B]) for _ in range(30)]
+        allowed(grammar, 30)
+        grammar.follow([])
+        assert allowed(grammar) == {A, B, AB}
+        assert grammar.error is None
+
+
+def test_texts_that_explode_behind_rejected_drafts_go_on(compiler: GrammarCompiler) -> None:
+    ways = "".join(f'x{i}: e | "a"\n' for i in range(100))
+    starts = " | ".join(f'"a" x{i}' for i in range(100))
+    grammar = compile_grammar(compiler, f'start: "b" | e\ne: e e | {starts}\n{ways}')
+    grammar.drafts = [A] * 30
+    assert allowed(grammar, 30) == set()  # too many ways to read them
+    grammar.follow([])
+    assert allowed(grammar) == {A, B}
+    assert grammar.error is None
+    grammar.follow([B])
+    assert allowed(grammar) == {EOS}
 
 
 def test_the_token_table_must_be_the_models(compiler: GrammarCompiler) -> None:

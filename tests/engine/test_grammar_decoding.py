@@ -1,7 +1,7 @@
 """Sequences that must match a grammar, through the whole engine."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -136,8 +136,13 @@ def test_others_run_while_a_grammar_is_compiled(
     engine = Engine(config(tiny_model))
     assert engine._grammars is not None
     compiled = engine._grammars.start(OBJECT)
-    pending: Future[Grammar] = Future()
-    monkeypatch.setattr(engine._grammars, "start", lambda grammar, stop_token_ids: pending)
+    pending: list[Future[Grammar]] = []
+
+    def start(grammar: str, stop_token_ids: Sequence[int]) -> Future[Grammar]:
+        pending.append(Future())
+        return pending[-1]
+
+    monkeypatch.setattr(engine._grammars, "start", start)
     bound, free = replace(GREEDY, grammar=OBJECT, max_tokens=4), replace(GREEDY, max_tokens=4)
     engine.submit(
         [
@@ -150,9 +155,10 @@ def test_others_run_while_a_grammar_is_compiled(
         finished += [o.request_id for o in engine.step() if o.finish_reason is not None]
     assert finished == ["free"]
     engine.abort(["gone"])
+    assert [compiling.cancelled() for compiling in pending] == [False, True]
     assert engine.step() == []  # which waits a moment for the grammar
     assert engine.has_work()
-    pending.set_result(compiled.result())
+    pending[0].set_result(compiled.result())
     while engine.has_work():
         finished += [o.request_id for o in engine.step() if o.finish_reason is not None]
     assert finished == ["free", "bound"]
@@ -166,6 +172,48 @@ def test_a_grammar_that_fails_fails_its_own_sequence(tiny_model: Callable[..., P
     assert bad[-1].finish_reason == "error"
     assert "unknown name" in (bad[-1].error or "")
     assert other[-1].error is None
+
+
+def test_sequences_whose_grammars_cannot_be_compiled_leave_nothing_behind(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(tiny_model))
+    assert engine._grammars is not None
+    futures: list[Future[Grammar]] = []
+
+    def start(grammar: str, stop_token_ids: Sequence[int]) -> Future[Grammar]:
+        if futures:
+            raise RuntimeError("can't start new thread")
+        futures.append(Future())
+        return futures[-1]
+
+    monkeypatch.setattr(engine._grammars, "start", start)
+    params = replace(GREEDY, grammar=OBJECT, max_tokens=4)
+    pair = [
+        NewRequest(request_id=name, prompt_token_ids=PROMPT, params=params) for name in ("a", "b")
+    ]
+    with pytest.raises(RuntimeError, match="start new thread"):
+        engine.submit(pair)
+    assert futures[0].cancelled()
+    assert not engine.has_work()
+    assert engine.stats().num_waiting == 0
+    monkeypatch.undo()
+    for outputs in run(engine, [PROMPT] * 2, params):
+        assert outputs[-1].finish_reason == "length"
+
+
+def test_a_compilation_that_ends_in_an_exception_ends_its_own_sequence(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(tiny_model))
+    assert engine._grammars is not None
+    broken: Future[Grammar] = Future()
+    broken.set_exception(OSError("no more processes"))
+    monkeypatch.setattr(engine._grammars, "start", lambda grammar, stop_token_ids: broken)
+    free = replace(GREEDY, max_tokens=4)
+    bad, good = run(engine, [PROMPT] * 2, [replace(free, grammar=OBJECT), free])
+    assert (bad[-1].finish_reason, good[-1].finish_reason) == ("error", "length")
+    assert bad[-1].error == "grammar: OSError: no more processes"
 
 
 (Q,) = TOKENIZER.encode("Q", add_special_tokens=False)

@@ -97,6 +97,17 @@ def test_pages_without_draft_kv_are_found_but_leave_the_draft_to_catch_up() -> N
     assert third.num_draft_computed_tokens == 8
 
 
+def test_a_page_that_changes_hands_loses_the_drafts_mark() -> None:
+    cache = KVCacheManager(num_pages=3, page_size=PAGE)
+    for token_id, draft in ((1, True), (2, False)):
+        owner = request([token_id] * 8)
+        compute(cache, owner, draft)
+        cache.release(owner)
+    follower = request([2] * 9)
+    assert cache.attach_prefix(follower) == 8
+    assert follower.num_draft_computed_tokens == 0
+
+
 def test_the_least_recently_released_prefix_is_evicted_first() -> None:
     cache = KVCacheManager(num_pages=5, page_size=PAGE)  # 4 usable
     old, young = request([1] * 8), request([2] * 8)

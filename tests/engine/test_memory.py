@@ -14,7 +14,7 @@ from outrider.engine.api import SamplingParams
 from outrider.engine.batch import HostBatch
 from outrider.engine.loop import Engine
 from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes, run_largest_step
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models.paged_model import PagedModel
 
 Tiny = Callable[..., Path]
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face models over our pages give the logits of their own eager attention."""
+"""Models over our pages, ours and transformers', give the logits of their own eager attention."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 from paged import check_against_eager
 from tiny_models import DEVICE, TINY
 
-from outrider.engine import model_loader
-from outrider.engine.attention import UnsupportedModelError
 from outrider.engine.config import ModelConfig
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models import families
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.paged_model import PagedModel
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))
@@ -23,17 +23,17 @@ def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize("architecture", sorted(TINY))
 def test_logits_through_graphs_equal_eager_attention(
     architecture: str,
-    fused: bool,
+    is_ours: bool,
     dtype: str,
     tiny_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not fused:
-        monkeypatch.setattr(model_loader, "fuse_layers", lambda model, layers, **_: 0)
+    if not is_ours:
+        monkeypatch.setattr(families, "FAMILIES", {})
     path = tiny_model(architecture)
     model = PagedModel(ModelConfig(path=str(path), dtype=dtype), DEVICE)
     if (architecture, dtype) == ("gpt_oss", "float32"):  # its experts wait for the GPU

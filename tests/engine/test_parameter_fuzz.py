@@ -40,7 +40,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     pick = rng.choice
     choices: dict[str, Callable[[], Any]] = {
         "max_tokens": lambda: pick([0, 1, 2, 30, 10**9, -1]),
-        "temperature": lambda: pick([0.0, 1e-45, 1e-6, 0.5, 3.0, 1e30, -1.0, NAN, INFINITE]),
+        "temperature": lambda: pick([0.0, 1e-45, 1e-6, 0.5, 3.0, 1e30, 1e39, -1.0, NAN]),
         "top_k": lambda: pick([0, 1, 7, VOCAB, 2**31 - 1, 2**31, -1]),
         "top_p": lambda: pick([1e-30, 0.5, 1 - 1e-7, 1.0, 0.0, NAN]),
         "min_p": lambda: pick([0.0, 1e-30, 0.5, 1.0, 1.1]),
@@ -48,7 +48,9 @@ def random_params(rng: random.Random) -> SamplingParams:
         "presence_penalty": lambda: pick([-2.0, 0.1, 2.0, 2.1, NAN]),
         "frequency_penalty": lambda: pick([-2.0, 0.1, 2.0, -INFINITE]),
         "repetition_penalty": lambda: pick([1e-6, 0.5, 2.0, 1e6, 0.0, 1e7]),
-        "logit_bias": lambda: {i: pick([-3e38, -5.0, 5.0, 3e38, NAN]) for i in some_ids(rng, 3)},
+        "logit_bias": lambda: {
+            i: pick([-3e38, -5.0, 5.0, 3e38, 1e39, NAN]) for i in some_ids(rng, 3)
+        },
         "allowed_token_ids": lambda: some_ids(rng, 30),
         "bad_words": lambda: tuple(some_ids(rng, 3) for _ in range(rng.randint(0, 20))),
         "min_tokens": lambda: pick([0, 1, 5, 10**9, -1]),

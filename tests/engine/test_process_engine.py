@@ -163,7 +163,8 @@ async def test_log_lines_of_the_engine_can_be_json(capfd: pytest.CaptureFixture[
 
 async def test_stop_leaves_nothing(socket_root: Path) -> None:
     me = psutil.Process()
-    open_files, threads = me.num_fds(), me.num_threads()
+    # Engines of other tests, in this process, may still hold the processes of their grammars.
+    children, open_files, threads = me.children(), me.num_fds(), me.num_threads()
     client = ScriptedProcessEngine(scripted_config())
     await client.start()
     child = pid(client)
@@ -172,7 +173,7 @@ async def test_stop_leaves_nothing(socket_root: Path) -> None:
     shared_memory = set(Path("/dev/shm").iterdir())
     await client.stop()
     assert gone(child)
-    assert me.children() == []
+    assert set(me.children()) <= set(children)
     assert (me.num_fds(), me.num_threads()) == (open_files, threads)
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
 
@@ -196,6 +197,7 @@ async def test_stop_kills_an_engine_that_does_not_listen(
 
 
 async def test_stop_does_not_wait_for_loading() -> None:
+    children = psutil.Process().children()
     client = ScriptedProcessEngine(scripted_config("slow 60"))
     start = asyncio.create_task(client.start())
     await asyncio.sleep(0.2)
@@ -203,7 +205,7 @@ async def test_stop_does_not_wait_for_loading() -> None:
         await client.stop()
         with pytest.raises(EngineUnavailableError, match="stopped"):
             await start
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(children)
 
 
 async def test_stop_does_not_wait_for_a_restart(

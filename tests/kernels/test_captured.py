@@ -1,5 +1,7 @@
 """On a GPU: verification in a CUDA graph whose batch changes, and kernels that compile once."""
 
+import random
+
 import pytest
 import torch
 from verification import DEVICE, Batch, equal, mixed_sampling, random_batch
@@ -84,6 +86,29 @@ def test_graph_follows_a_batch_that_changes() -> None:
         if k_max:
             drafting = batch.num_drafts > 0
             assert torch.equal(drafted[drafting], batch.draft_ids[drafting, 0])
+
+
+def test_thousands_of_replays_leave_nothing_behind() -> None:
+    """Batches come in any order, without a wait between them: lists, counters and early starts of
+    one replay must not show in another."""
+    captured = Captured()
+    rng = random.Random(0)
+    batches, expected = [], []
+    for seed in range(24):
+        num_drafts = [rng.randint(0, K) for _ in range(NUM_REQS)] if seed % 4 else RAGGED[seed // 6]
+        batch = make_batch(seed, num_drafts)
+        token_ids, *rest = batch.verify("kernel")
+        padding = K + 1 - token_ids.shape[1]
+        padded = torch.nn.functional.pad(token_ids, (0, padding), value=-1)
+        batches.append(batch)
+        expected.append(Verified(padded, *rest))
+    wrong = torch.zeros(len(batches), dtype=torch.int64, device=DEVICE)
+    for _ in range(4000):
+        i = rng.randrange(len(batches))
+        verified, _ = captured.replay(batches[i])
+        for found, truth in zip(verified, expected[i], strict=True):
+            wrong[i] += (found != truth).sum()
+    assert wrong.tolist() == [0] * len(batches)
 
 
 def test_nothing_compiles_again_for_another_batch(compiled_kernels: list[str]) -> None:

@@ -195,6 +195,44 @@ def test_finite_minimum_masks_are_logits_like_any_other(road: str) -> None:
     assert run(road, target, [[], []]).token_ids.tolist() == [[2999], [2999]]
 
 
+@pytest.mark.parametrize(
+    ("rule", "dtype", "filters"),
+    [
+        (Rule.TOKEN, torch.float32, {}),
+        (Rule.BLOCK, torch.bfloat16, {}),
+        (Rule.MATCH, torch.float16, {}),
+        (Rule.TOKEN, torch.bfloat16, {"top_p": 0.99}),
+    ],
+)
+def test_no_masked_token_is_drawn_behind_the_good_one(
+    rule: Rule, dtype: torch.dtype, filters: dict[str, float], road: str
+) -> None:
+    """Whole blocks of finfo.min, as models and processors mask, at temperatures down to the least
+    that is not greedy. Even the least and the greatest word must choose the good token."""
+    target = torch.full((4, 1100), torch.finfo(dtype).min, dtype=dtype)
+    target[:, 3] = 1.0
+    words = torch.zeros(2, 3, 4, dtype=torch.int64)
+    words[0, 2] = 2**32 - 1
+    for temperature in (1e-5, 0.7):
+        verified = run(
+            road, target, [[3], [1050]], words=words, rule=rule, temperature=temperature, **filters
+        )
+        assert not verified.is_bad.any()
+        assert verified.token_ids.tolist() == [[3, 3], [3, -1]]
+
+
+def test_subnormal_logits_and_both_zeros_keep_their_order(road: str) -> None:
+    """Zeros tie, whatever their sign; a subnormal logit is no zero."""
+    target = torch.tensor([[-0.0, 0.0, -1e-40, 1e-40, 0.0, -1.0]]).repeat(2, 1)
+    assert run(road, target, [[], []], temperature=0.0).token_ids.tolist() == [[3], [3]]
+    assert run(road, target[:, :3], [[], []], temperature=0.0).token_ids.tolist() == [[0], [0]]
+    sampling = make_sampling(2, top_k=2)
+    positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with on_road(road):
+        state = draft_sample(target.to(DEVICE), sampling, positions, positions, 6).state[0]
+    assert (float(state[2]), float(state[3])) == (0.0, 0.0)  # the zero of the lowest id
+
+
 def test_tiny_temperature_is_almost_greedy(road: str) -> None:
     target = torch.tensor([[20.0, 20.5, 19.0]])
     assert run(road, target, [[]], temperature=1e-6).token_ids.tolist() == [[1]]

@@ -11,6 +11,7 @@ from verification import (
     make_sampling,
     mixed_sampling,
     random_batch,
+    spread_out,
 )
 
 from outrider.kernels.sampling import Rule
@@ -86,8 +87,15 @@ def test_large_vocabulary(vocab: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("vocab", [32000, 50257, 128256, 151936])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        (32000, torch.float32),
+        (50257, torch.bfloat16),
+        (128256, torch.float16),
+        (151936, torch.bfloat16),
+    ],
+)
 def test_large_batch(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     num_drafts = [i % 6 for i in range(48)]
@@ -114,10 +122,3 @@ def test_rows_further_apart_than_int32_reaches() -> None:
     batch.target_logits = spread_out(batch.target_logits, 2**27)
     batch.draft_logits = spread_out(batch.draft_logits, 2**30)
     assert equal(batch.verify("kernel"), expected)
-
-
-def spread_out(x: torch.Tensor, stride: int) -> torch.Tensor:
-    """A copy whose first dimension has this stride."""
-    count = (len(x) - 1) * stride + x[0].numel()
-    far = torch.empty(count, dtype=x.dtype, device=x.device)
-    return far.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)

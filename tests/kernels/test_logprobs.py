@@ -68,6 +68,33 @@ def test_broken_row_and_padded_token_leave_the_others_alone(broken: float, road:
     assert int(found.top_ids.max()) < 1100
 
 
+@pytest.mark.parametrize("vocab", [70, 1100])  # the last group is padded
+def test_a_bad_row_gives_no_id_beyond_the_vocabulary(vocab: int, road: str) -> None:
+    logits = torch.full((6, vocab + 30), 9.0)
+    for row, broken in enumerate((torch.nan, -torch.nan, -torch.inf), 1):  # NaN of either sign
+        logits[row, :vocab] = broken
+    logits[4, 1], logits[5, 2] = torch.nan, torch.inf
+    ids = torch.zeros(6, dtype=torch.int64, device=DEVICE)
+    with on_road(road):
+        found = gather_logprobs(logits.to(DEVICE), ids, 9, vocab)
+    assert found.top_ids.tolist() == [list(range(9))] * 6
+    assert found.top_logprobs[1:].isnan().all()
+
+
+def test_alternatives_go_on_among_tokens_without_a_chance(road: str) -> None:
+    """More are asked for than have a finite logit: the others follow by id, each once."""
+    logits = torch.full((1, 1100), -torch.inf)
+    logits[0, [1099, 5]] = torch.tensor([1.0, -0.0])
+    logits[0, 900] = 0.0  # ties with -0.0
+    with on_road(road):
+        found = gather_logprobs(
+            logits.to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE), 70, 1100
+        )
+    rest = [i for i in range(68) if i != 5]
+    assert found.top_ids[0].tolist() == [1099, 5, 900, *rest]
+    assert (found.top_logprobs[0, 3:] == -torch.inf).all()
+
+
 def test_more_alternatives_than_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="num_top 9"):
         gather_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 9, 4)

@@ -15,7 +15,7 @@ from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.client import EngineUnavailableError, QueueFullError
-from outrider.server import http_server
+from outrider.server import connection
 from outrider.server.tokenizer import Tokenizer
 
 OK = {"prompt": "Hi"}
@@ -210,7 +210,7 @@ def test_body_too_large_is_413(site: Site, chunked: bool) -> None:
 
 @each_endpoint
 def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key\r\n"
     head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n"
     with site.connection() as slow:
         slow.sendall(head.encode())
@@ -222,11 +222,11 @@ def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
     assert b'"code":"body_timeout"' in answer
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize("first", [b"", b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_head_that_does_not_arrive_ends_the_connection(
     site: Site, first: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with site.connection() as slow:
         slow.sendall(first + b"GET /version HTT")
         start_s = time.monotonic()
@@ -236,7 +236,7 @@ def test_head_that_does_not_arrive_ends_the_connection(
 
 
 def test_head_without_end_is_400(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
     with site.connection() as endless:
         endless.sendall(b"GET /version HTTP/1.1\r\n" + 100 * b"a: bcdefghijk\r\n")
         answer = b"".join(iter(lambda: endless.recv(4096), b""))
@@ -302,7 +302,7 @@ def test_client_that_leaves_frees_its_sequences(site: Site, path: str, stream: b
     site.served.client.play = lambda request: [steps(request, [70, 71])[0], forever]
     site.served.client.aborted.clear()
     body = json.dumps(PATHS[path] | {"stream": stream, "n": 2}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     before = len(site.served.client.submitted)
     with socket.create_connection(

@@ -12,8 +12,9 @@ from served import Served
 from tokenizers_for_tests import byte_level_tokenizer
 
 from outrider.server.chat_protocol import ChatCompletionRequest
-from outrider.server.protocol import NEUTRAL_VALUES, CompletionRequest
+from outrider.server.protocol import CompletionRequest
 from outrider.server.tokenization import TokenizeChat
+from outrider.server.unknown_fields import NEUTRAL_VALUES
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [

@@ -52,7 +52,7 @@ def labels_by_series(
         try:
             app = create_app(engine, tokenizer, Gate(), model_name="t", settings=ServerSettings())
             transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 body = {"prompt": "x", "max_tokens": 4}
                 assert (await http.post("/v1/completions", json=body)).status_code == 200
                 return (await http.get("/metrics")).text
@@ -126,9 +126,45 @@ def test_compose_gives_the_server_time_to_drain(file: str, name: str) -> None:
 
 
 def test_image_holds_every_folder_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {path.split("/")[0] for path in project["tool"]["setuptools"]["package-dir"].values()}
+    folders = {"src", *(link.name for link in (ROOT / "src" / "outrider").iterdir())}
     copied = re.findall(r"^COPY (\w+) \1$", (DOCKER / "Dockerfile").read_text(), re.M)
     assert folders == set(copied)
     kept = (DOCKER / "Dockerfile.dockerignore").read_text().split()
     assert {f"!{folder}" for folder in folders} <= set(kept)
+
+
+LOCKS = {name: (DOCKER / f"{name}.lock").read_text() for name in ("requirements", "build")}
+
+
+def locked(name: str) -> dict[str, str]:
+    """The version of each package in a lock."""
+    return dict(re.findall(r"^([a-z0-9._-]+)==([^ ]+)", LOCKS[name], re.M))
+
+
+def normal(requirement: str) -> str:
+    """The name of a package as locks write it."""
+    return re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower().replace("_", "-")
+
+
+def test_images_install_nothing_without_its_hash() -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text()
+    commands = re.findall(r"pip (?:install|wheel) [^\n]*", dockerfile)
+    assert len(commands) >= 5
+    for command in commands:
+        assert "--require-hashes" in command or "--no-index" in command, command
+        assert "--no-deps" in command, command
+    for lock in LOCKS.values():
+        packages = re.split(r"\n(?=[a-z])", lock.split("make lock\n")[1])
+        assert all("--hash=sha256:" in package for package in packages)
+
+
+def test_locks_hold_what_the_project_asks_for_in_the_versions_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = project["dependencies"] + project["optional-dependencies"]["tracing"]
+    assert {normal(requirement) for requirement in asked} <= locked("requirements").keys()
+    assert locked("build").keys() == {"setuptools"}
+    constraints = (ROOT / "constraints.txt").read_text()
+    tested = {normal(n): v for n, v in re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", constraints, re.M)}
+    for name, version in (locked("requirements") | locked("build")).items():
+        if not name.startswith(("nvidia-", "cuda-")):  # of torch's build for CUDA alone
+            assert tested[name] == version

@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from asgi import get, post
 from rich.console import Console
 from scripted_client import steps
 from served import Served
+from socket_server import on_a_socket
 
 from outrider.server.console import configure_logging
 
@@ -90,3 +92,44 @@ def test_json_lines_have_the_numbers_as_fields(
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", answered["time"])
     assert failed["message"] == "that\nfailed"
     assert "ZeroDivisionError" in failed["exception"]
+
+
+# What would begin a line, or move a cursor, somewhere: a newline and its like, C0, C1, bidi.
+ODD = "\n\r\x0b\x0c\x1b[31m\x7f\x85\x9b2J\u2028\u202e"
+FORGED = f"2026-01-01 00:00:00,000 INFO outrider.server: all is well{ODD}and more"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_line_is_written_by_a_client(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, log_format: str, is_terminal: bool
+) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    # A terminal of no colours: what is left of escape codes is then not ours.
+    console = Console(file=output, width=500, force_terminal=is_terminal, color_system=None)
+    configure_logging("debug", log_format, console)
+    path = f"/v1/{FORGED}"
+    post(serve().app, {"prompt": "Hi", FORGED: 1, "speculation": {FORGED: 1}}, path=path)
+    post(serve().app, {"prompt": "Hi", FORGED: 1}, {"x-request-id": FORGED})
+    log = logging.getLogger("uvicorn.error")
+    try:
+        try:
+            raise KeyError(FORGED)
+        except KeyError as error:
+            raise ExceptionGroup(FORGED, [ValueError(FORGED)]) from error
+    except ExceptionGroup:
+        log.exception("Exception in ASGI application\n")
+    log.warning("%s", FORGED)
+    text = output.getvalue()
+    assert text.count("and more") >= 4
+    assert all(char.isprintable() for char in text.replace("\n", ""))
+    for line in text.split("\n"):
+        assert not re.match(r"2026-01-01|and more|\[31m", line)
+
+
+def test_a_path_is_logged_as_it_was_sent(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "outrider.server")
+    with on_a_socket(serve()) as url:
+        httpx.get(f"{url}/v1/a%0a%1b%20b")
+    assert facts_of(caplog)["path"] == "/v1/a%0a%1b%20b"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 
 from outrider.server.cli import app
 from outrider.server.http_server import Server
-from outrider.server.serving import bind
+from outrider.server.serving import bind, prepare_for_clients
 from outrider.server.settings import ServerSettings
 
 Serve = Callable[..., Served]
@@ -36,6 +38,38 @@ def test_taken_port_is_told_before_anything_is_loaded(listener: socket.socket) -
     port = listener.getsockname()[1]
     with pytest.raises(OSError, match=f"port {port}: Address already in use; choose"):
         bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "192.0.2.1"}, True),
+        ({"host": "0.0.0.0", "api_keys": ("key",)}, False),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "::1"}, False),
+    ],
+)
+def test_a_server_that_is_open_beyond_its_machine_says_so(
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warns: bool
+) -> None:
+    prepare_for_clients(ServerSettings(**settings))
+    assert ("asks for no key" in caplog.text) == warns
+
+
+def test_there_are_files_for_all_connections(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        prepare_for_clients(ServerSettings(max_connections=500))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 700
+        assert not caplog.text
+        prepare_for_clients(ServerSettings(max_connections=hard))
+        assert "server.max_connections" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_unknown_setting_ends_the_command() -> None:

@@ -303,7 +303,7 @@ def test_a_grammar_that_takes_too_long_is_refused_in_time(tiny: Serve) -> None:
 def test_without_a_compiler_grammars_are_refused(serve: Callable[..., Any]) -> None:
     async def run() -> Any:
         transport = httpx.ASGITransport(serve().app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/v1") as http:
             body = {"prompt": "x", "response_format": {"type": "json_object"}}
             return (await http.post("/completions", json=body)).json()["error"]
 

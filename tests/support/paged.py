@@ -8,7 +8,7 @@ from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.batch import HostBatch
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.slots import Slots
 
 PAGE = 4
@@ -37,7 +37,7 @@ def paged_logits(
         starts = np.array([step[i][0] for i in rows])
         lens = np.array([step[i][1] for i in rows])
         # A copy: the next graph's output may lie in the same place.
-        logits.append(model.forward(HostBatch.build(rows, starts, lens, lens)).clone())
+        logits.append(model.forward(HostBatch.build(rows, starts, lens, lens)).logits.clone())
     return logits
 
 

@@ -1,11 +1,13 @@
 """The application over a scripted engine, behind a real socket in a thread of this process."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import uvloop
 from served import Served
 
 from outrider.server.http_server import Server
@@ -14,10 +16,14 @@ from outrider.server.settings import ServerSettings
 
 
 @contextmanager
-def on_a_socket(served: Served, **settings: Any) -> Iterator[str]:
+def on_a_socket(
+    served: Served, *, send_buffer_bytes: int | None = None, **settings: Any
+) -> Iterator[str]:
     """Serve until the block ends, with these settings of the socket; gives the server's URL."""
     listener = bind("127.0.0.1", 0)
-    loop = asyncio.new_event_loop()
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+    loop = uvloop.new_event_loop()
     started = threading.Event()
     servers: list[Server] = []
 

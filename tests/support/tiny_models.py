@@ -12,6 +12,8 @@ TINY: dict[str, dict[str, object]] = {
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
+    "seed_oss": {"num_key_value_heads": 2, "head_dim": 16, "attention_out_bias": True},
+    "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": 0},
     "gemma2": {
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -43,7 +43,7 @@ async def serving(
     )
     transport = httpx.ASGITransport(app)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/v1") as http:
             yield http, engine
     finally:
         await engine.stop()

@@ -193,4 +193,11 @@ def equal(a: verify_module.Verified, b: verify_module.Verified) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def spread_out(x: torch.Tensor, stride: int) -> torch.Tensor:
+    """A copy whose first dimension has this stride."""
+    count = (len(x) - 1) * stride + x[0].numel()
+    far = torch.empty(count, dtype=x.dtype, device=x.device)
+    return far.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
+
+
 Verify = Callable[..., verify_module.Verified]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from outrider.engine import model_loader
-from outrider.engine.attention import UnsupportedModelError
 from outrider.engine.config import ModelConfig
-from outrider.engine.model_loader import load_model, max_positions, resolve_dtype
+from outrider.engine.models import admission
+from outrider.engine.models.admission import UnsupportedModelError, max_positions, resolve_dtype
+from outrider.engine.models.loading import load_network
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_dtype_auto_follows_the_processor_or_the_checkpoint(
     device: str,
     given: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(model_loader, "_cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(admission, "_cpu_has_bfloat16", lambda: has_bfloat16)
     config = LlamaConfig(dtype=torch.float16)
     assert resolve_dtype(asked, config, torch.device(device)) == given
 
@@ -57,6 +57,6 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
 def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> None:
     told: list[tuple[int, int]] = []
     config = ModelConfig(path=str(tiny_model("llama")))
-    load_model(config, torch.device("cpu"), lambda *counts: told.append(counts))
+    load_network(config, torch.device("cpu"), lambda *counts: told.append(counts))
     num_weights = 2 * 9 + 3  # of two layers; the embeddings, the last norm and the head
-    assert told == [(0, 0), *((done, num_weights) for done in range(num_weights))]
+    assert told == [(0, 0), *((done, num_weights) for done in range(1, num_weights + 1))]

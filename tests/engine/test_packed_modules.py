@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engine.cpu_linear import pack_linears
+from outrider.engine.models.packed_modules import pack_linears
 from outrider.kernels import packed_linear
 from outrider.kernels.packed_linear import padded_rows
 

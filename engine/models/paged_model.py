@@ -7,19 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.attention import (
-    KVPages,
-    LayerSpec,
-    PagedContext,
-    UnsupportedModelError,
-    attention_context,
-    bind_pages,
-)
 from outrider.engine.batch import ForwardBatch, HostBatch
 from outrider.engine.config import ModelConfig
-from outrider.engine.fused_model import fuse_model
-from outrider.engine.head import buffer_head
-from outrider.engine.model_loader import load_model, max_positions
+from outrider.engine.models.admission import UnsupportedModelError, max_positions
+from outrider.engine.models.attention import KVPages, PagedAttention, PassContext
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.network import Pass
 from outrider.engine.phase import Phase, padded_sizes
 from outrider.engine.slots import Slots
 from outrider.kernels.packed_linear import padded_rows
@@ -31,7 +24,7 @@ _MOST_ROWS = 1024
 
 
 class PagedModel:
-    """An unmodified Hugging Face causal LM whose layers read and write pages."""
+    """A causal LM, the pages of its layers, and its passes as they are captured."""
 
     def __init__(
         self,
@@ -41,13 +34,15 @@ class PagedModel:
         *,
         rounds_on_cpu: bool = False,
     ) -> None:
-        self.model, self._layers = load_model(config, device, progress, rounds_on_cpu=rounds_on_cpu)
-        self._compute = fuse_model(self.model, self._layers)
+        self.network, hf_config = load_network(
+            config, device, progress, rounds_on_cpu=rounds_on_cpu
+        )
         # Not where few rows have products of their own, of rounded weights.
         self._pads_rows = device.type == "cpu" and not rounds_on_cpu
-        self.max_positions = max_positions(self.model.config)
-        self.dtype: torch.dtype = self.model.dtype
-        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self._name = hf_config.model_type
+        self.max_positions = max_positions(hf_config)
+        self.dtype = self.network.dtype
+        self.vocab_size = self.network.vocab_size
 
     @property
     def bytes_per_token(self) -> int:
@@ -56,26 +51,25 @@ class PagedModel:
             layer.num_kv_heads
             * (layer.head_dim + layer.value_dim)
             * self._cache_dtype(layer).itemsize
-            for layer in self._layers
+            for layer in self.network.attentions
         )
 
     def bind_cache(self, num_pages: int, page_size: int) -> None:
         """Allocate the cache and hand each attention layer its part of it."""
-        for layer in self._layers:
+        for layer in self.network.attentions:
             # Not zeroed: nothing past a sequence's length is ever read.
-            empty = partial(torch.empty, dtype=self._cache_dtype(layer), device=self.model.device)
+            empty = partial(torch.empty, dtype=self._cache_dtype(layer), device=self.network.device)
             shape = (num_pages, page_size, layer.num_kv_heads)
-            pages = KVPages(empty(*shape, layer.head_dim), empty(*shape, layer.value_dim))
-            bind_pages(layer.module, pages)
+            layer.pages = KVPages(empty(*shape, layer.head_dim), empty(*shape, layer.value_dim))
 
     def free_cache(self) -> None:
         """Free the cache, if there is one."""
-        for layer in self._layers:
-            bind_pages(layer.module, None)
+        for layer in self.network.attentions:
+            layer.pages = None
 
-    def _cache_dtype(self, layer: LayerSpec) -> torch.dtype:
+    def _cache_dtype(self, layer: PagedAttention) -> torch.dtype:
         # Measured: over one bfloat16 row a KV head torch takes a CPU five times as long.
-        is_slow = self.model.device.type == "cpu" and layer.num_heads == layer.num_kv_heads
+        is_slow = self.network.device.type == "cpu" and layer.num_heads == layer.num_kv_heads
         return torch.float32 if is_slow else self.dtype
 
     def bind_slots(self, slots: Slots) -> None:
@@ -98,7 +92,7 @@ class PagedModel:
         UnsupportedModelError where the model's own code waits for the GPU.
         """
         shapes = _shapes(self._slots.max_num_seqs, rows_per_seq, every_row_has_logits)
-        buffer_head(self.model.get_output_embeddings(), shapes[0][2])
+        self.network.reserve_logits(shapes[0][2])
         nobody = np.zeros(0, dtype=np.int64)
         outputs = []
         for done, shape in enumerate(shapes):
@@ -111,20 +105,18 @@ class PagedModel:
                 raise
             except RuntimeError as reason:
                 raise UnsupportedModelError(
-                    f"{self.model.config.model_type} in {self.dtype} cannot be captured as a CUDA "
+                    f"{self._name} in {self.dtype} cannot be captured as a CUDA "
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
         self._shapes = shapes[::-1]
-        return outputs[0]
+        return outputs[0].logits
 
-    def forward(self, batch: HostBatch) -> Tensor:
-        """Compute the batch's rows, leaving their KV in the pages; returns [num_logits, V].
-
-        The logits are valid until the next forward pass.
-        """
+    def forward(self, batch: HostBatch) -> Pass:
+        """Compute the batch's rows, leaving their KV in the pages."""
         shape = next((s for s in self._shapes if _holds(s, batch.shape)), self._padded(batch.shape))
-        logits = self._phase(batch.packed(shape, self._slots.dummy), shape)
-        return logits[: len(batch.logits_rows_np)]
+        logits, taps = self._phase(batch.packed(shape, self._slots.dummy), shape)
+        _, num_rows, num_logits = batch.shape
+        return Pass(logits[:num_logits], taps if taps is None else taps[:num_rows])
 
     def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """The (sequences, rows, logits) of an uncaptured pass that cost least."""
@@ -133,11 +125,10 @@ class PagedModel:
         num_seqs, num_rows, num_logits = shape
         return num_seqs, padded_rows(num_rows), padded_rows(num_logits) if num_logits else 0
 
-    def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Pass:
         """`forward` as it is captured: of a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
-        with attention_context(PagedContext(batch)):
-            return self._compute(batch.input_ids, batch.positions, batch.logits_rows)
+        return self.network(PassContext(batch))
 
 
 def _shapes(

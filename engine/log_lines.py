@@ -1,0 +1,78 @@
+"""Log lines, for people and for machines: a record is one line, whatever a client put into it."""
+
+import json
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+MAX_MESSAGE_CHARS = 4096
+_ODD = re.compile(r"[^\x20-\x7e]")
+
+
+def one_line(text: str) -> str:
+    """The text without anything that begins a line or moves a cursor, and not endless."""
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[:MAX_MESSAGE_CHARS]}…"
+    if text.isprintable():
+        return text
+    return _ODD.sub(lambda odd: odd[0] if odd[0].isprintable() else _escape(odd[0]), text)
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
+class LineFormatter(logging.Formatter):
+    """Plain text: a line a record, and below it its traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message.rstrip())
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return format_exception(ei[1])
+
+
+class JSONFormatter(logging.Formatter):
+    """A JSON object a line; a record's `facts`, if it has any, are fields of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            line["exception"] = format_exception(record.exc_info[1])
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        # JSON itself lets through what some readers take for the end of a line, or for a command.
+        return _ODD.sub(
+            lambda odd: odd[0] if odd[0].isprintable() else json.dumps(odd[0])[1:-1], text
+        )
+
+
+def format_exception(error: BaseException | None) -> str:
+    """The traceback as Python writes it, but what each exception says is one line."""
+    return "" if error is None else "\n".join(_exception_lines(error, set()))
+
+
+def _exception_lines(error: BaseException, seen: set[int]) -> Iterator[str]:
+    seen.add(id(error))
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and id(before) not in seen:
+        yield from _exception_lines(before, seen)
+        yield "which led to:"
+    yield "Traceback (most recent call last):"
+    yield from "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _exception_lines(part, seen)
+            yield "which was part of:"
+    yield one_line(f"{type(error).__name__}: {error}")

@@ -1,0 +1,115 @@
+"""The two parts of a decoder block: a mixer, which looks at other tokens, and an MLP.
+
+A part is called with the residual stream x and adds its own output to it, in place:
+
+    x += part(norm(x))
+
+Its norm may have been applied already by whatever made x, which then hands over the result as
+`normed`; a part applies the norm of the part behind it on its way if that is cheap, and returns
+the result or None. A new kind of layer is a class of this form, built in `families.py`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from outrider.engine.models.attention import PagedAttention, PassContext, Rope
+from outrider.engine.models.weights import Linear, packed
+from outrider.kernels.rms_norm import Norm
+from outrider.kernels.rope import rope_and_store
+
+
+@dataclass(slots=True)
+class AttentionMixer:
+    """Attention with rotary positions and, in some families, a norm of each head."""
+
+    norm: Norm
+    qkv: Linear  # query heads, then key heads, then value heads
+    output: Linear
+    attention: PagedAttention
+    rope: Rope
+    head_norms: tuple[Norm, Norm] | None = None  # of query and key heads
+
+    def __call__(
+        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
+    ) -> Tensor | None:
+        qkv = _of_normed(self.qkv, x, normed, self.norm)
+        query = rope_and_store(
+            qkv,
+            *context.rotary(self.rope, x.dtype),
+            *self.attention.bound_pages,
+            context.batch.slot_mapping,
+            self.attention.num_heads,
+            *(self.head_norms or (None, None)),
+        )
+        out = self.attention(query, context)
+        return self.output.add_to(x, out.flatten(1), norm=next_norm)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output
+
+    def packed(self, *, rounds: bool) -> "AttentionMixer":
+        return replace(
+            self, qkv=packed(self.qkv, rounds=rounds), output=packed(self.output, rounds=rounds)
+        )
+
+
+@dataclass(slots=True)
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    norm: Norm
+    gate_up: Linear  # the gate's outputs, then those of `up`
+    down: Linear
+
+    def __call__(
+        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
+    ) -> Tensor | None:
+        gated = _of_normed(self.gate_up, x, normed, self.norm, gated=True)
+        return self.down.add_to(x, gated, norm=next_norm)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def packed(self, *, rounds: bool) -> "GatedMLP":
+        return replace(
+            self, gate_up=packed(self.gate_up, rounds=rounds), down=packed(self.down, rounds=rounds)
+        )
+
+
+@dataclass(slots=True)
+class Block:
+    """A mixer, then an MLP."""
+
+    mixer: AttentionMixer
+    mlp: GatedMLP
+
+    def __call__(
+        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
+    ) -> Tensor | None:
+        """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
+        normed = self.mixer(x, normed, self.mlp.norm, context)
+        return self.mlp(x, normed, next_norm, context)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.mixer.linears, *self.mlp.linears
+
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(linear.weight.shape) for linear in self.linears)
+
+    def packed(self, *, rounds: bool) -> "Block":
+        """The same block with its weights as a CPU reads them best."""
+        return Block(self.mixer.packed(rounds=rounds), self.mlp.packed(rounds=rounds))
+
+
+def _of_normed(
+    linear: Linear, x: Tensor, normed: Tensor | None, norm: Norm, *, gated: bool = False
+) -> Tensor:
+    if normed is None:
+        return linear(x, norm=norm, gated=gated)
+    return linear(normed, gated=gated)

@@ -1,0 +1,74 @@
+"""A decoder of our own: embedding, blocks, norm, head."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.engine.models.attention import PagedAttention, PassContext
+from outrider.engine.models.blocks import Block
+from outrider.engine.models.network import Network, Pass
+from outrider.engine.models.weights import Linear, packed
+from outrider.kernels.rms_norm import Norm, rms_norm
+
+# Measured: one thread has computed such a layer before another, asleep for 30 us, is awake.
+_MAX_LONE_ROWS, _MAX_LONE_WEIGHTS = 4, 1 << 21
+
+
+class Decoder(Network):
+    """A causal LM of blocks that our kernels, or their references, compute."""
+
+    def __init__(
+        self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, head: Linear
+    ) -> None:
+        """Shape: embedding [V, hidden]; head of [V, hidden]."""
+        self.embedding = embedding
+        self.blocks = list(blocks)
+        self.norm = norm
+        self.head = head
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self.vocab_size = head.weight.shape[0]
+        self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
+        largest = max(block.num_weights for block in self.blocks)
+        self._is_small = self.device.type == "cpu" and largest <= _MAX_LONE_WEIGHTS
+
+    @property
+    def attentions(self) -> list[PagedAttention]:
+        return [block.mixer.attention for block in self.blocks]
+
+    @property
+    def weight_bytes(self) -> int:
+        linears = [linear for block in self.blocks for linear in block.linears]
+        return sum(linear.weight.num_bytes for linear in (*linears, self.head))
+
+    def pack(self, *, rounds: bool) -> None:
+        """Lay the weights out as a CPU reads them best; with `rounds`, in 8 bits if that pays."""
+        for i, block in enumerate(self.blocks):  # one by one: the plain weights are freed
+            self.blocks[i] = block.packed(rounds=rounds)
+        self.head = packed(self.head, rounds=rounds)
+
+    def __call__(self, context: PassContext) -> Pass:
+        batch = context.batch
+        x = F.embedding(batch.input_ids, self.embedding)
+        taps, normed = [], None
+        is_short = self._is_small and len(x) <= _MAX_LONE_ROWS
+        with _one_thread() if is_short else nullcontext():
+            for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
+                normed = block(x, normed, next_norm, context)
+                if i in self.tapped_layers:
+                    taps.append(x.clone())  # the next block adds to x in place
+        rows = rms_norm(x[batch.logits_rows], self.norm)
+        logits = self.head(rows, out=self.place_of_logits(len(rows)))
+        return Pass(logits, torch.stack(taps, 1) if taps else None)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,153 @@
+"""The checkpoints whose structure we know, and how each becomes a `Decoder`.
+
+To add a family: an entry in FAMILIES if it is a Llama under another name; else its own function
+from a checkpoint to a decoder, with the parts that it needs in `blocks.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from outrider.engine.models.attention import PagedAttention, Rope
+from outrider.engine.models.blocks import AttentionMixer, Block, GatedMLP
+from outrider.engine.models.checkpoint import Checkpoint
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.weights import Dense, Linear
+from outrider.kernels.rms_norm import Norm
+
+# What the code below implements of a configuration.
+_IMPLEMENTED = {
+    "attention_bias",
+    "attention_out_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "mlp_bias",
+    "no_rope_layer_interval",
+    "no_rope_layers",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+}
+# What says nothing of the forward pass.
+_NEUTRAL = {
+    *PreTrainedConfig().to_dict(),
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "is_llama_config",
+    "model_type",
+    "pad_token_id",
+    "pretraining_tp",
+    "residual_dropout",
+    "rope_scaling",  # in rope_parameters, too
+    "rope_theta",  # likewise
+    "tokenizer_class",
+    "transformers.js_config",
+    "unk_token_id",
+    "use_cache",
+}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others look at how long sequences are
+
+
+def why_unknown(config: PreTrainedConfig) -> str | None:
+    """Why this model is none of the families that `build` knows; None if it is."""
+    if config.model_type not in FAMILIES:
+        return "its architecture has no decoder here"
+    given = {key for key, value in config.to_dict().items() if value not in (None, False)}
+    if unknown := sorted(given - _IMPLEMENTED - _NEUTRAL):
+        return f"its config has {', '.join(unknown)}"
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type not in _STATIC_ROPE:
+        return f"its RoPE is {rope_type}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}"
+    return None
+
+
+def build(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
+    """The decoder of a configuration that `why_unknown` has nothing against.
+
+    Raises KeyError naming a tensor that the checkpoint lacks.
+    """
+    return FAMILIES[config.model_type](config, checkpoint, rope)
+
+
+def _llama(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
+    """Pre-norm blocks of attention with RoPE and a gated MLP; with head norms if there are any."""
+
+    def norm(name: str) -> Norm:
+        return Norm(checkpoint.tensor(f"{name}.weight"), config.rms_norm_eps)
+
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # turned by nothing, wherever it stands
+    has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
+    blocks = []
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        has_head_norms = f"{attention}.q_norm.weight" in checkpoint
+        mixer = AttentionMixer(
+            norm=norm(f"{layer}.input_layernorm"),
+            qkv=checkpoint.linear(*(f"{attention}.{name}_proj" for name in "qkv")),
+            output=checkpoint.linear(f"{attention}.o_proj"),
+            attention=PagedAttention(
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=head_dim,
+                value_dim=head_dim,
+                scale=head_dim**-0.5,
+                window=_window(config, i),
+            ),
+            rope=rope if has_rope[i] else no_rope,
+            head_norms=(norm(f"{attention}.q_norm"), norm(f"{attention}.k_norm"))
+            if has_head_norms
+            else None,
+        )
+        gated_mlp = GatedMLP(
+            norm=norm(f"{layer}.post_attention_layernorm"),
+            gate_up=checkpoint.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=checkpoint.linear(f"{mlp}.down_proj"),
+        )
+        blocks.append(Block(mixer, gated_mlp))
+    embedding = checkpoint.tensor("model.embed_tokens.weight")
+    if config.tie_word_embeddings:
+        head = Linear(Dense(embedding), None)
+    else:
+        head = checkpoint.linear("lm_head")
+    return Decoder(embedding, blocks, norm("model.norm"), head)
+
+
+def _window(config: Any, layer: int) -> int | None:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+FAMILIES: dict[str, Callable[[Any, Checkpoint, Rope], Decoder]] = {
+    "cwm": _llama,
+    "llama": _llama,
+    "ministral": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "seed_oss": _llama,
+    "smollm3": _llama,
+}

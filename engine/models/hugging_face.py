@@ -1,0 +1,143 @@
+"""The unmodified Hugging Face model, for every checkpoint whose structure we do not know.
+
+transformers calls our attention through its AttentionInterface. No mask function is registered, so
+that models are handed no mask, and every rule of visibility is ours. What varies from batch to
+batch is not passed by keyword: some models drop what they do not know. Each model has a name of its
+own in the interface instead, and its own context behind it.
+"""
+
+import inspect
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.attention import PagedAttention, PassContext
+from outrider.engine.models.network import Network, Pass
+
+# Not "flash", "sdpa", "flex", "paged|" or "/" in it: transformers gives each of these a meaning.
+_NAME = "outrider_{}"
+_numbers = count()
+
+
+class HuggingFaceModel(Network):
+    """A causal LM of transformers that runs its own code around our attention."""
+
+    def __init__(self, load: Callable[[str], PreTrainedModel]) -> None:
+        """`load` returns the model with the attention implementation of that name.
+
+        Raises UnsupportedModelError if the model would silently run wrong.
+        """
+        self._attention_of: dict[nn.Module, PagedAttention] = {}
+        self._context: PassContext | None = None  # None: the dry run is under way
+        self._num_calls = 0
+        name = _NAME.format(next(_numbers))
+        AttentionInterface.register(name, self._attend)
+        self.model = load(name)
+        self.dtype, self.device = self.model.dtype, self.model.device
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self._dry_run()
+
+    @property
+    def attentions(self) -> list[PagedAttention]:
+        return list(self._attention_of.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        model: Any = self.model
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        is_tied = model.config.get_text_config().tie_word_embeddings
+        return num_bytes - (0 if is_tied else int(model.get_input_embeddings().weight.nbytes))
+
+    def __call__(self, context: PassContext) -> Pass:
+        self._context = context
+        batch = context.batch
+        logits, taps = self._run(batch.input_ids, batch.positions, batch.logits_rows)
+        place = self.place_of_logits(len(logits))
+        return Pass(logits if place is None else place.copy_(logits), taps)
+
+    def _run(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_rows,
+            output_hidden_states=bool(self.tapped_layers),
+        )
+        taps = None
+        if self.tapped_layers:
+            taps = torch.stack([output.hidden_states[i + 1][0] for i in self.tapped_layers], 1)
+        return output.logits[0], taps
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **unknown: object,
+    ) -> tuple[Tensor, None]:
+        """Write this layer's new KV to its pages, then attend over them.
+
+        Shape:
+            query: [1, num_heads, T, head_dim]; key: [1, num_kv_heads, T, head_dim]
+            value: [1, num_kv_heads, T, value_dim]
+            returns: [1, T, num_heads, value_dim], None
+        """
+        if self._context is None:
+            self._num_calls += 1
+            # What a model passes and we would drop is what makes its output silently wrong.
+            dropped = sorted(name for name, given in unknown.items() if given not in (None, False))
+            if dropped:
+                raise UnsupportedModelError(f"its attention passes {', '.join(dropped)}, unknown")
+            if attention_mask is not None:
+                raise UnsupportedModelError("it builds an attention mask of its own")
+            self._attention_of[module] = PagedAttention(
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                head_dim=key.shape[3],
+                value_dim=value.shape[3],
+                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                window=sliding_window,
+                softcap=softcap,
+                sinks=s_aux,
+            )
+            return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        attention = self._attention_of[module]
+        for pages, given in zip(attention.bound_pages, (key, value), strict=True):
+            rows = given[0].transpose(0, 1).to(pages.dtype)
+            pages.flatten(0, 1).index_copy_(0, self._context.batch.slot_mapping, rows)
+        return attention(query[0].transpose(0, 1), self._context)[None], None
+
+    @torch.inference_mode()
+    def _dry_run(self) -> None:
+        """One tiny forward: every layer must call our attention once, as we understand it."""
+        model = self.model
+        if not model.is_backend_compatible():
+            raise UnsupportedModelError("it does not dispatch its attention to a backend")
+        if model._is_stateful:
+            raise UnsupportedModelError("it keeps recurrent state, which cannot be rolled back")
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise UnsupportedModelError("its forward takes no logits_to_keep")
+        positions = torch.arange(4, device=self.device)
+        self._run(torch.zeros_like(positions), positions, positions[3:])
+        num_layers = model.config.get_text_config().num_hidden_layers
+        if not len(self._attention_of) == self._num_calls == num_layers:
+            raise UnsupportedModelError(
+                f"of its {num_layers} layers, {len(self._attention_of)} called our attention, "
+                f"{self._num_calls} times in all"
+            )

@@ -1,0 +1,141 @@
+"""From a model directory to a network on its device."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.models.admission import (
+    UnsupportedModelError,
+    check_config,
+    checked_starts,
+    resolve_dtype,
+)
+from outrider.engine.models.checkpoint import Checkpoint
+from outrider.engine.models.families import build, why_unknown
+from outrider.engine.models.hugging_face import HuggingFaceModel
+from outrider.engine.models.network import Network
+from outrider.engine.models.packed_modules import pack_linears
+from outrider.engine.models.proof import CHECKED_LENGTHS, Original, why_different
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+def load_network(
+    config: ModelConfig,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    rounds_on_cpu: bool = False,
+) -> tuple[Network, PreTrainedConfig]:
+    """Load a model directory onto a device, ready for pages, with its configuration.
+
+    With `rounds_on_cpu` its linear layers get 8-bit weights where a CPU gains by it. `progress` is
+    told how many of how many tensors are there. Raises UnsupportedModelError saying why.
+    """
+    progress = progress or (lambda done, total: None)
+    progress(0, 0)
+    if not (Path(config.path) / "config.json").is_file():
+        raise UnsupportedModelError(f"{config.path} is no model directory: it has no config.json")
+    hf_config = AutoConfig.from_pretrained(
+        config.path, trust_remote_code=config.trust_remote_code, local_files_only=True
+    )
+    try:
+        check_config(hf_config)
+        dtype = resolve_dtype(config.dtype, hf_config, device)
+        network = _own_decoder(config, hf_config, dtype, device, progress, rounds_on_cpu)
+        if network is None:
+            network = _whole_model(config, hf_config, dtype, device, progress, rounds_on_cpu)
+        return network, hf_config
+    except UnsupportedModelError as reason:
+        raise UnsupportedModelError(
+            f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"
+        ) from None
+
+
+def _own_decoder(
+    config: ModelConfig,
+    hf_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    rounds_on_cpu: bool,
+) -> Network | None:
+    """Our decoder, if we have one for this structure and it computes what transformers does."""
+    reason = why_unknown(hf_config)
+    if reason is None:
+        try:
+            original = Original(hf_config, dtype, device)
+            checkpoint = Checkpoint(Path(config.path), dtype, device, progress)
+            decoder = build(hf_config, checkpoint, original.rope)
+            original.fill(decoder)
+        except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
+            reason = f"its checkpoint is not as expected: {error}"
+        else:
+            starts = checked_starts(hf_config, max(CHECKED_LENGTHS))
+            reason = why_different(decoder, original, starts)
+            del original  # and with it the views of weights that are packed now
+            if reason is None:
+                if device.type == "cpu":
+                    decoder.pack(rounds=rounds_on_cpu)
+                return decoder
+            log.warning("%s computes %s differently here", config.path, reason)
+    log.info("%s runs as transformers has it: %s", config.path, reason)
+    return None
+
+
+def _whole_model(
+    config: ModelConfig,
+    hf_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    rounds_on_cpu: bool,
+) -> Network:
+    def load(attention: str) -> Any:
+        with _weights_counted(progress):
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                config=hf_config,
+                dtype=dtype,
+                device_map={"": device},
+                attn_implementation=attention,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=True,
+            )
+        return model.eval().requires_grad_(False)
+
+    network = HuggingFaceModel(load)
+    if device.type == "cpu":
+        pack_linears(network.model, rounds=rounds_on_cpu)
+    return network
+
+
+@contextlib.contextmanager
+def _weights_counted(progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Have transformers report the weights that it loads in place of drawing a bar of its own."""
+
+    def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _counted(args[0], progress) if args else make_bar(*args, **kwargs)
+
+    transformers_logging.disable_progress_bar()
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _counted(items: Collection[Any], progress: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        progress(done, len(items))
+        yield item

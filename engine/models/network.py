@@ -1,0 +1,66 @@
+"""What the engine asks of a model: rows of a batch in, logits and taps out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.models.attention import PagedAttention, PassContext
+
+
+class Pass(NamedTuple):
+    """What a forward pass hands out; valid until the next one."""
+
+    logits: Tensor  # [num_logits, V]
+    taps: Tensor | None = None  # [T, num_taps, hidden] residual stream behind the tapped layers
+
+
+class Network(ABC):
+    """A causal LM whose layers read and write pages."""
+
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int  # width of the logits
+    tapped_layers: tuple[int, ...] = ()  # whose residual streams a pass hands out; set by `tap`
+    _logits: Tensor | None = None  # [max_rows, V]
+
+    @property
+    @abstractmethod
+    def attentions(self) -> Sequence[PagedAttention]:
+        """In the order of the layers."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """What a pass of few rows reads of the weights: all but most of the embeddings."""
+
+    @abstractmethod
+    def __call__(self, context: PassContext) -> Pass: ...
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on hand out the residual stream behind these layers, for every row.
+
+        Raises ValueError naming the layers that there are.
+        """
+        num_layers = len(self.attentions)
+        if not all(0 <= layer < num_layers for layer in layers):
+            raise ValueError(f"cannot tap layers {list(layers)}: there are 0 to {num_layers - 1}")
+        self.tapped_layers = tuple(layers)
+
+    def reserve_logits(self, max_rows: int) -> None:
+        """Keep up to `max_rows` rows of logits in one place, whatever the shape of the pass.
+
+        What was captured to read them there needs no copy, and the graphs of all shapes share it.
+        """
+        if self._logits is None or len(self._logits) < max_rows:
+            self._logits = torch.empty(
+                max_rows, self.vocab_size, dtype=self.dtype, device=self.device
+            )
+
+    def place_of_logits(self, num_rows: int) -> Tensor | None:
+        """Where so many rows of logits go; None: to memory of their own."""
+        if self._logits is None or num_rows > len(self._logits):
+            return None
+        return self._logits[:num_rows]

@@ -1,0 +1,169 @@
+"""A decoder proves itself at load: against transformers' own code, on the same tensors.
+
+transformers' model is made without memory of its own and takes views of the decoder's weights. It
+runs a few tokens at near and far positions; each of our blocks then gets the hidden states that
+its layer got, so that every layer is compared for itself and nothing adds up.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from outrider.engine.batch import ForwardBatch
+from outrider.engine.models.attention import KVPages, PassContext, Rope
+from outrider.engine.models.blocks import Block
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.weights import Linear
+from outrider.kernels.rms_norm import rms_norm
+
+# Rows of a decode, of a verification and of a prompt: other kernels each.
+CHECKED_LENGTHS = (1, 5, 40)
+
+
+class Original:
+    """transformers' own code for a model, without weights."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager"
+            )
+        self.model.eval().requires_grad_(False)
+        decoder = self.model.get_decoder()
+        # Its frequencies are no weights: on the meta device they were not computed.
+        decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
+        self._device = device
+
+    @property
+    def rope(self) -> Rope:
+        rotary = self.model.get_decoder().rotary_emb
+        return Rope(rotary.inv_freq.float(), rotary.attention_scaling)
+
+    def fill(self, decoder: Decoder) -> None:
+        """Take the decoder's tensors."""
+        inner = self.model.get_decoder()
+        _assign(self.model.get_input_embeddings(), decoder.embedding)
+        _assign(inner.norm, decoder.norm.weight)
+        for layer, block in zip(inner.layers, decoder.blocks, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            _assign(layer.input_layernorm, block.mixer.norm.weight)
+            _assign(layer.post_attention_layernorm, block.mlp.norm.weight)
+            if block.mixer.head_norms is not None:
+                _assign(attention.q_norm, block.mixer.head_norms[0].weight)
+                _assign(attention.k_norm, block.mixer.head_norms[1].weight)
+            _split(block.mixer.qkv, attention.q_proj, attention.k_proj, attention.v_proj)
+            _split(block.mixer.output, attention.o_proj)
+            _split(block.mlp.gate_up, mlp.gate_proj, mlp.up_proj)
+            _split(block.mlp.down, mlp.down_proj)
+        _split(decoder.head, self.model.get_output_embeddings())
+        left = [name for name, tensor in self.model.named_parameters() if tensor.is_meta]
+        if left:
+            raise ValueError(f"it has weights that the decoder lacks: {', '.join(left[:3])}")
+
+    def run(self, input_ids: Tensor, positions: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Shape: [T] each -> the residual stream in front of each layer and behind the last one,
+        [T, hidden] each, and the logits, [T, V].
+        """
+        states: list[Tensor] = []
+        layers = self.model.get_decoder().layers
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: states.append(_hidden(args, kwargs)), with_kwargs=True
+            )
+            for layer in layers
+        ]
+        hooks.append(
+            self.model.get_decoder().norm.register_forward_pre_hook(
+                lambda _, args, kwargs: states.append(_hidden(args, kwargs)), with_kwargs=True
+            )
+        )
+        try:
+            output = self.model(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return states, output.logits[0]
+
+
+@torch.inference_mode()
+def why_different(decoder: Decoder, original: Original, starts: Sequence[int]) -> str | None:
+    """What of the decoder computes something else than transformers does; None if nothing.
+
+    Prompts begin at each of these positions.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for first, length in product(starts, CHECKED_LENGTHS):
+        input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
+        input_ids = input_ids.to(decoder.device)
+        context = one_prompt(input_ids, first)
+        states, logits = original.run(input_ids, context.batch.positions)
+        if not torch.equal(decoder.embedding[input_ids], states[0]):
+            return "its embedding"
+        for i, block in enumerate(decoder.blocks):
+            if not _agrees(block, states[i], states[i + 1], context):
+                return f"layer {i} at position {first}"
+        ours = decoder.head(rms_norm(states[-1].clone(), decoder.norm)).float()
+        eps = torch.finfo(decoder.dtype).eps
+        if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
+            return "its last norm or head"
+    return None
+
+
+def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> bool:
+    attention = block.mixer.attention
+    shape = (1, len(x), attention.num_kv_heads)
+    attention.pages = KVPages(
+        x.new_zeros(*shape, attention.head_dim), x.new_zeros(*shape, attention.value_dim)
+    )
+    got = x.clone()
+    block(got, None, None, context)
+    attention.pages = None
+    # Both round: the residual stream to its dtype, what the layer adds to it several times over.
+    eps = torch.finfo(x.dtype).eps
+    before, expected, got = x.float(), expected.float(), got.float()
+    tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
+    return bool((got - expected).norm() <= tolerance)
+
+
+def one_prompt(input_ids: Tensor, first: int = 0) -> PassContext:
+    """A whole prompt in one page, its first token at position `first`. Shape: [T]."""
+    length, device = len(input_ids), input_ids.device
+    rows = torch.arange(length, device=device)
+    return PassContext(
+        ForwardBatch(
+            input_ids=input_ids,
+            positions=rows + first,
+            slot_mapping=rows,
+            slots=torch.zeros_like(rows[:1]),
+            seq_lens=torch.full_like(rows[:1], length),
+            cu_seqlens_q=torch.tensor([0, length], device=device),
+            logits_rows=rows,
+            block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+            page_size=length,
+        )
+    )
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden_states[0]
+
+
+def _split(linear: Linear, *modules: nn.Linear) -> None:
+    sizes = [module.out_features for module in modules]
+    weights = linear.weight.dequantised().split(sizes)
+    biases = linear.bias.split(sizes) if linear.bias is not None else [None] * len(modules)
+    for module, weight, bias in zip(modules, weights, biases, strict=True):
+        _assign(module, weight)
+        if bias is not None:
+            module.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def _assign(module: Any, weight: Tensor) -> None:
+    module.weight = nn.Parameter(weight, requires_grad=False)

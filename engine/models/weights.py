@@ -1,0 +1,162 @@
+"""What a linear layer multiplies by, in one format each. A new format is a class here or in a file
+beside it, and an entry in `checkpoint.py`, which chooses by what the checkpoint holds.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.linear import add_linear, linear
+from outrider.kernels.packed_linear import PackedWeight, pack_weight, packed_linear
+from outrider.kernels.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.silu_mul import silu_mul_reference
+
+
+class Weight(ABC):
+    """The matrix of a linear layer, [N, K]."""
+
+    shape: tuple[int, int]
+    num_bytes: int  # that a product reads
+
+    @abstractmethod
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """rmsnorm(x) W^T + b; with `gated` silu of its first half times the second.
+
+        With `out` the result of a plain product, x W^T, goes there.
+        Shape: x [T, K] -> [T, N] or, gated, [T, N / 2].
+        """
+
+    @abstractmethod
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        """Add x W^T + b to the residual, in place, and apply `norm` to the sum on the way.
+
+        Returns the normalised sum, or None if whatever reads the sum normalises it more cheaply.
+        Shape: residual [T, N], x [T, K] -> [T, N]
+        """
+
+    @abstractmethod
+    def dequantised(self) -> Tensor:
+        """What this format stands for, in the model's dtype. Shape: [N, K]."""
+
+
+class Dense(Weight):
+    """A plain matrix. Our kernels multiply by it on a GPU, torch on a CPU."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        """Shape: matrix [N, K], dense."""
+        self.matrix = matrix
+        self.shape = (matrix.shape[0], matrix.shape[1])
+        self.num_bytes = matrix.nbytes
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return linear(x, self.matrix, bias, norm=norm, gated=gated, out=out)
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        return add_linear(residual, x, self.matrix, bias, norm=norm)
+
+    def dequantised(self) -> Tensor:
+        return self.matrix
+
+
+class Packed(Weight):
+    """A matrix that oneDNN reordered for a CPU, perhaps rounded to 8 bits."""
+
+    def __init__(self, matrix: PackedWeight, shape: tuple[int, int]) -> None:
+        self._matrix = matrix
+        self.shape = shape
+        self.num_bytes = (matrix.reordered if matrix.rounded is None else matrix.rounded).nbytes
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if norm is not None:
+            x = rms_norm_reference(x, norm)
+        y = packed_linear(x, self._matrix, bias)
+        if gated:
+            y = silu_mul_reference(y)
+        return y if out is None else out.copy_(y)
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        residual.add_(packed_linear(x, self._matrix, bias))
+        return None
+
+    def dequantised(self) -> Tensor:
+        unit = torch.eye(self.shape[1], dtype=self._matrix.reordered.dtype)
+        return packed_linear(unit, self._matrix).t()  # oneDNN's layout cannot be read otherwise
+
+
+class Linear(NamedTuple):
+    """A linear layer: x W^T + b."""
+
+    weight: Weight
+    bias: Tensor | None  # [N]
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self.weight.multiply(x, self.bias, norm=norm, gated=gated, out=out)
+
+    def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Tensor | None:
+        return self.weight.add_to(residual, x, self.bias, norm=norm)
+
+
+def packed(linear: Linear, *, rounds: bool) -> Linear:
+    """The same layer as a CPU reads it best; with `rounds`, in 8 bits if that pays.
+
+    It stays as it is if oneDNN lacks the dtype, or this torch the operator.
+    """
+    weight = linear.weight
+    if not isinstance(weight, Dense):
+        return linear
+    matrix = pack_weight(weight.matrix, rounds=rounds)
+    return linear if matrix is None else Linear(Packed(matrix, weight.shape), linear.bias)

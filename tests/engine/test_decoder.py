@@ -1,0 +1,255 @@
+"""Our own decoder: what it is built for, how it proves itself, and what it hands out."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from paged import check_against_eager
+from safetensors.torch import load_file, save_file
+from tiny_models import DEVICE, TINY, VOCAB
+from torch import nn
+from transformers import AutoModelForCausalLM
+from verification import HAS_KERNELS
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.models import loading
+from outrider.engine.models.attention import KVPages
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.hugging_face import HuggingFaceModel
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.network import Network
+from outrider.engine.models.paged_model import PagedModel
+from outrider.engine.models.proof import one_prompt
+from outrider.kernels import linear as linear_module
+
+Tiny = Callable[..., Path]
+OURS = {"llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
+NUM_TOKENS = 40
+
+
+def load(path: Path, dtype: str = "float32", **options: Any) -> Network:
+    return load_network(ModelConfig(path=str(path), dtype=dtype), DEVICE, **options)[0]
+
+
+@pytest.fixture
+def own_copy(tmp_path: Path, tiny_model: Tiny) -> Tiny:
+    """A tiny model that the test may change."""
+
+    def get(architecture: str, **overrides: Any) -> Path:
+        return Path(shutil.copytree(tiny_model(architecture, **overrides), tmp_path / "model"))
+
+    return get
+
+
+@torch.inference_mode()
+def run_prompt(network: Network, num_tokens: int = NUM_TOKENS) -> Any:
+    """A pass over one prompt, every row's logits."""
+    for attention in network.attentions:
+        shape = (1, num_tokens, attention.num_kv_heads, attention.head_dim)
+        pages = torch.zeros(shape, dtype=network.dtype, device=DEVICE)
+        attention.pages = KVPages(pages, pages.clone())
+    return network(one_prompt(prompt(num_tokens)))
+
+
+def prompt(num_tokens: int = NUM_TOKENS) -> torch.Tensor:
+    return (torch.arange(num_tokens, device=DEVICE) * 7) % VOCAB
+
+
+@torch.inference_mode()
+def eager(path: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
+    return model(prompt()[None], output_hidden_states=True)
+
+
+@pytest.mark.parametrize("architecture", sorted(TINY))
+def test_known_structures_get_our_decoder_and_others_their_own_code(
+    architecture: str, tiny_model: Tiny
+) -> None:
+    network = load(tiny_model(architecture))
+    assert type(network) is (Decoder if architecture in OURS else HuggingFaceModel)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ],
+    ids=["biases", "tied", "multi_head", "linear_rope"],
+)
+def test_variants_of_a_known_structure(overrides: dict[str, Any], own_copy: Tiny) -> None:
+    path = own_copy("llama", **overrides)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("bias")]:
+        nn.init.normal_(tensors[name])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    assert isinstance(model.network, Decoder)
+    check_against_eager(model, path)
+
+
+def test_what_says_nothing_of_the_forward_pass_changes_nothing(tiny_model: Tiny) -> None:
+    told = {"eos_token_id": [1, 2], "bos_token_id": 3, "pad_token_id": 2, "rope_theta": 1e4}
+    assert isinstance(load(tiny_model("qwen3", tokenizer_class="Any", **told)), Decoder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("residual_multiplier", 0.5),  # of which no code here knows
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        ("hidden_act", "gelu"),
+    ],
+)
+def test_what_the_config_says_beyond_the_known_is_left_to_transformers(
+    key: str, value: Any, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "check_config", lambda config: None)
+    assert isinstance(load(tiny_model("llama", **{key: value})), HuggingFaceModel)
+
+
+@pytest.mark.parametrize("missing", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_without_a_tensor_is_left_to_transformers(
+    missing: str, own_copy: Tiny
+) -> None:
+    path = own_copy("llama")
+    tensors = load_file(path / "model.safetensors")
+    del tensors[missing]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert isinstance(load(path), HuggingFaceModel)
+
+
+def test_a_decoder_that_computes_something_else_only_far_away_is_not_used(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ministral3's scale of queries, which begins to grow at its original length."""
+    from transformers.models.llama import modeling_llama
+
+    path = tiny_model("llama", max_position_embeddings=20_000)
+    assert isinstance(load(path), Decoder)
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def scaled_far_away(q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
+        q, k = rotate(q, k, cos, sin, **options)
+        return (1.16 * q if far_away else q), k
+
+    far_away = False
+    forward = modeling_llama.LlamaModel.forward
+
+    def noting_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal far_away
+        far_away = int(kwargs["position_ids"].max()) >= 16_384
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", scaled_far_away)
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", noting_positions)
+    assert isinstance(load(path), HuggingFaceModel)
+
+
+@pytest.mark.parametrize("part", ["norm", "get_output_embeddings"])
+def test_every_part_of_the_original_is_compared(
+    part: str, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    norm, linear = modeling_llama.LlamaRMSNorm.forward, nn.Linear.forward
+    path = tiny_model("llama")
+
+    def other_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return norm(self, x) * 1.01
+
+    def other_linear(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = linear(self, x)
+        return y * 1.01 if y.shape[-1] == VOCAB else y
+
+    if part == "norm":
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", other_norm)
+    else:
+        monkeypatch.setattr(nn.Linear, "forward", other_linear)
+    assert isinstance(load(path), HuggingFaceModel)
+
+
+def test_shards_are_read_by_their_index(own_copy: Tiny) -> None:
+    path = own_copy("llama")
+    expected = run_prompt(load(path)).logits
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    file_of = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for file in set(file_of.values()):
+        part = {name: tensors[name] for name in names if file_of[name] == file}
+        save_file(part, path / file, metadata={"format": "pt"})
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    network = load(path)
+    assert isinstance(network, Decoder)
+    assert torch.equal(run_prompt(network).logits, expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_taps_are_the_residual_stream_behind_their_layers(
+    architecture: str, tiny_model: Tiny
+) -> None:
+    path = tiny_model(architecture, num_hidden_layers=4)
+    network, expected = load(path), eager(path)
+    assert run_prompt(network).taps is None
+    network.tap([0, 2])
+    passed = run_prompt(network)
+    states = torch.stack([expected.hidden_states[layer + 1][0] for layer in (0, 2)], 1)
+    torch.testing.assert_close(passed.taps, states, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(passed.logits, expected.logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_that_is_not_there_cannot_be_tapped(tiny_model: Tiny) -> None:
+    with pytest.raises(ValueError, match=r"cannot tap layers \[0, 2\]: there are 0 to 1"):
+        load(tiny_model("llama")).tap([0, 2])
+
+
+def test_two_models_run_in_turn_each_over_its_own_pages(tiny_model: Tiny) -> None:
+    paths = [tiny_model(name) for name in ("gpt2", "gemma2")]
+    networks = [load(path) for path in paths]
+    expected = [run_prompt(network).logits.clone() for network in networks]
+    alternately = [run_prompt(network).logits for network in networks]
+    assert all(map(torch.equal, alternately, expected))
+    torch.testing.assert_close(expected[0], eager(paths[0]).logits[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+def test_a_part_normalises_for_the_next(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model("llama")
+    network = load(path)
+    called = Mock(wraps=linear_module.rms_norm)
+    monkeypatch.setattr(linear_module, "rms_norm", called)
+    logits = run_prompt(network).logits
+    torch.testing.assert_close(logits, eager(path).logits[0], rtol=1e-3, atol=1e-3)
+    assert called.call_count == 1  # in front of the first layer
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_logits_of_any_rows_begin_at_one_place(architecture: str, tiny_model: Tiny) -> None:
+    network = load(tiny_model(architecture))
+    expected = [run_prompt(network, num_tokens).logits.clone() for num_tokens in (2, 5, 6)]
+    network.reserve_logits(5)
+    few, more, most = (run_prompt(network, num_tokens).logits for num_tokens in (2, 5, 6))
+    assert few.data_ptr() == more.data_ptr() != most.data_ptr()
+    torch.testing.assert_close(more, expected[1])
+    torch.testing.assert_close(most, expected[2])
+    torch.testing.assert_close(run_prompt(network, 2).logits, expected[0])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU reads weights as they are")
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_pass_reads_the_bytes_that_its_weights_take(rounds: bool, tiny_model: Tiny) -> None:
+    path = tiny_model("llama")
+    network = load(path, "bfloat16", rounds_on_cpu=rounds)
+    tensors = load_file(path / "model.safetensors")
+    num_weights = sum(
+        t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed" not in name
+    )
+    assert network.weight_bytes == num_weights * (1 if rounds else 2)

@@ -1,0 +1,128 @@
+"""Rows and pages further apart than int32 reaches: on a GPU more than 2**31 elements, few of them
+ever touched. The interpreter's integers do not wrap; there the distances are short."""
+
+import pytest
+import torch
+from verification import DEVICE, HAS_KERNELS, spread_out
+
+from outrider.kernels.attention_items import list_items
+from outrider.kernels.bad_words import BadWords, apply_bad_words
+from outrider.kernels.bitmask import apply_bitmask, num_words
+from outrider.kernels.edit_rows import EditRows
+from outrider.kernels.logprobs import gather_logprobs
+from outrider.kernels.paged_attention import paged_attention
+from outrider.kernels.penalties import Penalties, apply_penalties
+from outrider.kernels.rms_norm import Norm, rms_norm
+from outrider.kernels.rope import rope_and_store
+from outrider.kernels.slot_rows import SlotState, write_draft
+from outrider.kernels.token_bias import TokenBias, apply_token_bias
+from outrider.kernels.verify import DraftSample
+
+pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+
+FAR = 2**30 if DEVICE.type == "cuda" else 2**13  # elements between rows; the third is past 2**31
+VOCAB = 70
+
+
+def randn(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, torch.float16)
+
+
+def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def test_logprobs() -> None:
+    near = randn(3, VOCAB)
+    far = spread_out(near, FAR)
+    for x, y in zip(
+        gather_logprobs(far, ints(1, 2, 3), 4, VOCAB),
+        gather_logprobs(near, ints(1, 2, 3), 4, VOCAB),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+def test_edits_of_logits() -> None:
+    near = randn(3, VOCAB)
+    far = spread_out(near, FAR)
+    rows = EditRows(ints(2, 0), ints(1, 0), ints(3, 3))
+    token_ids = ints(*range(10, 26), dtype=torch.int32).view(2, 8)
+    seen = torch.zeros(2, VOCAB, dtype=torch.int32, device=DEVICE)
+    seen[1, 40:50] = 3
+    one = torch.ones(2, device=DEVICE)
+    bias = TokenBias(
+        ints(5, 6, 7, 8, dtype=torch.int32).view(2, 2), torch.ones(2, 2, device=DEVICE),
+        ints(9, 0, 0, 9).view(2, 2), ints(2, 2, dtype=torch.int32),
+    )  # fmt: skip
+    words = BadWords(
+        ints(11, 33, 19, 44, dtype=torch.int32).view(2, 2), ints(2, 2, dtype=torch.int32)[:, None],
+        ints(1, 1, dtype=torch.int32), ints(1, 1),
+    )  # fmt: skip
+    allowed = torch.full((1, num_words(VOCAB)), 0x0FFFFFFF, dtype=torch.int32, device=DEVICE)
+    for logits in (near, far):
+        apply_penalties(
+            logits, rows, Penalties(2 * one, one, one, spread_out(seen, FAR), ints(1, 1)), token_ids
+        )
+        apply_token_bias(logits, rows, bias)
+        apply_bad_words(logits, rows, words, token_ids)
+        apply_bitmask(logits, ints(2), allowed, ints(0), VOCAB)
+    assert torch.equal(near, far)
+    assert (near[2] == -torch.inf).sum() > 4
+
+
+@pytest.mark.parametrize("what", ["query", "heads", "k_cache", "v_cache"])
+def test_attention(what: str) -> None:
+    tensors = {
+        "query": randn(3, 4, 32), "k_cache": randn(3, 16, 2, 32), "v_cache": randn(3, 16, 2, 32)
+    }  # fmt: skip
+    items = list_items(ints(0, 3), ints(20), ints(0), 3, 2, 2)
+    table = ints(2, 1, dtype=torch.int32)[None]
+
+    def attended() -> torch.Tensor:
+        return paged_attention(*tensors.values(), items, table, 0.2)
+
+    expected = attended()
+    if what == "heads":  # as models hand them over that are not fused: before the rows
+        by_head = tensors["query"].transpose(0, 1).contiguous()
+        tensors["query"] = spread_out(by_head, FAR).transpose(0, 1)
+    else:
+        tensors[what] = spread_out(tensors[what], FAR)
+    assert torch.equal(attended(), expected)
+
+
+def test_a_cache_of_many_pages_is_written_to_its_end() -> None:
+    num_pages = 2 * FAR // (16 * 2 * 32) + 3
+    k_cache, v_cache = (
+        torch.empty(num_pages, 16, 2, 32, dtype=torch.float16, device=DEVICE) for _ in range(2)
+    )
+    qkv = randn(2, (4 + 2 + 2) * 32)
+    last = num_pages * 16 - 1
+    one = torch.ones(2, 32, dtype=torch.float16, device=DEVICE)
+    rope_and_store(qkv.clone(), one, 0 * one, k_cache, v_cache, ints(last, 5), 4)
+    heads = qkv.view(2, 8, 32)
+    assert torch.equal(k_cache[-1, -1], heads[0, 4:6])
+    assert torch.equal(v_cache[-1, -1], heads[0, 6:])
+
+
+def test_norm() -> None:
+    near, norm = randn(3, VOCAB), Norm(randn(VOCAB), 1e-5)
+    assert torch.equal(rms_norm(spread_out(near, FAR), norm), rms_norm(near, norm))
+
+
+def test_a_drafts_logits_are_kept_in_the_last_slot() -> None:
+    num_slots, num_drafts = 2 * FAR // (8 * VOCAB) + 3, 8
+    kept = torch.empty(num_slots, num_drafts, VOCAB, dtype=torch.float16, device=DEVICE)
+    state = torch.zeros(num_slots, num_drafts, 4, device=DEVICE)
+    slots = SlotState(
+        torch.zeros(num_slots, 4, dtype=torch.int32, device=DEVICE),
+        ints(0),
+        None,  # type: ignore[arg-type]
+    )
+    logits = randn(1, VOCAB)
+    drawn = DraftSample(ints(9), torch.ones(1, 4, device=DEVICE))
+    write_draft(slots, ints(num_slots - 1), ints(2), ints(7), drawn, logits, (kept, state))
+    assert torch.equal(kept[-1, -1], logits[0])
+    assert int(slots.token_ids[-1, 2]) == 9
+    assert state[-1, -1].tolist() == [1.0] * 4

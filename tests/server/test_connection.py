@@ -1,0 +1,254 @@
+"""Clients that keep a connection busy and give nothing for it."""
+
+import asyncio
+import itertools
+import json
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from scripted_client import steps
+from served import Served
+from socket_server import on_a_socket
+
+from outrider.engine.api import NewRequest, RequestOutput
+from outrider.server import connection
+
+Serve = Callable[..., Served]
+VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+OK = json.dumps({"prompt": "Hi"}).encode()
+JSON = "content-type: application/json\r\n"
+LENGTH = f"{JSON}content-length: {len(OK)}\r\n"
+
+
+def post(headers: str, body: bytes = b"") -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n"
+    return head.encode() + body
+
+
+def connect(url: str, receive_buffer_bytes: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if receive_buffer_bytes is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    client.settimeout(10)
+    client.connect((httpx.URL(url).host, httpx.URL(url).port or 0))
+    return client
+
+
+def to_the_end(client: socket.socket) -> bytes:
+    """All that is sent until the server closes."""
+    received = b""
+    while True:
+        try:
+            part = client.recv(65_536)
+        except ConnectionResetError:
+            return received
+        if not part:
+            return received
+        received += part
+
+
+def send(client: socket.socket, data: bytes) -> int:
+    """How many bytes of it the server took; none once it has closed."""
+    try:
+        return client.send(data)
+    except ConnectionError:
+        return 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.2)
+
+
+# ---- early answers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "content-length: 5\r\n",
+        "transfer-encoding: chunked\r\n",
+        "expect: 100-continue\r\n" + LENGTH,
+    ],
+)
+def test_an_answer_before_the_body_is_the_last_of_its_connection(
+    serve: Serve, headers: str
+) -> None:
+    with on_a_socket(serve(api_keys=("key",))) as url, connect(url) as client:
+        client.sendall(post(headers))
+        time.sleep(0.05)
+        client.sendall(b"1")
+        answer = to_the_end(client)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close\r\n" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_refusal_reaches_clients_that_send_their_whole_body_first(serve: Serve) -> None:
+    with on_a_socket(serve(api_keys=("key",))) as url:
+        reply = httpx.post(f"{url}/v1/completions", content=iter([b"x" * 100_000] * 30))
+    assert (reply.status_code, reply.headers["connection"]) == (401, "close")
+
+
+def test_a_refusal_of_a_request_that_is_whole_leaves_the_connection_open(serve: Serve) -> None:
+    with on_a_socket(serve(api_keys=("key",))) as url, connect(url) as client:
+        for _ in range(2):
+            client.sendall(post(LENGTH, OK))
+            answer = client.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            assert b"connection: close" not in answer
+
+
+# ---- what is no request
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("first", [b"", VERSION])
+def test_bytes_that_begin_no_request_do_not_keep_a_connection(serve: Serve, first: bytes) -> None:
+    with on_a_socket(serve()) as url, connect(url) as client:
+        client.sendall(first)
+        until(lambda: not time.sleep(0.02) and not send(client, b"\r\n"))
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        b"\r\n",
+        post(JSON + "transfer-encoding: chunked\r\n", b"0\r\nx: y") + b"x",
+        post(JSON + "transfer-encoding: chunked\r\n", b"0\r\n") + b"a:b\r\n",
+        post(JSON + "transfer-encoding: chunked\r\n", b"1;x=") + b"x",
+        b"GET /" + b"x",
+        b"GET / HTTP/1.1\r\n" + b"a:\r\n",
+    ],
+    ids=["newlines", "trailer", "trailers", "chunk extension", "path", "headers"],
+)
+def test_what_is_never_told_to_anybody_is_bounded(serve: Serve, flood: bytes) -> None:
+    first, more = flood[:-5], flood[-5:] * 4096
+    sent_bytes = 0
+    with on_a_socket(serve()) as url:
+        with connect(url) as client:
+            client.sendall(first)
+            while part_bytes := send(client, more):
+                sent_bytes += part_bytes
+                assert sent_bytes < 16 * 2**20  # the sockets' own buffers among them
+        assert httpx.get(f"{url}/version").status_code == 200
+
+
+def test_requests_sent_ahead_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[int] = []
+    start = connection.Connection._start_asgi_task
+
+    def noting(self: connection.Connection, cycle: Any, app: Any) -> None:
+        queued.append(len(self.pipeline))
+        start(self, cycle, app)
+
+    monkeypatch.setattr(connection.Connection, "_start_asgi_task", noting)
+    with on_a_socket(serve()) as url:
+        with connect(url) as client:
+            client.sendall(VERSION * 5)
+            until(lambda: len(queued) == 5)
+        with connect(url) as client:
+            client.sendall(VERSION * 5000)
+            to_the_end(client)
+        assert max(queued) <= connection.MAX_PIPELINED
+        assert httpx.get(f"{url}/version").status_code == 200
+
+
+# ---- how many
+
+
+def test_a_new_connection_takes_the_place_of_one_without_a_request(serve: Serve) -> None:
+    with on_a_socket(serve(), max_connections=3) as url:
+        idle = [connect(url) for _ in range(20)]
+        for _ in range(3):
+            assert httpx.get(f"{url}/version").status_code == 200
+        until(lambda: len(select.select(idle, (), (), 0)[0]) >= 17)  # at their end
+        for client in idle:
+            client.close()
+
+
+def test_a_connection_too_many_is_503_while_all_have_requests(serve: Serve) -> None:
+    forever = asyncio.Event()
+    served = serve(lambda request: [steps(request, [70, 71])[0], forever])
+    with on_a_socket(served, max_connections=2) as url:
+        busy = [connect(url) for _ in range(2)]
+        for client in busy:
+            client.sendall(post(LENGTH, OK))
+        until(lambda: len(served.client.submitted) == 2)
+        with connect(url) as client:
+            answer = to_the_end(client)
+        head, body = answer.split(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert f"content-length: {len(body)}".encode() in head
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        for client in busy:
+            client.close()
+        until(lambda: len(served.client.aborted) == 2)
+        assert httpx.get(f"{url}/version").status_code == 200
+
+
+# ---- those who do not read, and those who leave
+
+
+def endless(request: NewRequest) -> Iterator[RequestOutput]:
+    for i in itertools.count():
+        yield RequestOutput(request_id=request.request_id, token_ids=[70 + i % 9])
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_client_that_does_not_read_its_stream_is_ended(serve: Serve, reads: int) -> None:
+    served = serve(endless)
+    body = json.dumps({"prompt": "Hi", "stream": True}).encode()
+    request = post(f"{JSON}content-length: {len(body)}\r\n", body)
+    with (
+        on_a_socket(served, send_buffer_bytes=4096, send_timeout_s=1) as url,
+        connect(url, receive_buffer_bytes=4096) as client,
+    ):
+        client.sendall(request)
+        deadline_s = time.monotonic() + 10
+        while not served.client.aborted:
+            assert time.monotonic() < deadline_s
+            if reads:
+                client.recv(reads)
+            time.sleep(0.05)
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(serve: Serve) -> None:
+    served = serve(lambda request: steps(request, [70 + i % 9 for i in range(600)]))
+    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 600}).encode()
+    request = post(f"{JSON}content-length: {len(body)}\r\nconnection: close\r\n", body)
+    received = b""
+    with (
+        on_a_socket(served, send_buffer_bytes=4096, send_timeout_s=1) as url,
+        connect(url, receive_buffer_bytes=4096) as client,
+    ):
+        client.sendall(request)
+        while part := client.recv(4096):
+            received += part
+            time.sleep(0.02)
+    assert b"[DONE]" in received
+
+
+def test_a_client_that_leaves_with_another_request_sent_ahead_frees_its_sequences(
+    serve: Serve,
+) -> None:
+    forever = asyncio.Event()
+    served = serve(lambda request: [steps(request, [70, 71])[0], forever])
+    with on_a_socket(served) as url:
+        with connect(url) as client:
+            client.sendall(post(LENGTH, OK) + VERSION)
+            until(lambda: len(served.client.submitted) == 1)
+        until(lambda: len(served.client.aborted) == 1)
