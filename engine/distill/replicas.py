@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import ReportProgress
