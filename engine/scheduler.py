@@ -186,9 +186,7 @@ class Scheduler:
         )
 
     def _tell_adaptive(self) -> None:
-        """Tell the choice of k of the last step, which ends here: what the engine does between two
-        steps, with what came of the first, is part of what a step takes.
-        """
+        """Tell the choice of k of the last step, which takes until this one begins."""
         last_start_s, self._step_start_s = self._step_start_s, time.perf_counter()
         if self._adaptive is not None and self._observed is not None:
             wanted, accepted, is_open = self._observed
