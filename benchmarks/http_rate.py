@@ -33,7 +33,7 @@ async def stream(server: Serving, seed: int, k: int) -> float:
             "ignore_eos": True,
             "seed": seed,
             "stream": True,
-            "speculation": {"num_speculative_tokens": k},
+            "speculation": {"num_speculative_tokens": k, "verification": "token"},
         }
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.host}\r\nConnection: close\r\n"

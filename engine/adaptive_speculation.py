@@ -53,11 +53,16 @@ class AdaptiveSpeculation:
         return self._chosen
 
     def observe(
-        self, wanted: Sequence[int], accepted: Sequence[int], elapsed_s: float | None
+        self,
+        wanted: Sequence[int],
+        accepted: Sequence[int],
+        elapsed_s: float | None,
+        is_open: Sequence[bool] | None = None,
     ) -> None:
         """A step drafted up to `wanted[i]` tokens for sequence i, and so many of them stood.
 
-        `elapsed_s` is None where the step did more than decode, so that its time says nothing.
+        `elapsed_s` is None if the step did more than decode, so that its time says nothing.
+        `is_open[i]` says whether sequence i left its k open (None: all did).
         """
         for j in range(max(wanted)):
             reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
@@ -66,8 +71,12 @@ class AdaptiveSpeculation:
                 self._num_seen[j] += 1
                 weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
                 self._acceptance[j] += weight * (share - self._acceptance[j])
-        # Some draft fewer: their last tokens need no drafts, or they asked for a k of their own.
-        k = round(sum(wanted) / len(wanted))
+        # What was chosen, which some cannot follow: their last tokens need no drafts, or the draft
+        # has no room for them. If all have a k of their own, the time tells nothing of a choice.
+        is_open = [True] * len(wanted) if is_open is None else is_open
+        k = max((w for w, follows in zip(wanted, is_open, strict=True) if follows), default=None)
+        if k is None:
+            return
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
         self._previous_k = k
         if elapsed_s is not None and not catches_up:

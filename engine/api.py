@@ -46,10 +46,10 @@ class SamplingParams:
     alternatives reported beside each emitted token (None: no logprobs), taken from the target's raw
     logits; `prompt_logprobs` is the same for the prompt's tokens. `max_tokens` 0 computes the
     prompt and emits nothing.
-    `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, where the
+    `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, if the
     engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
-    `reproducible` says that the seed was chosen to get the same tokens again: k is then the
-    engine's, whatever it costs.
+    Only under "match" do the tokens follow from the seed whatever was drafted: how much is drafted
+    depends on who else runs.
     `grammar` is what the output must be, in llguidance's dialect of Lark.
     """
 
@@ -73,7 +73,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
-    reproducible: bool = False
     grammar: str | None = None
 
     def __post_init__(self) -> None:

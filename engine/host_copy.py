@@ -6,23 +6,25 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Starts to copy a tensor behind all that is launched already."""
+    """Starts to copy tensors of one device behind all that is launched already."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         self._done = None
-        self._host = tensor
-        if tensor.is_cuda:
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
+        self._host = tensors
+        if tensors[0].is_cuda:
+            self._host = tuple(
+                torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors
+            )
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def numpy(self) -> np.ndarray:
-        """Wait until the copy is there; not for what was launched after it."""
+    def arrays(self) -> list[np.ndarray]:
+        """Wait until the copies are there; not for what was launched after them."""
         if self._done is not None:
             self._done.synchronize()
-        array: np.ndarray = self._host.numpy()
-        return array
+        return [tensor.numpy() for tensor in self._host]
 
 
 def uploaded(array_np: np.ndarray, device: torch.device) -> Tensor:

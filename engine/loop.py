@@ -138,7 +138,8 @@ class Engine:
         """Capture the phases of a step as CUDA graphs."""
         gc.collect()  # an engine of before gives its memory back
         self.proposer.capture(report)
-        logits = self.target.capture(self._slots.max_drafts, report)
+        most_rows = self._config.scheduler.max_num_batched_tokens
+        logits = self.target.capture(self._slots.max_drafts, most_rows, report)
         self.verifier.capture(logits, self.proposer.distributions)
 
     @torch.inference_mode()
@@ -178,13 +179,13 @@ class Engine:
         queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
-        self.scheduler.add(queued)
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:
                     request.compiling = self._grammars.start(
                         request.params.grammar, request.params.stop_token_ids
                     )
+            self.scheduler.add(queued)  # the last that may fail: nothing is left behind
         except BaseException:
             for request in queued:
                 self.scheduler.finish(request)

@@ -124,7 +124,9 @@ def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) ->
     lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)][:num_seqs]
     alone = _requests("alone", lens, asks_all, edits)
     shorts = [
-        _requests(f"{n} of {length}", [min(length, longest, num_rows // n)] * n, plain, bans)
+        _requests(
+            f"{n} of {length}", [min(length, longest, max(1, num_rows // n))] * n, plain, bans
+        )
         for n in padded_sizes(num_seqs)
         for length in reversed(_SHORT_PROMPTS)
     ]

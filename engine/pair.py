@@ -48,9 +48,12 @@ class ModelPair:
         self.page_bytes = self.page_size * sum(
             model.bytes_per_token for model in self._models.values()
         )
-        self.max_model_len = min(
-            config.max_model_len or self.target.max_positions, self.target.max_positions
-        )
+        self.max_model_len = config.max_model_len or self.target.max_positions
+        if self.max_model_len > self.target.max_positions:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len} tokens, but the target has positions for "
+                f"{self.target.max_positions}; lower max_model_len, or leave it out"
+            )
 
     def num_pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -1,12 +1,12 @@
 """One step as data: what the scheduler wants of each sequence, and what came of it."""
 
-import time
 from dataclasses import dataclass, field
 from math import isnan
 
 import numpy as np
 
 from outrider.engine.api import TokenLogprobs
+from outrider.engine.host_copy import HostCopy
 from outrider.engine.request import Request
 
 
@@ -21,7 +21,8 @@ class ScheduledRequest:
     # It may go on, and there is room for the next step's drafts behind whatever this one draws.
     has_room_ahead: bool = False
     num_next_drafts: int = 0  # that the next step will want
-    # Of the prompt tokens that this step scores; the target's part of the step fills it.
+    # Of the prompt tokens that this step scores: on their way to the host, then there.
+    prompt_scores: HostCopy | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     end: int = field(init=False)  # position behind the last known token that this step computes
     samples: bool = field(init=False)  # reaches the last known token, so that new ones are drawn
@@ -49,7 +50,6 @@ class Plan:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     # The target may score what this step draws before the host knows it.
     scores_ahead: bool = False
-    start_s: float = field(default_factory=time.perf_counter)
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -61,13 +61,8 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each sequence draws one token, and nothing else is read of the logits."""
-        return all(
-            s.samples
-            and s.num_drafts == s.num_next_drafts == 0
-            and s.request.params.logprobs is None
-            for s in self.scheduled
-        )
+        """Whether each sequence draws one token."""
+        return all(s.samples and s.num_drafts == s.num_next_drafts == 0 for s in self.scheduled)
 
     @property
     def num_prompt_logits(self) -> int:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.api import TokenLogprobs
+from outrider.engine.host_copy import HostCopy, uploaded
 from outrider.engine.plan import Plan, ScheduledRequest
 from outrider.engine.ragged import ragged_arange
 from outrider.kernels.logprobs import gather_logprobs
@@ -12,10 +13,9 @@ from outrider.kernels.logprobs import gather_logprobs
 ROWS_AT_ONCE = 64  # bounds what stands beside the logits themselves
 
 
-def read_prompt_logprobs(
-    plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_size: int
-) -> Tensor:
-    """Fill in each sequence's share of prompt logprobs; returns the rows that are for sampling.
+def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_size: int) -> Tensor:
+    """Send each sequence's share of prompt logprobs on its way to the host; returns the rows that
+    are for sampling. The host waits for nothing.
 
     Parameters
     ----------
@@ -30,26 +30,47 @@ def read_prompt_logprobs(
     starts_np = ends_np - num_logits_np
     for i in np.flatnonzero(num_prompt_np):
         rows = logits[starts_np[i] : starts_np[i] + num_prompt_np[i], :vocab_size]
-        plan.scheduled[i].prompt_logprobs = _score(plan.scheduled[i], rows)
+        plan.scheduled[i].prompt_scores = _score(plan.scheduled[i], rows)
     sampled_np = ragged_arange(starts_np + num_prompt_np, num_logits_np - num_prompt_np)
-    return logits[torch.from_numpy(sampled_np).to(logits.device)]
+    return logits[uploaded(sampled_np, logits.device)]
 
 
-def _score(scheduled: ScheduledRequest, logits: Tensor) -> list[TokenLogprobs]:
-    """Logprobs of the prompt tokens that these rows predict; logits: [N, V]."""
+def read_prompt_logprobs(plan: Plan) -> None:
+    """Fill in what `score_prompts` sent, once it is on the host."""
+    for scheduled in plan.scheduled:
+        if scheduled.prompt_scores is not None:
+            scheduled.prompt_logprobs = to_entries(*scheduled.prompt_scores.arrays())
+
+
+def to_entries(
+    own_np: np.ndarray,
+    top_ids_np: np.ndarray,
+    top_np: np.ndarray,
+    ranks_np: np.ndarray | None = None,
+    *,
+    num_top: int | None = None,
+) -> list[TokenLogprobs]:
+    """Rows of Logprobs, and of ranks. Shape: [N], [N, n], [N, n], [N]; of n the first num_top."""
+    ranks = [None] * len(own_np) if ranks_np is None else ranks_np.tolist()
+    top_ids, top = top_ids_np[:, :num_top].tolist(), top_np[:, :num_top].tolist()
+    return [
+        TokenLogprobs(logprob, list(zip(row_ids, row, strict=True)), rank)
+        for logprob, row_ids, row, rank in zip(own_np.tolist(), top_ids, top, ranks, strict=True)
+    ]
+
+
+def _score(scheduled: ScheduledRequest, logits: Tensor) -> HostCopy:
+    """Logprobs and ranks of the prompt tokens that these rows predict; logits: [N, V]."""
     request = scheduled.request
     first = max(request.num_computed_tokens, request.num_scored_tokens) + 1
-    token_ids = torch.tensor(request.token_ids[first : first + len(logits)], device=logits.device)
+    token_ids_np = np.array(request.token_ids[first : first + len(logits)])
+    token_ids = uploaded(token_ids_np, logits.device)
     num_top = min(request.params.prompt_logprobs or 0, logits.shape[1])
-    entries = []
-    for rows, ids in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True):
-        gathered = gather_logprobs(rows, ids, num_top, rows.shape[1])
-        own, top_ids, top = (field.tolist() for field in gathered)
-        for logprob, row_ids, row, rank in zip(
-            own, top_ids, top, _ranks(rows, ids).tolist(), strict=True
-        ):
-            entries.append(TokenLogprobs(logprob, list(zip(row_ids, row, strict=True)), rank))
-    return entries
+    gathered = [
+        (*gather_logprobs(rows, ids, num_top, rows.shape[1]), _ranks(rows, ids))
+        for rows, ids in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
+    ]
+    return HostCopy(*(torch.cat(pieces) for pieces in zip(*gathered, strict=True)))
 
 
 def _ranks(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from itertools import count
 from operator import attrgetter
 
 from outrider.engine.adaptive_speculation import AdaptiveSpeculation
-from outrider.engine.api import QueueFullError, RequestOutput
+from outrider.engine.api import InvalidRequestError, QueueFullError, RequestOutput
 from outrider.engine.config import SchedulerConfig
+from outrider.engine.counters import Counters
 from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.plan import Plan, ScheduledRequest, Verified
 from outrider.engine.request import Request
@@ -21,33 +22,15 @@ MAX_PROMPT_LOGITS = 512
 _TURN = attrgetter("turn")
 
 
-class Counters:
-    """Totals since the engine started."""
-
-    def __init__(self, num_speculative_tokens: int) -> None:
-        self.num_steps = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generation_tokens = 0
-        self.num_preemptions = 0
-        # [k] how often the draft at each position was proposed, and accepted
-        self.drafted_per_position = [0] * num_speculative_tokens
-        self.accepted_per_position = [0] * num_speculative_tokens
-
-    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        for j in range(num_drafts):
-            self.drafted_per_position[j] += 1
-        for j in range(num_accepted):
-            self.accepted_per_position[j] += 1
-
-
 class Scheduler:
     """By priority, then first come, first served, under a token budget a step and a page budget.
 
     Sequences that decode go before those still in prefill, so that a long prompt, taken in chunks,
     delays nobody's next token. A sequence waits while a prefix that it can share is being computed,
-    so that samples of one prompt compute it once, also when they come together. When pages run out,
-    the last in turn of the running sequences gives its pages up and is computed again later.
+    so that samples of one prompt compute it once, also when they come together; meanwhile those
+    behind it in the queue take the free seats, and a prompt in chunks leaves rows to short ones.
+    When pages run out, the last in turn of the running sequences gives its pages up and is computed
+    again later.
     """
 
     def __init__(
@@ -72,11 +55,20 @@ class Scheduler:
         self.waiting: list[Request] = []  # the next first
         self.running: list[Request] = []
         self._arrivals = count()
+        self._step_start_s = 0.0
+        # What the last step tells the choice of k, but for the time until the next one begins.
+        self._observed: tuple[list[int], list[int], list[bool]] | None = None
+        self._is_timed = False
         self.counters = Counters(num_speculative_tokens)
 
     def add(self, requests: list[Request]) -> None:
-        """Queue sequences, all or none; raises QueueFullError."""
+        """Queue sequences, all or none. Raises QueueFullError or InvalidRequestError."""
         seats = self._config.max_num_seqs + self._config.max_queue_len
+        if len(requests) > seats:
+            raise InvalidRequestError(
+                f"n: the {len(requests)} sequences of one request can never be queued together; "
+                f"{seats} may run or wait (max_num_seqs and max_queue_len): ask for fewer"
+            )
         taken = len(self.running) + len(self.waiting)
         if taken + len(requests) > seats:
             raise QueueFullError(
@@ -89,6 +81,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Choose this step's sequences and make sure that each has the pages it needs."""
+        self._tell_adaptive()
         plan = Plan()
         budget = self._config.max_num_batched_tokens
         decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
@@ -102,21 +95,24 @@ class Scheduler:
                 max(1, len(decoding)),
                 is_timed=_decodes(sum(r.num_uncomputed_tokens for r in prompts), len(decoding)),
             )
+        startable = [r for r in self.waiting if r.can_start]
+        reserved = 0
         for i, request in enumerate(decoding + prefilling):
             if budget == 0:
                 break
+            if i == len(decoding):
+                reserved = self._num_rows_of_short(startable, prefilling, budget // 2)
             if request.slot is None:  # preempted for an older one just now
                 continue
             # Drafts take what is left once each that decodes or may be seated has a row.
             num_behind = max(0, len(decoding) - 1 - i) + num_seatable
-            available = max(1, budget - num_behind) if i < len(decoding) else budget
+            available = max(1, budget - num_behind) if i < len(decoding) else budget - reserved
             if scheduled := self._schedule_running(request, available, plan):
                 plan.scheduled.append(scheduled)
                 budget -= scheduled.num_new_tokens + scheduled.num_drafts
         prefilling = [r for r in prefilling if r.slot is not None]
-        startable = [r for r in self.waiting if r.can_start]
-        for request in startable[: self._slots.num_free]:
-            if budget == 0:
+        for request in startable:
+            if budget == 0 or self._slots.num_free == 0:
                 break
             if self._should_wait(request, prefilling, plan):
                 continue
@@ -166,26 +162,37 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Remove a sequence wherever it is, and free what it holds. Unknown ones are ignored."""
         if request in self.running:
+            # Until somebody is seated the engine may idle, which is no part of a step's time.
+            self._is_timed = self._is_timed and len(self.running) > 1
             self.running.remove(request)
             self._slots.unseat(request)
             self._kv_cache.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-            if request.compiling is not None:
-                request.compiling.cancel()
+        if request.compiling is not None:
+            request.compiling.cancel()
 
     def _observe(self, plan: Plan, verified: Verified) -> None:
-        """Tell the choice of k what this step took, and how many drafts stood."""
+        """Keep what this step tells the choice of k: how many drafts stood."""
         sampled = plan.sampled
         if self._adaptive is None or not sampled:
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
-        is_timed = _decodes(num_prefill_rows, len(sampled))
-        self._adaptive.observe(
+        self._is_timed = _decodes(num_prefill_rows, len(sampled))
+        self._observed = (
             [s.num_drafts for s in sampled],
             [len(drawn) - 1 for drawn in verified.token_ids],
-            time.perf_counter() - plan.start_s if is_timed else None,
+            [s.request.params.num_speculative_tokens is None for s in sampled],
         )
+
+    def _tell_adaptive(self) -> None:
+        """Tell the choice of k of the last step, which takes until this one begins."""
+        last_start_s, self._step_start_s = self._step_start_s, time.perf_counter()
+        if self._adaptive is not None and self._observed is not None:
+            wanted, accepted, is_open = self._observed
+            elapsed_s = self._step_start_s - last_start_s if self._is_timed else None
+            self._adaptive.observe(wanted, accepted, elapsed_s, is_open)
+            self._observed = None
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
         request = scheduled.request
@@ -289,6 +296,25 @@ class Scheduler:
                 return None
         return scheduled
 
+    def _num_rows_of_short(
+        self, startable: list[Request], prefilling: list[Request], most: int
+    ) -> int:
+        """Rows, up to `most`, that a prompt in chunks leaves to short ones that need no second
+        step: those may take seats that nobody else can use yet.
+        """
+        num_rows, num_seats = 0, self._slots.num_free
+        for request in startable:
+            wanted = num_rows + request.num_uncomputed_tokens
+            if num_seats == 0:
+                break
+            if (
+                wanted <= most
+                and self._kv_cache.pages_for(wanted + 1) <= self._kv_cache.num_free_pages
+                and not self._kv_cache.prefix_is_coming(request, prefilling)
+            ):
+                num_rows, num_seats = wanted, num_seats - 1
+        return num_rows
+
     def _should_wait(self, request: Request, prefilling: list[Request], plan: Plan) -> bool:
         """Whether a later step serves the request better, however much room this one has."""
         scores_prompt = request.params.prompt_logprobs is not None
@@ -332,6 +358,7 @@ class Scheduler:
         scheduled.is_drafted_for = num_wanted > 0
         if scheduled.samples:
             request.follow_grammar()
+            request.edit_error = None  # one behind a draft that was rejected is of no account
             if num_wanted:
                 # The last token needs no draft: verification emits one more than it accepts.
                 room = min(
@@ -349,13 +376,7 @@ class Scheduler:
         if not request.speculates:
             return 0
         k = request.params.num_speculative_tokens
-        if k is not None:
-            return min(k, self._max_speculative_tokens)
-        # Which drafts are drawn decides what `token` and `block` emit, so where the same tokens are
-        # asked for again, k must not hang on measured time.
-        params = request.params
-        pinned = params.reproducible and not self._slots.draws_are_fixed(params)
-        return self._max_speculative_tokens if pinned else self._num_speculative_tokens
+        return self._num_speculative_tokens if k is None else min(k, self._max_speculative_tokens)
 
     def _has_room_ahead(self, scheduled: ScheduledRequest) -> bool:
         request = scheduled.request

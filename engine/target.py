@@ -11,7 +11,7 @@ from outrider.engine.batch import HostBatch
 from outrider.engine.host_copy import uploaded
 from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.plan import Plan, slots_of
-from outrider.engine.prompt_logprobs import read_prompt_logprobs
+from outrider.engine.prompt_logprobs import score_prompts
 from outrider.engine.proposers.base import Proposals
 from outrider.engine.request import Request
 
@@ -25,15 +25,20 @@ class Target:
         self._ahead: list[Request] = []  # whose `row_ahead` counts in these logits
         self._ahead_logits = torch.empty(0)
 
-    def capture(self, num_speculative_tokens: int, report: ReportProgress) -> Tensor:
-        """Capture plain decodes and verifications of every k; returns the place of the logits."""
-        stage = "capturing the target's graphs"
-        return self._model.capture(num_speculative_tokens + 1, True, partial(report, stage))
+    def capture(
+        self, num_speculative_tokens: int, most_rows: int, report: ReportProgress
+    ) -> Tensor:
+        """Capture plain decodes and verifications of every k, of `most_rows` rows a step at most;
+        returns the place of the logits.
+        """
+        progress = partial(report, "capturing the target's graphs")
+        return self._model.capture(num_speculative_tokens + 1, most_rows, True, progress)
 
     def score(self, plan: Plan, proposals: Proposals) -> Tensor:
         """Logits of the k_i + 1 last rows of each sampled sequence: [sum(k_i + 1), V].
 
-        The plan's sequences get the logprobs of the prompt tokens that it scores.
+        The plan's sequences get the logprobs of the prompt tokens that it scores, on their way to
+        the host.
         """
         starts_np = np.array([s.request.num_computed_tokens for s in plan.scheduled])
         query_lens_np = np.array([s.num_new_tokens for s in plan.scheduled])
@@ -49,7 +54,7 @@ class Target:
         else:
             logits = self._model.forward(HostBatch.build(*arrays)).logits
         if scores_prompts:
-            logits = read_prompt_logprobs(plan, logits, num_logits_np, self._vocab_size)
+            logits = score_prompts(plan, logits, num_logits_np, self._vocab_size)
         return logits
 
     def score_ahead(self, plan: Plan) -> None:

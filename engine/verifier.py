@@ -6,23 +6,22 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from outrider.engine.api import TokenLogprobs
 from outrider.engine.host_copy import HostCopy, uploaded
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
 from outrider.engine.plan import Plan, Verified, slots_of
+from outrider.engine.prompt_logprobs import read_prompt_logprobs, to_entries
 from outrider.engine.proposers.base import (
     SAMPLING_KINDS,
     DraftDistributions,
     Proposals,
     sampling_kind,
 )
-from outrider.engine.ragged import aligned, ragged_arange
+from outrider.engine.ragged import aligned
 from outrider.engine.slots import Slots
-from outrider.kernels.logprobs import gather_logprobs
+from outrider.kernels.logprobs import Logprobs, gather_logprobs
 from outrider.kernels.slot_rows import read_slots, write_verified
 from outrider.kernels.verify import verify
 
@@ -30,8 +29,9 @@ from outrider.kernels.verify import verify
 class Drawn(NamedTuple):
     """What a step drew, on its way to the host."""
 
-    copy: HostCopy
-    logits: Tensor  # [T, V] raw, for logprobs
+    copy: HostCopy  # [B, K + 2] tokens, then their Logprobs where any are asked for
+    # [B + 1] of each sequence its first row of Logprobs; it has k_i + 1, or none
+    logprob_rows_np: np.ndarray
 
 
 class Verifier:
@@ -92,15 +92,19 @@ class Verifier:
         if edited_np.all():
             drawn = self._verify_edited(rows, kind, *tensors)
         else:
-            # Among the others, those whose logits are edited stand for nobody.
+            # Among the others, those whose logits are edited stand for nobody: at the beginning of
+            # the dummy slot, like all padding, since other padding goes on from where they end.
             slots_np = np.where(edited_np, self._slots.dummy, slots_np)
             size = padded_size(len(sampled), self._sizes)
-            packed_np = self._pack(slots_np, num_drafts_np, anchors_np, size)
+            packed_np = self._pack(slots_np, num_drafts_np, anchors_np * ~edited_np, size)
             drawn = self._phase(packed_np, (size, *kind), *tensors)[: len(sampled)]
             if edited_np.any():
                 index = uploaded(edited_np.nonzero()[0], drawn.device)
                 drawn[index] = self._verify_edited(rows.take(edited_np), kind, *tensors)
-        return Drawn(HostCopy(drawn), logits)  # the one copy to the host a step
+        asking_np = np.array([s.request.params.logprobs is not None for s in sampled])
+        logprob_rows_np = np.concatenate(([0], np.cumsum(rows.num_rows_np * asking_np)))
+        logprobs = self._gather(plan, logits, drawn, rows, asking_np) if asking_np.any() else ()
+        return Drawn(HostCopy(drawn, *logprobs), logprob_rows_np)  # the one copy a step
 
     def _verify_edited(
         self, rows: RequestRows, kind: Shape, logits: Tensor, *distributions: Tensor
@@ -116,20 +120,24 @@ class Verifier:
         return self._run(integers, (size, *kind), edited, *distributions)
 
     def read(self, plan: Plan, proposals: Proposals, drawn: Drawn | None) -> Verified:
-        """What `verify` drew, once it is on the host."""
+        """What `verify` drew, once it is on the host; and what the step's prompts scored."""
+        read_prompt_logprobs(plan)
         if drawn is None:
             return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
-        host_np = drawn.copy.numpy()
+        host_np, *logprobs = drawn.copy.arrays()
         drawn_np = host_np[:, :-1]  # padded with -1
         lens = (drawn_np >= 0).sum(1).tolist()
         token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
-        num_drafts_np = proposals.num_drafts_np
-        cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
         return Verified(
             token_ids=token_ids,
-            num_drafts=num_drafts_np.tolist(),
+            num_drafts=proposals.num_drafts_np.tolist(),
             is_bad=host_np[:, -1].astype(bool).tolist(),
-            logprobs=self._logprobs(plan, drawn.logits, token_ids, cu_rows_np),
+            logprobs=[
+                None
+                if (num_top := s.request.params.logprobs) is None
+                else to_entries(*(field[first : first + n] for field in logprobs), num_top=num_top)
+                for s, first, n in zip(plan.sampled, drawn.logprob_rows_np[:-1], lens, strict=True)
+            ],
         )
 
     def _run(
@@ -191,29 +199,19 @@ class Verifier:
         packed[0, 1:] = np.cumsum(packed[2, :-1] + 1)
         return packed
 
-    def _logprobs(
-        self, plan: Plan, logits: Tensor, token_ids: list[list[int]], cu_rows_np: np.ndarray
-    ) -> list[list[TokenLogprobs] | None]:
-        """Raw logprobs of the drawn tokens of those sequences that asked for them."""
-        wanted = [s.request.params.logprobs for s in plan.sampled]
-        asking = [i for i, num_top in enumerate(wanted) if num_top is not None]
-        out: list[list[TokenLogprobs] | None] = [None] * len(wanted)
-        if not asking:
-            return out
-        lens_np = np.array([len(token_ids[i]) for i in asking])
-        rows = torch.from_numpy(ragged_arange(cu_rows_np[asking], lens_np)).to(logits.device)
-        chosen = torch.tensor([t for i in asking for t in token_ids[i]], device=logits.device)
-        num_top = min(max(wanted[i] or 0 for i in asking), self._vocab_size)
-        gathered = gather_logprobs(logits[rows], chosen, num_top, self._vocab_size)
-        own, ids, values = (field.tolist() for field in gathered)
-        first = 0
-        for i, length in zip(asking, lens_np.tolist(), strict=True):
-            out[i] = [
-                TokenLogprobs(
-                    own[row],
-                    list(zip(ids[row][: wanted[i]], values[row][: wanted[i]], strict=True)),
-                )
-                for row in range(first, first + length)
-            ]
-            first += length
-        return out
+    def _gather(
+        self, plan: Plan, logits: Tensor, drawn: Tensor, rows: RequestRows, asking_np: np.ndarray
+    ) -> Logprobs:
+        """Raw logprobs of every row of the sequences that ask for them, rejected drafts' rows too:
+        how many stand is not known on the host, and the logits last until the next pass.
+
+        Shape: drawn [B, K + 2], asking_np [B].
+        """
+        asking = rows.take(asking_np)
+        row_np = asking.each_np()[0]
+        column_np = row_np - np.repeat(asking.first_rows_np, asking.num_rows_np)
+        seq_np = np.repeat(asking_np.nonzero()[0], asking.num_rows_np)
+        row, seq, column = uploaded(np.stack((row_np, seq_np, column_np)), drawn.device)
+        num_top = max(s.request.params.logprobs or 0 for s in plan.sampled)
+        num_top = min(num_top, self._vocab_size)
+        return gather_logprobs(logits[row], drawn[seq, column], num_top, self._vocab_size)

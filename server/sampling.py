@@ -67,9 +67,8 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
-        verification=speculation.verification,
+        verification=speculation.verification or ("match" if fields.seed is not None else None),
         grammar=grammar,
-        reproducible=fields.seed is not None,
     )
 
 

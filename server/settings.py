@@ -261,14 +261,14 @@ class SpeculationSettings(Section):
     adaptive: bool = Field(
         default=True,
         description="Draft fewer, down to none, where the measured cost of a step says that it "
-        "pays, and on a CPU none behind drafts that the draft model holds for unlikely. Requests "
-        "with a seed of their own ignore measured cost, to be reproducible.",
+        "pays, and on a CPU none behind drafts that the draft model holds for unlikely.",
     )
     verification: Literal["token", "block", "match"] = Field(
         default="token",
         description="Which drafts stand. token: one by one; block: jointly, never fewer in "
         "expectation; match: those that plain sampling with the same seed would have drawn, so "
-        "that a seeded answer is the same for every k. All keep the target's distribution.",
+        "that a seeded answer is the same for every k. All keep the target's distribution. Of "
+        "requests that name neither a rule nor a seed; those with a seed get match.",
     )
     ngram_min_tokens: int = Field(
         default=1, ge=1, description="ngram: shortest suffix that is looked up, in tokens."
@@ -386,6 +386,36 @@ class Settings(Section):
             raise ValueError(
                 f"target.model is {self.target.model!r} and draft.model is not set; name a draft "
                 'with the same tokenizer, or set speculation.proposer to "ngram" or "none"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_have_room(self) -> Self:
+        num_rows, num_seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        if num_seqs > num_rows:
+            raise ValueError(
+                f"scheduler.max_num_seqs is {num_seqs}, but a step has scheduler."
+                f"max_num_batched_tokens ({num_rows}) rows, of which each sequence takes one at "
+                "least; lower the first or raise the second"
+            )
+        k = self.speculation.num_speculative_tokens
+        if self.speculation.proposer != "none" and k >= num_rows:
+            raise ValueError(
+                f"speculation.num_speculative_tokens is {k}, so that a sequence takes {k + 1} rows "
+                f"of a step, but scheduler.max_num_batched_tokens is {num_rows}; lower the first "
+                "or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cache_holds_a_sequence(self) -> Self:
+        num_pages, page_size = self.cache.num_pages, self.cache.page_size_tokens
+        longest = self.engine.max_model_len or 2
+        if num_pages is not None and (num_pages - 1) * page_size < longest:
+            raise ValueError(
+                f"cache.num_pages is {num_pages}, of cache.page_size_tokens ({page_size}) and one "
+                f"for padding: they hold {(num_pages - 1) * page_size} tokens, but a sequence may "
+                f"have {longest} (engine.max_model_len); raise the first or lower the last"
             )
         return self
 

@@ -3,13 +3,16 @@
 import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Empty
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import ReportProgress
@@ -23,6 +26,7 @@ from outrider.engine.distill.writers import devices_of
 from outrider.engine.models.admission import resolve_dtype
 
 _REPORT_STEPS = 10
+_POLL_S = 0.2
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations
 _TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
 _MAX_SHARD_SIZE = "15MB"
@@ -46,15 +50,69 @@ def train_draft(
     if len(devices) == 1:
         return _train_replica(recipe, work, plan, until_s, settle, report, devices, 0)
     (work / "meeting").unlink(missing_ok=True)
-    with ProcessPoolExecutor(len(devices) - 1, multiprocessing.get_context("spawn")) as pool:
-        others = [
-            pool.submit(_train_replica, recipe, work, plan, until_s, None, None, devices, rank)
-            for rank in range(1, len(devices))
-        ]
-        trained = _train_replica(recipe, work, plan, until_s, settle, report, devices, 0)
-        for other in others:
-            other.result()
+    args = (recipe, work, plan, until_s, devices)
+    trained: tuple[HeldOut, Plan] = run_replicas(
+        _train_in_process, len(devices), args, {"settle": settle, "report": report}
+    )
     return trained
+
+
+def run_replicas(
+    replica: Callable[..., None],
+    world: int,
+    args: tuple[object, ...],
+    handlers: dict[str, Callable[..., object]],
+) -> Any:
+    """Run `replica(rank, said, *args)` in a process for each rank, until all are done.
+
+    What one puts into the queue `said`, (name, *values), goes to the handler of that name, but for
+    ("done", result): this is returned.
+
+    If a replica fails, the others would wait for it on their GPUs for ever. So none runs in this
+    process, and all are ended when the first fails. Raises ProcessRaisedException, which has its
+    traceback, or ProcessExitedException.
+    """
+    said: Queue[tuple[Any, ...]] = multiprocessing.get_context("spawn").Queue()
+    replicas = start_processes(replica, (said, *args), world, join=False, start_method="spawn")
+    result = None
+    try:
+        is_over = False
+        while not is_over:
+            is_over = replicas.join(_POLL_S)
+            try:
+                while True:
+                    name, *values = said.get(timeout=_POLL_S if is_over else 0)
+                    if name == "done":
+                        result = values[0]
+                    else:
+                        handlers[name](*values)
+            except Empty:
+                pass
+    finally:
+        for process in replicas.processes:
+            process.kill()
+    return result
+
+
+def _train_in_process(
+    rank: int,
+    said: "Queue[tuple[Any, ...]]",
+    recipe: Recipe,
+    work: Path,
+    plan: Plan,
+    until_s: float | None,
+    devices: list[str],
+) -> None:
+    """One of several replicas: the first of them settles, reports and has the result."""
+
+    def say(name: str) -> Callable[..., None] | None:
+        return (lambda *values: said.put((name, *values))) if rank == 0 else None
+
+    trained = _train_replica(
+        recipe, work, plan, until_s, say("settle"), say("report"), devices, rank
+    )
+    if rank == 0:
+        said.put(("done", trained))
 
 
 def _train_replica(

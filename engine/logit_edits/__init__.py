@@ -66,6 +66,8 @@ class LogitEdits:
                 edit.seat(request)
 
     def unseat(self, slot: int) -> None:
+        for edit in self._chain:
+            edit.unseat(slot)
         self._asked_np[:, slot] = False
         self._slots.discard(slot)
 

@@ -86,6 +86,10 @@ class LogitEdit(ABC):
     def seat(self, request: Request) -> None:
         """Fill the slot of a request that asks for this edit, also when it comes back to one."""
 
+    def unseat(self, slot: int) -> None:
+        """Let go of the slot's request; the tables may keep what nobody reads."""
+        return
+
     @abstractmethod
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         """Edit the rows of requests that ask for this edit, in place; logits: [N, V'] float32."""

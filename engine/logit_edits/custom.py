@@ -26,6 +26,9 @@ class CustomProcessors(LogitEdit):
         assert request.slot is not None
         self._requests[request.slot] = request
 
+    def unseat(self, slot: int) -> None:
+        self._requests.pop(slot, None)
+
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         for row, slot, position in zip(*rows.each_np().tolist(), strict=True):
             prefix = self._token_ids[None, slot, :position].long()

@@ -29,6 +29,9 @@ class Grammars(LogitEdit):
         assert request.slot is not None
         self._request_of[request.slot] = request
 
+    def unseat(self, slot: int) -> None:
+        self._request_of.pop(slot, None)
+
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         requests = [self._request_of[slot] for slot in rows.slots_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]

@@ -81,17 +81,20 @@ class PagedModel:
     def capture(
         self,
         rows_per_seq: int,
+        most_rows: int,
         every_row_has_logits: bool,
         progress: Callable[[int, int], None],
     ) -> Tensor:
         """Capture passes of up to `rows_per_seq` rows a sequence, and of more rows where prompts
-        are among them; once cache and slots are bound.
+        are among them, none of more than `most_rows`; once cache and slots are bound.
 
         Logits are of every row, or of one row a sequence; returns the most of them, where those of
         other shapes begin too unless the model goes on behind its head. Raises
         UnsupportedModelError where the model's own code waits for the GPU.
         """
-        shapes = _shapes(self._slots.max_num_seqs, rows_per_seq, every_row_has_logits)
+        shapes = captured_shapes(
+            self._slots.max_num_seqs, rows_per_seq, most_rows, every_row_has_logits
+        )
         self.network.reserve_logits(shapes[0][2])
         nobody = np.zeros(0, dtype=np.int64)
         outputs = []
@@ -131,21 +134,33 @@ class PagedModel:
         return self.network(PassContext(batch))
 
 
-def _shapes(
-    max_num_seqs: int, rows_per_seq: int, every_row_has_logits: bool
+def captured_shapes(
+    max_num_seqs: int, rows_per_seq: int, most_rows: int, every_row_has_logits: bool
 ) -> list[tuple[int, int, int]]:
     """(sequences, rows, logits) to capture, the largest first."""
+
+    def shape_of(num_seqs: int, num_rows: int) -> tuple[int, int, int]:
+        # A row a sequence is the least; and verification pads what it reads by a row a sequence.
+        rows = min(num_rows, max(most_rows, num_seqs))
+        logits = min(num_rows, most_rows + num_seqs) if every_row_has_logits else num_seqs
+        return num_seqs, rows, logits
+
     most = max_num_seqs * rows_per_seq
-    with_prompts = range(most // _ROWS_STEP * _ROWS_STEP + _ROWS_STEP, _MOST_ROWS + 1, _ROWS_STEP)
-    num_logits = most if every_row_has_logits else max_num_seqs
-    return [
-        *((max_num_seqs, rows, num_logits) for rows in reversed(with_prompts)),
+    steps = range(most // _ROWS_STEP * _ROWS_STEP + _ROWS_STEP, _MOST_ROWS + 1, _ROWS_STEP)
+    num_logits = shape_of(max_num_seqs, most)[2]
+    shapes = [
         *(
-            (n, n * rows, n * rows if every_row_has_logits else n)
+            (max_num_seqs, min(rows, most_rows), num_logits)
+            for rows in reversed(steps)
+            if min(rows, most_rows) > most
+        ),
+        *(
+            shape_of(n, n * rows)
             for n in padded_sizes(max_num_seqs)
             for rows in range(rows_per_seq, 0, -1)
         ),
     ]
+    return list(dict.fromkeys(shapes))
 
 
 def _holds(shape: tuple[int, int, int], wanted: tuple[int, int, int]) -> bool:

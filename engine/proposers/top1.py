@@ -75,6 +75,11 @@ class Top1Proposer(Proposer):
             slots.max_num_seqs + 1, slots.max_drafts, draft.vocab_size, draft.dtype, slots.device
         )
 
+    @property
+    def _most_rows_ahead(self) -> int:
+        """Of a pass that drafts ahead: a step's, and the two that each seat may not have seen."""
+        return self._max_num_batched_tokens + 2 * self._slots.max_num_seqs
+
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         device = self._slots.device
         logits = torch.zeros(2, self._draft.vocab_size, dtype=self._draft.dtype, device=device)
@@ -86,8 +91,8 @@ class Top1Proposer(Proposer):
         """Capture the draft's steps, its catch-ups of two rows, its sampling, and all of these in
         one for drafting ahead.
         """
-        stage = "capturing the draft's graphs"
-        logits = self._draft.capture(2, False, partial(report, stage))
+        progress = partial(report, "capturing the draft's graphs")
+        logits = self._draft.capture(2, self._most_rows_ahead, False, progress)
         sizes = padded_sizes(self._slots.max_num_seqs)
         nobody = np.zeros(0, dtype=np.int64)
         for done, size in enumerate(sizes):
@@ -118,7 +123,7 @@ class Top1Proposer(Proposer):
 
     def _propose_ahead(self, plan: Plan) -> None:
         ahead, unseen = [], []
-        room = self._max_num_batched_tokens + 2 * len(plan.sampled)
+        room = self._most_rows_ahead
         for scheduled in plan.sampled:
             num_unseen = _num_unseen_ahead(scheduled)
             if self._can_go_ahead(scheduled) and num_unseen <= room:

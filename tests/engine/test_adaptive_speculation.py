@@ -129,3 +129,30 @@ def test_a_new_batch_size_takes_few_steps_to_know() -> None:
         adaptive.observe([chosen[-1]], [chosen[-1]], memory_bound(1, chosen[-1]))
     assert set(chosen[:11]) == {0, 1}
     assert set(chosen[25:]) == {MAX_K}
+
+
+@pytest.mark.parametrize("pinned_k", [0, 2, MAX_K])
+def test_a_sequence_with_a_k_of_its_own_keeps_nobody_from_drafting(pinned_k: int) -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    rng = random.Random(0)
+    chosen = []
+    for _ in range(300):
+        k = adaptive.choose(4)
+        wanted = [pinned_k, k, k, k]
+        accepted = [stood(rng, w, 0.9) for w in wanted]
+        elapsed_s = memory_bound(4, 0) + 0.001 * sum(wanted)
+        adaptive.observe(wanted, accepted, elapsed_s, [False, True, True, True])
+        chosen.append(k)
+    assert chosen[100:].count(MAX_K) >= 150
+
+
+def test_sequences_that_all_have_a_k_of_their_own_teach_no_cost() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    for _ in range(300):  # all take the same time, whatever is chosen
+        adaptive.choose(4)
+        adaptive.observe([2] * 4, [0] * 4, 0.1, [False] * 4)
+    chosen = []
+    for _ in range(100):
+        chosen.append(adaptive.choose(4))
+        adaptive.observe([chosen[-1]] * 4, [0] * 4, compute_bound(4, chosen[-1]))
+    assert chosen[20:].count(0) >= 70

@@ -98,17 +98,6 @@ def test_drafts_end_with_one_that_the_draft_model_holds_for_unlikely(
     assert drafted[0.9][2] > 0
 
 
-def test_a_reproducible_sequence_keeps_its_k_where_drafts_do_not_pay(
-    target: Path, draft: Path
-) -> None:
-    engine = Engine(engine_config(target, draft, k=2, adaptive=True))
-    seeded = SamplingParams(max_tokens=100, temperature=1.0, seed=7, reproducible=True)
-    outputs = run(engine, [MIXED[0]] * 3, seeded)
-    num_steps = len(outputs[0])
-    assert outputs[0][-1].num_draft_tokens >= num_steps - 2
-    assert tokens(outputs[0]) == tokens(outputs[1]) == tokens(outputs[2])
-
-
 def test_preemption_changes_nobodys_output(
     target: Path, draft: Path, truth: list[list[int]]
 ) -> None:

@@ -71,6 +71,15 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     engine.check_integrity()
 
 
+def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny) -> None:
+    target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
+    config = engine_config(target, draft, k=3, max_num_seqs=6, max_num_batched_tokens=4)
+    engine = Engine(replace(config, enforce_eager=True))
+    run_largest_step(engine, engine._pair, config)
+    assert not engine.has_work()
+    engine.check_integrity()
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], torch.device]:
     """`gpu(free_gib, reserved_gib)`: one of 80 GiB."""

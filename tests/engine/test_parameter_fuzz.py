@@ -63,7 +63,6 @@ def random_params(rng: random.Random) -> SamplingParams:
         "prompt_logprobs": lambda: pick([0, 1, 20, 129, -1]),
         "num_speculative_tokens": lambda: pick([0, 1, 3, 10**9, -1]),
         "verification": lambda: pick(["token", "block", "match"]),
-        "reproducible": lambda: True,
         "grammar": lambda: pick(["start: /[abc]{2,9}/", 'start: "ab" | "c"', "start: /[ab]*/"]),
     }
     share = pick([0.03, 0.1, 0.3])

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from outrider.engine import phase
 from outrider.engine.api import SamplingParams
 from outrider.engine.loop import Engine
+from outrider.engine.models.paged_model import captured_shapes
 from outrider.engine.phase import Shape, padded_sizes, record_graph
 
 Tiny = Callable[..., Path]
@@ -80,6 +81,52 @@ def test_padding_changes_nobodys_output(
         expected = [tokens(o) for o in run(plain, mixed[batch], params[batch])]
         assert [tokens(o) for o in run(padded, mixed[batch], params[batch])] == expected
     assert recorded.num_replays > 30
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+@pytest.mark.parametrize("architecture", ["opt", "gpt2"])
+def test_padding_stays_at_the_beginning_beside_edited_rows(
+    tiny_model: Tiny, recorded: type[_Recorded], architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Positions beyond those that the draft has learned would raise.
+    target = tiny_model(architecture, seed=0)
+    draft = tiny_model(architecture, seed=1, max_position_embeddings=32)
+    config = engine_config(target, draft, k=2, max_num_seqs=6)
+    edited = replace(GREEDY, max_tokens=40, repetition_penalty=1.3)
+    mixed, params = prompts([60, 3, 4, 5], VOCAB), [edited, *[GREEDY] * 3]
+    plain, padded = Engine(config), Engine(config)
+    padded.capture(lambda stage, done, total: None)
+    padded.scheduler.plans_ahead = True  # its batches count from what the device knows
+    expected = [tokens(o) for o in run(plain, mixed, params)]
+    assert [tokens(o) for o in run(padded, mixed, params)] == expected
+    assert not caplog.records  # drafting never failed
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "rows_per_seq", "most_rows"), [(32, 5, 512), (256, 5, 512), (64, 3, 100)]
+)
+def test_no_captured_pass_has_more_rows_than_a_step(
+    max_num_seqs: int, rows_per_seq: int, most_rows: int
+) -> None:
+    shapes = captured_shapes(max_num_seqs, rows_per_seq, most_rows, True)
+    assert max(rows for _, rows, _ in shapes) <= most_rows
+    assert len(set(shapes)) == len(shapes)
+    for num_seqs in range(1, max_num_seqs + 1):  # all that a step may hold has a graph
+        for rows in range(1, rows_per_seq + 1):
+            num_rows = min(num_seqs * rows, most_rows)
+            assert any(s >= num_seqs and r >= num_rows and n >= num_rows for s, r, n in shapes)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+def test_a_step_of_all_its_rows_runs_captured(tiny_model: Tiny, recorded: type[_Recorded]) -> None:
+    target = tiny_model("llama", seed=0)
+    config = engine_config(target, target, k=4, max_num_seqs=7, max_num_batched_tokens=12)
+    plain, padded = Engine(config), Engine(config)
+    padded.capture(lambda stage, done, total: None)
+    asked, params = prompts([5, 3, 4, 1, 1], VOCAB), SamplingParams(max_tokens=20, seed=3)
+    expected = [tokens(o) for o in run(plain, asked, params)]
+    assert [tokens(o) for o in run(padded, asked, params)] == expected
+    assert recorded.num_replays > 10
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")

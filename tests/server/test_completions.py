@@ -109,6 +109,24 @@ def test_choices_are_prompt_major(serve: Serve) -> None:
     assert answer["usage"]["prompt_tokens"] == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"seed": 3}, "match"),
+        ({"seed": 3, "speculation": {"verification": "block"}}, "block"),
+        ({"speculation": {"verification": "token"}}, "token"),
+        ({}, None),
+    ],
+)
+def test_a_seed_asks_for_the_rule_that_no_draft_changes(
+    serve: Serve, asked: dict[str, Any], rule: str | None
+) -> None:
+    served = serve()
+    post(served.app, {"prompt": "Hi", "n": 2} | asked)
+    (requests,) = served.client.submitted
+    assert [request.params.verification for request in requests] == [rule, rule]
+
+
 def test_samples_have_seeds_of_their_own(serve: Serve) -> None:
     served = serve()
     post(served.app, {"prompt": "Hi", "n": 3, "seed": -7})

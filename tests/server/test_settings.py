@@ -112,6 +112,44 @@ def test_draft_on_another_device_than_the_target_is_refused() -> None:
         load_settings(assignments=["target.device=cuda:1", "draft.device=cpu"], environ={})
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["scheduler.max_num_seqs=600"], r"max_num_seqs is 600.*max_num_batched_tokens \(512\)"),
+        (
+            ["scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=4"],
+            r"num_speculative_tokens is 4.* 5 rows .*max_num_batched_tokens is 4",
+        ),
+        (["cache.num_pages=2", "cache.page_size_tokens=1"], r"hold 1 tokens.* may have 2"),
+        (
+            ["cache.num_pages=10", "engine.max_model_len=145"],
+            r"num_pages is 10.*page_size_tokens \(16\).*hold 144 tokens.* may have 145",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_with_their_values(
+    given: list[str], told: str
+) -> None:
+    with pytest.raises(SettingsError, match=told):
+        load_settings(assignments=given, environ={})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["scheduler.max_num_seqs=512"],
+        [
+            "scheduler.max_num_batched_tokens=2",
+            "scheduler.max_num_seqs=2",
+            "speculation.proposer=none",
+        ],
+        ["cache.num_pages=10", "engine.max_model_len=144"],
+    ],
+)
+def test_settings_that_just_fit_are_taken(given: list[str]) -> None:
+    load_settings(assignments=given, environ={})
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_settings(environ={}).server.port = 1  # type: ignore[misc]

@@ -37,3 +37,16 @@ class FailOn:
 class WrongShape:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores[:, 1:]
+
+
+class KeepTo:
+    """Raises behind anything but the beginning of a text."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        given = input_ids[0].tolist()
+        if given != self._token_ids[: len(given)]:
+            raise RuntimeError("off the text")
+        return scores

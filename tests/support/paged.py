@@ -25,7 +25,7 @@ def paged_logits(
     slots = Slots(len(sequences), 128, 8, PAGE, VOCAB, DEVICE)
     model.bind_slots(slots)
     if graphs:
-        model.capture(5, True, lambda done, total: None)
+        model.capture(5, 2048, True, lambda done, total: None)
     # Pages are dealt out of order, so that a wrong block table cannot go unnoticed.
     pages = torch.randperm(127, generator=torch.Generator().manual_seed(0)).int() + 1
     for i, token_ids in enumerate(sequences):

@@ -1,0 +1,26 @@
+"""Replicas in processes of their own: what they say, and that none waits for one that failed."""
+
+import pytest
+from replicas_for_tests import one_fails, talk
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from outrider.engine.distill.replicas import run_replicas
+
+pytestmark = pytest.mark.slow  # processes that load torch
+
+
+def test_the_first_replica_reports_and_has_the_result() -> None:
+    reported: list[tuple[str, int]] = []
+    handlers = {"report": lambda *values: reported.append(values)}
+    assert run_replicas(talk, 2, ("it trains",), handlers) == "a draft"
+    assert reported == [("it trains", 0), ("it trains", 1), ("it trains", 2)]
+
+
+def test_a_replica_that_fails_ends_all_and_is_told() -> None:
+    with pytest.raises(ProcessRaisedException, match="out of luck"):
+        run_replicas(one_fails, 2, ("raises",), {})
+
+
+def test_a_replica_that_is_gone_ends_all() -> None:
+    with pytest.raises(ProcessExitedException, match="exit code 3"):
+        run_replicas(one_fails, 2, ("exits",), {})

@@ -1,0 +1,89 @@
+"""Logprobs are gathered before the GPU goes on, and nobody waits for them in between."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, prompts, run
+from tiny_models import DEVICE, VOCAB
+
+from outrider.engine import prompt_logprobs, verifier
+from outrider.engine.host_copy import HostCopy
+from outrider.engine.loop import Engine
+
+Tiny = Callable[..., Path]
+ASKS = [
+    GREEDY,
+    replace(GREEDY, logprobs=2),
+    replace(GREEDY, prompt_logprobs=3, logprobs=0),
+    replace(GREEDY, logprobs=1, repetition_penalty=1.2),
+]
+
+
+@pytest.fixture
+def engine(tiny_model: Tiny) -> Engine:
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    engine = Engine(engine_config(target, draft, k=3))
+    engine.scheduler.plans_ahead = True
+    return engine
+
+
+def test_all_is_gathered_before_the_engine_runs_ahead_and_read_behind_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(name)
+            return function(*args, **options)
+
+        return call
+
+    for module in (verifier, prompt_logprobs):
+        gather = noted("gather", module.gather_logprobs)
+        monkeypatch.setattr(module, "gather_logprobs", gather)
+    monkeypatch.setattr(HostCopy, "arrays", noted("read", HostCopy.arrays))
+    ahead = noted("ahead", engine.proposer.propose_ahead)
+    monkeypatch.setattr(engine.proposer, "propose_ahead", ahead)
+    commit = noted("commit", engine.scheduler.commit)
+    monkeypatch.setattr(engine.scheduler, "commit", commit)
+
+    run(engine, prompts([20, 30, 25, 8], VOCAB), ASKS)
+    steps = " ".join(events).split("commit")
+    gathering = [step.split() for step in steps if "gather" in step]
+    assert len(gathering) > 5
+    for step in gathering:
+        assert "gather" not in step[step.index("ahead") :]
+        assert "read" not in step[: step.index("ahead")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_nothing_waits_for_the_gpu_until_the_step_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(engine, prompts([20, 30, 25, 8], VOCAB), ASKS)  # compiles
+    propose, read = engine.proposer.propose, engine.verifier.read
+    modes: list[str] = []
+
+    def proposing(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        modes.append("error")
+        return propose(*args)
+
+    def reading(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        return read(*args)
+
+    monkeypatch.setattr(engine.proposer, "propose", proposing)
+    monkeypatch.setattr(engine.verifier, "read", reading)
+    try:
+        run(engine, prompts([20, 30, 25, 8], VOCAB, seed=1), ASKS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert modes

@@ -1,0 +1,100 @@
+"""k by measured cost in the whole engine, on a clock that the test moves on."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import GREEDY, engine_config, prompts
+from tiny_models import VOCAB
+
+from outrider.engine.api import NewRequest
+from outrider.engine.loop import Engine
+from outrider.engine.plan import Plan
+from outrider.engine.proposers import Proposals
+
+Tiny = Callable[..., Path]
+MAX_K = 1  # further drafts would end where the draft model grows unsure
+
+
+class Clock:
+    """Seconds that pass only where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def charge(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, a_draft_s: float) -> None:
+        """A target's pass takes a second, and each drafted position of a sequence so much more."""
+        score = engine.target.score
+
+        def timed(plan: Plan, proposals: Proposals) -> object:
+            self.now_s += 1.0 + a_draft_s * max(proposals.num_drafts_np, default=0)
+            return score(plan, proposals)
+
+        monkeypatch.setattr(engine.target, "score", timed)
+
+
+def drafts_a_step(engine: Engine, between: Callable[[], None] = lambda: None) -> list[int]:
+    """Most drafts of a sequence with k left open, step by step."""
+    drafted, before = [], 0
+    while engine.has_work():
+        outputs = [o for o in engine.step() if o.request_id.startswith("open")]
+        now = max((o.num_draft_tokens for o in outputs), default=before)
+        drafted.append(now - before)
+        before = max(before, now)
+        between()
+        if any(o.finish_reason for o in outputs):
+            break
+    return drafted
+
+
+@pytest.fixture
+def engine(tiny_model: Tiny) -> Engine:
+    """Its draft is its target: every draft stands."""
+    target = tiny_model("llama", seed=0, max_position_embeddings=512)
+    return Engine(engine_config(target, target, k=MAX_K, adaptive=True))
+
+
+def submit(engine: Engine, name: str, k: int | None, max_tokens: int = 150) -> None:
+    params = replace(GREEDY, max_tokens=max_tokens, num_speculative_tokens=k)
+    [prompt] = prompts([3], VOCAB, seed=len(name))
+    engine.submit([NewRequest(request_id=name, prompt_token_ids=prompt, params=params)])
+
+
+@pytest.mark.parametrize("pinned_k", [0, 1])
+def test_drafts_that_pay_are_drawn_beside_a_sequence_that_drafts_as_it_likes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, pinned_k: int
+) -> None:
+    Clock(monkeypatch).charge(engine, monkeypatch, a_draft_s=0.01)
+    for i in range(3):
+        submit(engine, f"pinned {i}", pinned_k)
+    submit(engine, "open", None)
+    drafted = drafts_a_step(engine)
+    assert drafted[40:].count(MAX_K) > 0.5 * len(drafted[40:])
+
+
+def test_what_lies_between_two_steps_is_part_of_their_cost(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    clock.charge(engine, monkeypatch, a_draft_s=1.5)  # alone they would not pay
+    submit(engine, "open", None)
+
+    def send() -> None:
+        clock.now_s += 20.0
+
+    assert drafts_a_step(engine, send).count(MAX_K) > 25
+
+
+def test_idle_time_is_no_steps_cost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.charge(engine, monkeypatch, a_draft_s=1.5)
+    for _ in range(12):
+        submit(engine, "open", None, max_tokens=1)
+        drafts_a_step(engine)
+        clock.now_s += 1e6
+    submit(engine, "open", None)
+    drafted = drafts_a_step(engine)
+    assert drafted.count(0) > 0.8 * len(drafted)

@@ -1,0 +1,20 @@
+"""Replicas that run in processes of their own, which import them by name."""
+
+import time
+from multiprocessing.queues import Queue
+from typing import Any
+
+
+def talk(rank: int, said: "Queue[tuple[Any, ...]]", name: str) -> None:
+    if rank == 0:
+        for i in range(3):
+            said.put(("report", name, i))
+        said.put(("done", "a draft"))
+
+
+def one_fails(rank: int, said: "Queue[tuple[Any, ...]]", how: str) -> None:
+    if rank == 1 and how == "raises":
+        raise ArithmeticError("out of luck")
+    if rank == 1:
+        raise SystemExit(3)
+    time.sleep(600)  # as in a sum over all replicas
