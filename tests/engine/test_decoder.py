@@ -261,7 +261,7 @@ def test_logits_of_any_rows_begin_at_one_place(architecture: str, tiny_model: Ti
 @pytest.mark.parametrize("rounds", [False, True])
 def test_a_pass_reads_the_bytes_that_its_weights_take(rounds: bool, tiny_model: Tiny) -> None:
     path = tiny_model("llama")
-    network = load(path, "bfloat16", rounds_on_cpu=rounds)
+    network = load(path, "auto" if rounds else "bfloat16", is_draft=rounds)
     tensors = load_file(path / "model.safetensors")
     num_weights = sum(
         t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed" not in name

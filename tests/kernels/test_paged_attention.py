@@ -7,7 +7,7 @@ from verification import DEVICE, HAS_KERNELS
 from outrider.kernels import attention_items
 from outrider.kernels import paged_attention as module
 from outrider.kernels.attention_items import list_items
-from outrider.kernels.attention_reference import attention_mask, paged_attention_reference
+from outrider.kernels.attention_reference import paged_attention_reference, row_blocks
 from outrider.kernels.paged_attention import paged_attention
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -126,13 +126,10 @@ def check(
         [
             paged_attention_reference(
                 query[cu[i] : cu[i + 1]].float(),
-                k_cache.float(),
-                v_cache.float(),
+                k_cache.float().nan_to_num(),
+                v_cache.float().nan_to_num(),
                 table[slots[i], : -(-seq_len // PAGE)],
-                seq_len,
-                attention_mask(
-                    rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device
-                ),
+                row_blocks(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device),
                 scale,
                 softcap,
                 sinks.float() if sinks is not None else None,
