@@ -66,14 +66,15 @@ def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, target: Pa
     alone = engine(target, dtype, 0)
     truth = [answer(run(alone, [prompt], params)[0]) for prompt in PROMPTS]
     assert len({token for ids, _ in truth for token in ids}) > 50  # no loop of a few
+    accepted = drafted = 0
     for k in (1, 3, 6):
         drafting = engine(target, dtype, k)
-        got = [answer(run(drafting, [prompt], params)[0]) for prompt in PROMPTS[1:3]]
-        assert got == truth[1:3], k
+        got = [answer(run(drafting, [prompt], params)[0]) for prompt in PROMPTS]
+        assert got == truth, k
         stats = drafting.stats()
-        accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
-        assert accepted > 0
-        assert accepted < drafted or temperature > 0
+        accepted += sum(stats.accepted_per_position)
+        drafted += sum(stats.drafted_per_position)
+    assert 0 < accepted < drafted
     few_pages = {"num_pages": 12}
     for k, settings in (
         (0, {"max_num_batched_tokens": 16}),
@@ -91,8 +92,8 @@ def test_what_a_draft_left_behind_harms_nobody(target: Path) -> None:
     """NaN behind a sequence, of a rejected draft or of whoever had the page, is not attended to."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     sound, poisoned = (engine(target, "bfloat16", 0) for _ in range(2))
-    for layer in poisoned._pair.target._layers:
-        for pages in layer.module.kv_pages:
+    for attention in poisoned._pair.target.network.attentions:
+        for pages in attention.bound_pages:
             pages.fill_(float("nan"))
     got, truth = (run(each, PROMPTS, params) for each in (poisoned, sound))
     assert list(map(tokens, got)) == list(map(tokens, truth))
