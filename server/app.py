@@ -22,6 +22,7 @@ from outrider.server.chat import create_chat_completion
 from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
 from outrider.server.hosts import Hosts
+from outrider.server.message_format import MessageFormat
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import BodyLimit, Drain, Gate, Observe, RequestId
 from outrider.server.protocol import (
@@ -45,7 +46,6 @@ from outrider.server.tokenization import (
     tokenizer_info,
 )
 from outrider.server.tokenizer import Tokenizer
-from outrider.server.tool_calls import MessageFormat
 from outrider.server.tracing import make_trace
 from outrider.server.unknown_fields import IGNORED
 
