@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import pairwise
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels import attention_items
@@ -20,31 +21,24 @@ LONG = [(1, 600), (5, 253), (3, 100)]
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "value_dim"),
-    [(4, 4, 64, 64), (6, 2, 40, 24), (9, 3, 64, 64), (8, 1, 128, 128), (7, 1, 16, 16)],
+    ("heads", "mask", "batch"),
+    pairwise(
+        # Query heads, KV heads, their size, that of values.
+        [(4, 4, 64, 64), (6, 2, 40, 24), (9, 3, 64, 64), (8, 1, 128, 128), (7, 1, 16, 16)],
+        # Window, softcap, whether there are sinks.
+        [(None, None, False), (8, None, False), (None, 5.0, False), (70, None, True)],
+        [BATCH, BATCH[1:5], [(5, 300)]],
+    ),
 )
-@pytest.mark.parametrize(
-    ("window", "softcap", "with_sinks"),
-    [(None, None, False), (8, None, False), (None, 5.0, False), (70, None, True)],
-)
-@pytest.mark.parametrize("batch", [BATCH, BATCH[1:5], [(5, 300)]], ids=["mixed", "decode", "alone"])
 def test_kernel_equals_reference(
+    heads: tuple[int, int, int, int],
+    mask: tuple[int | None, float | None, bool],
     batch: list[tuple[int, int]],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    window: int | None,
-    softcap: float | None,
-    with_sinks: bool,
     device: torch.device,
 ) -> None:
     # A GPU takes minutes to compile the products of float32 that the interpreter proves.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    check(
-        batch, num_heads, num_kv_heads, head_dim, value_dim, window, softcap, with_sinks, device,
-        dtype,
-    )  # fmt: skip
+    check(batch, *heads, *mask, device, dtype)
 
 
 @pytest.mark.gpu
