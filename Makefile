@@ -12,6 +12,9 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 PACKAGES := server engine kernels
+# A worker for each core; tests that share a server, or models, stay together (tests/conftest.py).
+TEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	$(BIN)/pytest --numprocesses logical --maxprocesses 8 --dist loadgroup
 
 # The project's root must not be on sys.path: its `kernels` would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
@@ -37,7 +40,7 @@ LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-a
 	--custom-compile-command "make lock"
 
 .PHONY: gpu gpu-set-up lock $(GPU_PARTS) \
-	help serve test sweep clients scale check format-check lint types mutate format clean
+	help serve test deep sweep clients scale check format-check lint types mutate format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -49,7 +52,10 @@ serve: .make/runtime ## start the server (CONFIG=, ARGS=)
 	@exec $(BIN)/outrider serve --config $(CONFIG) $(ARGS)
 
 test: .make/dev ## run the tests (ARGS= for pytest)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(ARGS)
+	$(TEST) $(ARGS)
+
+deep: .make/dev ## run the cases that are left out of make test
+	$(TEST) -m deep $(ARGS)
 
 sweep: .make/dev ## run what takes too long for every change: all parameters against all others
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m sweep --timeout 3600 $(ARGS)
@@ -80,7 +86,7 @@ gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes 
 # Neighbours share compiled kernels: a worker takes a run of tests, and later what others have left.
 gpu-kernels gpu-engine gpu-joints: gpu-set-up
 	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
-		-o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
+		-m 'not sweep' -o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
 
 gpu-tables: gpu-set-up ## tables of kernels and engine (TARGET= DRAFT= model directories)
 	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py

@@ -30,8 +30,7 @@ class ModelPair:
                 config.draft,
                 device,
                 partial(report, "loading the draft"),
-                # Any draft is lossless: one whose dtype is left open is rounded where that pays.
-                rounds_on_cpu=config.draft.dtype == "auto",
+                is_draft=True,
             )
         self._models = {"target": self.target}
         if self.draft is not None:

@@ -1,32 +1,88 @@
-"""Attention over pages in plain torch: what a CPU runs, and what the kernel is held to."""
+"""Attention over pages in plain torch: what a CPU runs, and what the kernel is held to.
+
+How SDPA sums hangs on how many keys it is handed, and below four rows on how many these are. So
+that a row comes out the same to the bit in any company, it is handed the keys up to the end of its
+own block of positions, always under a mask, among four rows or a multiple of four.
+"""
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KEY_BLOCK = 16  # positions
+_ROW_MULTIPLE = 4  # measured; on one machine two or three rows of bfloat16 were summed otherwise
 
-def attention_mask(
+
+class RowBlock(NamedTuple):
+    """Rows of a sequence that are handed the same keys."""
+
+    rows: slice  # of the query
+    num_keys: int
+    mask: Tensor | None  # [>= group * rows, num_keys] additive; None: everything is visible
+
+
+def row_blocks(
     query_len: int,
     seq_len: int,
     window: int | None,
     group: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor | None:
-    """Additive mask of the last `query_len` rows of a sequence; None where all is visible.
+) -> list[RowBlock]:
+    """The last `query_len` rows of a sequence, a block for each KEY_BLOCK positions they touch.
 
-    Returns: [group * query_len, seq_len], 0 or -inf, the same for each of the `group` query heads
-    of a KV head. `window` counts the current token.
+    `group` query heads share a KV head; `window` counts the current token.
     """
-    if query_len == 1 and (window is None or seq_len <= window):
-        return None
-    rows = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-    columns = torch.arange(seq_len, device=device)[None, :]
-    hidden = columns > rows
-    if window is not None:
-        hidden |= columns <= rows - window
-    mask = torch.zeros(query_len, seq_len, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden, float("-inf")).repeat(group, 1)
+    first = seq_len - query_len
+    blocks = []
+    for begin in range(first - first % KEY_BLOCK, seq_len, KEY_BLOCK):
+        start, stop = max(first, begin), min(seq_len, begin + KEY_BLOCK)
+        num_keys = begin + KEY_BLOCK
+        mask = _mask(start, stop, num_keys, window, group, dtype, device)
+        blocks.append(RowBlock(slice(start - first, stop - first), num_keys, mask))
+    return blocks
+
+
+def whole_block(
+    query_len: int,
+    seq_len: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[RowBlock]:
+    """The rows of `row_blocks` as one, with no more keys than there are: a little faster, and not
+    the same to the bit in any company.
+    """
+    mask = None
+    if query_len > 1 or (window is not None and seq_len > window):
+        mask = _mask(seq_len - query_len, seq_len, seq_len, window, group, dtype, device)
+    return [RowBlock(slice(0, query_len), seq_len, mask)]
+
+
+def _mask(
+    start: int,
+    stop: int,
+    num_keys: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """0 or -inf for rows at these positions, the same for each of the `group` query heads."""
+    num_rows = stop - start
+    padded = -(-group * num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    mask = torch.zeros(padded, num_keys, dtype=dtype, device=device)
+    of_heads = mask[: group * num_rows].view(group, num_rows, num_keys)
+    rows = torch.arange(start, stop, device=device)[:, None]
+    hidden = torch.arange(start, num_keys, device=device) > rows
+    of_heads[..., start:].masked_fill_(hidden, float("-inf"))
+    if window is not None and stop > window:
+        hidden = torch.arange(num_keys, device=device) <= rows - window
+        of_heads.masked_fill_(hidden, float("-inf"))
+    return mask
 
 
 def paged_attention_reference(
@@ -34,34 +90,64 @@ def paged_attention_reference(
     k_cache: Tensor,
     v_cache: Tensor,
     pages: Tensor | slice,
-    seq_len: int,
-    mask: Tensor | None,
+    blocks: list[RowBlock],
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one sequence's last rows over its pages.
 
+    What lies behind the sequence in its last page is read, weighed with 0: it must be finite.
+
     Shape:
         query: [query_len, num_heads, head_dim]
         k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim], of the
             query's dtype or a wider one
-        pages: [pages of seq_len], their ids in order; or a slice, where they lie side by side
-        mask: [num_heads / num_kv_heads * query_len, seq_len] additive, or None
+        pages: [pages of the sequence], their ids in order; or a slice, where they lie side by side
+        blocks: from `row_blocks` or `whole_block`
         sinks: [num_heads], or None
         returns: [query_len, num_heads, value_dim]
     """
+    num_keys = blocks[-1].num_keys
+    key, value = _tokens_in(k_cache, pages, num_keys), _tokens_in(v_cache, pages, num_keys)
+    outs = [
+        _attend(
+            query[block.rows],
+            key[:, : block.num_keys],
+            value[:, : block.num_keys],
+            block.mask,
+            scale,
+            softcap,
+            sinks,
+        )
+        for block in blocks
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Shape: query [T, num_heads, head_dim], key and value [num_kv_heads, num_keys, dim]."""
     query_len, num_heads, head_dim = query.shape
-    num_kv_heads, value_dim = v_cache.shape[2:]
-    key, value = _tokens_in(k_cache, pages, seq_len), _tokens_in(v_cache, pages, seq_len)
+    num_kv_heads, num_keys, value_dim = value.shape
     # The query heads that share a KV head become rows of it: [num_kv_heads, group * query_len, dim]
     group = num_heads // num_kv_heads
+    num_rows = group * query_len
     packed = (
         query.view(query_len, num_kv_heads, group, head_dim)
         .permute(1, 2, 0, 3)
-        .reshape(num_kv_heads, group * query_len, head_dim)
+        .reshape(num_kv_heads, num_rows, head_dim)
         .to(key.dtype)
     )
+    if mask is not None and len(mask) > num_rows:
+        packed = F.pad(packed, (0, 0, 0, len(mask) - num_rows))
     if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(
             packed[None], key[None], value[None], attn_mask=mask, scale=scale
@@ -74,11 +160,14 @@ def paged_attention_reference(
             logits += mask
         if sinks is not None:
             rows = sinks.float().view(num_kv_heads, group, 1).expand(-1, -1, query_len)
-            logits = torch.cat((logits, rows.reshape(num_kv_heads, -1, 1)), dim=-1)
-        weights = torch.softmax(logits, dim=-1)[..., :seq_len]
+            rows = rows.reshape(num_kv_heads, num_rows, 1)
+            rows = F.pad(rows, (0, 0, 0, logits.shape[1] - num_rows))
+            logits = torch.cat((logits, rows), dim=-1)
+        weights = torch.softmax(logits, dim=-1)[..., :num_keys]
         out = torch.matmul(weights.to(value.dtype), value)
     return (
-        out.view(num_kv_heads, group, query_len, value_dim)
+        out[:, :num_rows]
+        .view(num_kv_heads, group, query_len, value_dim)
         .permute(2, 0, 1, 3)
         .reshape(query_len, num_heads, value_dim)
         .to(query.dtype)
@@ -86,6 +175,12 @@ def paged_attention_reference(
 
 
 def _tokens_in(cache: Tensor, pages: Tensor | slice, num_tokens: int) -> Tensor:
-    """Shape: [num_pages, page_size, num_kv_heads, dim] -> [num_kv_heads, num_tokens, dim]."""
+    """Shape: [num_pages, page_size, num_kv_heads, dim] -> [num_kv_heads, num_tokens, dim].
+
+    Zeros follow where the pages hold fewer.
+    """
     kept = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
-    return kept.flatten(0, 1)[:num_tokens].transpose(0, 1)
+    tokens = kept.flatten(0, 1)[:num_tokens]
+    if len(tokens) < num_tokens:  # the page size is no multiple of KEY_BLOCK
+        tokens = F.pad(tokens, (0, 0, 0, 0, 0, num_tokens - len(tokens)))
+    return tokens.transpose(0, 1)

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from outrider.server.generation import Delta, Generation, Sample
+from outrider.server.generation import Delta, Generation, Sample, Token
 from outrider.server.protocol import (
     APIResponse,
     GenerationResponse,
@@ -53,7 +53,9 @@ class Answer(ABC):
         self._include_metrics = service.settings.speculation_metrics if asked is None else asked
         self._samples: list[Sample] = []
         self._ids_as_texts = body.return_tokens_as_token_ids
+        self._num_prompt_tokens = sum(map(len, prompts))
         self._completion_tokens = [0] * (len(prompts) * body.num_samples)
+        self._num_completion_tokens = 0  # of all of them
         self._cached_tokens = [0] * len(prompts)
         self._begun: set[int] = set()  # choices of which something has been said
 
@@ -104,17 +106,18 @@ class Answer(ABC):
 
     async def _whole(self, generation: Generation) -> GenerationResponse:
         """The chunks of a stream, joined."""
-        merged: dict[int, Delta] = {}
+        last: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
+        tokens: dict[int, list[Token]] = {}
         async for delta in generation:
             self._count(delta)
             texts.setdefault(delta.index, []).append(delta.text)
-            earlier = merged.get(delta.index)
-            if earlier is not None:
-                earlier.tokens.extend(delta.tokens)
-                delta = replace(delta, tokens=earlier.tokens)
-            merged[delta.index] = delta
-        deltas = [replace(delta, text="".join(texts[i])) for i, delta in sorted(merged.items())]
+            tokens.setdefault(delta.index, []).extend(delta.tokens)
+            last[delta.index] = delta
+        deltas = [
+            replace(delta, text="".join(texts[i]), tokens=tokens[i])
+            for i, delta in sorted(last.items())
+        ]
         whole = self._answer(
             [choice for delta in self._chosen(deltas) for choice in self._next_choices(delta)]
         )
@@ -178,18 +181,19 @@ class Answer(ABC):
         return self._choices(delta, first=first)
 
     def _count(self, delta: Delta) -> None:
+        self._num_completion_tokens += (
+            delta.completion_tokens - self._completion_tokens[delta.index]
+        )
         self._completion_tokens[delta.index] = delta.completion_tokens
         # The samples of one prompt find its pages in the cache because of each other.
         if delta.index % self._num_samples == 0:
             self._cached_tokens[delta.index // self._num_samples] = delta.cached_tokens
 
     def _usage(self) -> Usage:
-        prompt_tokens = sum(map(len, self._prompts))
-        completion_tokens = sum(self._completion_tokens)
         return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached_tokens)),
         )
 

@@ -23,6 +23,7 @@ from outrider.server.chat_protocol import ChatCompletion, ChatCompletionRequest
 from outrider.server.completions import create_completion
 from outrider.server.hosts import Hosts
 from outrider.server.loads import add_load_routes
+from outrider.server.message_format import MessageFormat
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import (
     BodyLimit,
@@ -53,7 +54,6 @@ from outrider.server.tokenization import (
     tokenizer_info,
 )
 from outrider.server.tokenizer import Tokenizer
-from outrider.server.tool_calls import MessageFormat
 from outrider.server.tracing import make_trace
 from outrider.server.unknown_fields import IGNORED
 

@@ -27,8 +27,9 @@ from outrider.server.chat_protocol import (
 from outrider.server.chat_template import ChatTemplateError
 from outrider.server.errors import invalid_value
 from outrider.server.generation import Delta, Token
+from outrider.server.message_parser import Text
 from outrider.server.service import Service
-from outrider.server.tool_calls import Text, call_id
+from outrider.server.tool_calls import call_id
 from outrider.server.tool_choice import NamedTool, callable_tools, calls_grammar
 
 
@@ -51,7 +52,8 @@ async def create_chat_completion(
     kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
     prompt = prompt._replace(token_ids=kept)
     room_tokens = max(1, service.engine_info.max_model_len - len(kept))
-    answer = _ChatAnswer(service, body, prompt, tools)
+    # Off the event loop, because a model's own response template goes over the prompt.
+    answer = await asyncio.to_thread(_ChatAnswer, service, body, prompt, tools)
     samples = service.samples(
         body,
         [prompt.token_ids],
@@ -232,10 +234,9 @@ class _ChatAnswer(Answer):
                 if part.reasoning and not self._body.include_reasoning:
                     continue
                 name = "reasoning_content" if part.reasoning else "content"
-                if said and name in said[-1]:
-                    said[-1][name] += part.text
-                else:
-                    said.append({name: part.text})
+                if not (said and name in said[-1]):
+                    said.append({name: []})
+                said[-1][name].append(part.text)
             elif self._body.parallel_tool_calls or not self._num_calls[delta.index]:
                 call = ToolCallChunk(
                     index=self._num_calls[delta.index],
@@ -245,7 +246,13 @@ class _ChatAnswer(Answer):
                 )
                 self._num_calls[delta.index] += 1
                 said.append({"tool_calls": [call]})
-        return said
+        return [
+            {
+                name: value if name == "tool_calls" else "".join(value)
+                for name, value in each.items()
+            }
+            for each in said
+        ]
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs:
         content = []
@@ -269,10 +276,14 @@ class _ChatAnswer(Answer):
 
 def _message(said: list[dict[str, Any]]) -> ChatMessage:
     """The parts of a message as one; without content, it has calls."""
-    fields: dict[str, Any] = {"content": None}
+    texts: dict[str, list[str]] = {}
+    calls: list[ToolCallChunk] = []
     for part in said:
-        for name, value in part.items():
-            fields[name] = value if fields.get(name) is None else fields[name] + value
-    if "tool_calls" not in fields:
-        fields["content"] = fields["content"] or ""
+        calls += part.get("tool_calls", ())
+        for name in part.keys() - {"tool_calls"}:
+            texts.setdefault(name, []).append(part[name])
+    fields: dict[str, Any] = {"content": None if calls else ""}
+    fields |= {name: "".join(pieces) for name, pieces in texts.items()}
+    if calls:
+        fields["tool_calls"] = calls
     return ChatMessage(role="assistant", refusal=None, **fields)

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,11 +37,24 @@ def evaluate_command(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw a PNG there; needs the extra `plot`.")
     ] = None,
+    check_exact: Annotated[
+        bool,
+        typer.Option(
+            "--check-exact",
+            help="Measure nothing: see whether greedy and seeded answers are the same to the bit "
+            "with every k, alone and all together, and show the first difference. "
+            "Exit status 1 if there is one.",
+        ),
+    ] = False,
     assignments: SetOption = None,
 ) -> None:
     """Measure acceptance and speed of a pair, against plain decoding in the same minutes."""
     settings = settings_or_exit(config, assignments)
-    if problem := _problem(settings, k, [f for f in (json_file, plot_file) if f], plot_file):
+    files = [f for f in (json_file, plot_file) if f]
+    problem = _problem(settings, k, files, plot_file)
+    if check_exact and files:
+        problem = "--check-exact measures nothing that --json or --plot could keep"
+    if problem:
         typer.echo(f"outrider: {problem}", err=True)
         raise typer.Exit(2)
     from outrider.engine.process_engine import child_environment
@@ -48,7 +62,7 @@ def evaluate_command(
     os.environ.update(child_environment())  # read when torch is imported, which is now
     from outrider.engine.loop import Engine
     from outrider.engine.models.admission import UnsupportedModelError
-    from outrider.server.evaluation import measure, report
+    from outrider.server.evaluation import exactness, measure, report
     from outrider.server.models.pair import engine_config, prepare_pair
     from outrider.server.models.store import ModelError
     from outrider.server.tokenizer import Tokenizer
@@ -68,20 +82,22 @@ def evaluate_command(
                 for category, texts in measure.held_out_prompts().items()
             }
             told = engine_config(settings, pair)
-            # Without a prefix cache, so that every repetition of a prompt computes the same.
-            cache = replace(told.cache, prefix_caching=False)
+            # Measured without a prefix cache: every repetition of a prompt shall compute the same.
+            cache = replace(told.cache, prefix_caching=told.cache.prefix_caching and check_exact)
             engine = Engine(replace(told, cache=cache), progress)
-            tallies = measure.measure(
-                engine,
-                prompts,
-                temperature or [0.0, 0.8],
-                ks,
-                max_tokens,
-                lambda done, total: progress("measuring", done, total),
-            )
+            temperatures = temperature or [0.0, 0.8]
+            if check_exact:
+                counted = partial(progress, "checking")
+                found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
+            else:
+                counted = partial(progress, "measuring")
+                tallies = measure.measure(engine, prompts, temperatures, ks, max_tokens, counted)
     except (ModelError, UnsupportedModelError, ValueError, OSError) as error:
         typer.echo(f"outrider: {error}", err=True)
         raise typer.Exit(1) from None
+    if check_exact:
+        typer.echo(exactness.told(found, lambda token_id: _text(tokenizer, token_id)))
+        raise typer.Exit(1 if found.differences else 0)
     title = f"{settings.target.model} + {settings.draft_model or settings.speculation.proposer}"
     report.print_tables(tallies, title, Console())
     if json_file:
@@ -123,6 +139,10 @@ def _problem(
 def _powers_up_to(most: int) -> list[int]:
     """1, 2, 4, … and `most` itself."""
     return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+
+
+def _text(tokenizer: "Tokenizer", token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:

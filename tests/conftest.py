@@ -5,6 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Among parallel workers, the tests of a file that share something go to one of them."""
+    if not config.pluginmanager.hasplugin("xdist"):  # on a GPU machine
+        return
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
+        if any(fixture.scope == "module" for each in fixtures for fixture in each):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture
 def compiled_kernels() -> Iterator[list[str]]:
     """Names of the kernels that were compiled, or read from the cache on disk, since it began."""

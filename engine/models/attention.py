@@ -10,8 +10,13 @@ from torch import Tensor
 from outrider.engine.batch import ForwardBatch
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.attention_items import AttentionItems, list_items
-from outrider.kernels.attention_reference import attention_mask as build_mask
-from outrider.kernels.attention_reference import paged_attention_reference
+from outrider.kernels.attention_reference import (
+    KEY_BLOCK,
+    RowBlock,
+    paged_attention_reference,
+    row_blocks,
+    whole_block,
+)
 from outrider.kernels.paged_attention import paged_attention
 from outrider.kernels.rope import rotary_table
 
@@ -36,14 +41,19 @@ class SequenceRows(NamedTuple):
     rows: slice
     num_tokens: int  # that its last row attends to
     pages: Tensor | slice  # of these tokens; a slice, read in place, if they lie side by side
+    behind: list[int]  # places in its last page behind these tokens, in their block of keys
 
 
 class PassContext:
-    """One batch on its way through a model: what several layers need, made once."""
+    """One batch on its way through a model: what several layers need, made once.
 
-    def __init__(self, batch: ForwardBatch) -> None:
+    On a CPU attention with `same_bits` gives each row the same to the bit in any company.
+    """
+
+    def __init__(self, batch: ForwardBatch, *, same_bits: bool = False) -> None:
         self.batch = batch
-        self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
+        self._same_bits = same_bits
+        self._blocks: dict[tuple[int, int | None, int], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -70,34 +80,44 @@ class PassContext:
         """The batch's sequences that have rows, for attention without a kernel."""
         batch = self.batch
         bounds, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-        return [
-            SequenceRows(
-                slice(bounds[i], bounds[i + 1]),
-                seq_lens[i],
-                _pages(batch.block_table[slot, : -(-seq_lens[i] // batch.page_size)]),
-            )
-            for i, slot in enumerate(batch.slots.tolist())
-            if bounds[i] < bounds[i + 1]
-        ]
+        sequences = []
+        for i, slot in enumerate(batch.slots.tolist()):
+            begin, end, num_tokens = bounds[i], bounds[i + 1], seq_lens[i]
+            if begin < end:
+                page_ids = batch.block_table[slot, : -(-num_tokens // batch.page_size)]
+                ids = page_ids.tolist()
+                lie_together = ids == list(range(ids[0], ids[0] + len(ids)))
+                pages = slice(ids[0], ids[-1] + 1) if lie_together else page_ids
+                behind = _behind(num_tokens, ids[-1], batch.page_size)
+                sequences.append(SequenceRows(slice(begin, end), num_tokens, pages, behind))
+        return sequences
 
-    def mask(
+    def blocks(
         self, seq: SequenceRows, window: int | None, group: int, like: Tensor
-    ) -> Tensor | None:
-        """Mask of a sequence's rows."""
+    ) -> list[RowBlock]:
+        """A sequence's rows with their masks."""
         key = (seq.rows.start, window, group)
-        if key not in self._masks:
+        if key not in self._blocks:
+            divide = row_blocks if self._same_bits else whole_block
             query_len = seq.rows.stop - seq.rows.start
-            self._masks[key] = build_mask(
+            self._blocks[key] = divide(
                 query_len, seq.num_tokens, window, group, like.dtype, like.device
             )
-        return self._masks[key]
+        return self._blocks[key]
+
+    @functools.cached_property
+    def behind(self) -> Tensor | None:
+        """Places that attention reads behind the sequences; None if it reads none."""
+        places = [place for seq in self.sequences for place in seq.behind]
+        return torch.tensor(places) if self._same_bits and places else None
 
 
-def _pages(page_ids: Tensor) -> Tensor | slice:
-    """A slice if these, in order, lie side by side. Shape: [pages]."""
-    ids = page_ids.tolist()
-    first, last = ids[0], ids[-1]
-    return slice(first, last + 1) if ids == list(range(first, last + 1)) else page_ids
+def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:
+    """Places in the last page of so many tokens, from them to the end of their block of keys."""
+    num_in_page = (num_tokens - 1) % page_size + 1
+    num_left = min(-num_tokens % KEY_BLOCK, page_size - num_in_page)
+    first = last_page * page_size + num_in_page
+    return list(range(first, first + num_left))
 
 
 @dataclass(slots=True)
@@ -138,14 +158,16 @@ class PagedAttention:
                 self.softcap,
                 self.sinks,
             )
+        if context.behind is not None:  # a rejected draft, or whoever had the page, may leave NaN
+            for pages in (keys, values):
+                pages.flatten(0, 1).index_fill_(0, context.behind, 0)
         outs = [
             paged_attention_reference(
                 query[seq.rows],
                 keys,
                 values,
                 seq.pages,
-                seq.num_tokens,
-                context.mask(seq, self.window, group, keys),
+                context.blocks(seq, self.window, group, keys),
                 self.scale,
                 self.softcap,
                 self.sinks,

@@ -31,8 +31,8 @@ class Decoder(Network):
         self.dtype, self.device = embedding.dtype, embedding.device
         self.vocab_size = head.weight.shape[0]
         self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
-        largest = max(block.num_weights for block in self.blocks)
-        self._is_small = self.device.type == "cpu" and largest <= _MAX_LONE_WEIGHTS
+        self._is_small = max(block.num_weights for block in self.blocks) <= _MAX_LONE_WEIGHTS
+        self.may_use_one_thread = False  # on a CPU; the bits of a sum may hang on the threads
 
     @property
     def attentions(self) -> list[PagedAttention]:
@@ -54,7 +54,7 @@ class Decoder(Network):
         x = F.embedding(batch.input_ids, self.embedding)
         taps, normed = [], None
         is_short = self._is_small and len(x) <= _MAX_LONE_ROWS
-        with _one_thread() if is_short else nullcontext():
+        with _one_thread() if is_short and self.may_use_one_thread else nullcontext():
             for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
                 normed = block(x, normed, next_norm, context)
                 if i in self.tapped_layers:

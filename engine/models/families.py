@@ -61,6 +61,22 @@ _NEUTRAL = {
     "unk_token_id",
     "use_cache",
 }
+# What transformers makes inv_freq and its scaling of; both are taken from there.
+_ROPE = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "rope_theta",
+    "rope_type",
+    "truncate",
+    "type",
+}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others look at how long sequences are
 
 
@@ -71,7 +87,10 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     given = {key for key, value in config.to_dict().items() if value not in (None, False)}
     if unknown := sorted(given - _IMPLEMENTED - _NEUTRAL):
         return f"its config has {', '.join(unknown)}"
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    rope = config.rope_parameters or {}
+    if unknown := sorted(set(rope) - _ROPE):
+        return f"its RoPE has {', '.join(unknown)}"
+    rope_type = rope.get("rope_type", "default")
     if rope_type not in _STATIC_ROPE:
         return f"its RoPE is {rope_type}"
     if config.hidden_act != "silu":

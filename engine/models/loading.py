@@ -35,12 +35,13 @@ def load_network(
     device: torch.device,
     progress: Progress | None = None,
     *,
-    rounds_on_cpu: bool = False,
+    is_draft: bool = False,
 ) -> tuple[Network, PreTrainedConfig]:
     """Load a model directory onto a device, ready for pages, with its configuration.
 
-    With `rounds_on_cpu` its linear layers get 8-bit weights where a CPU gains by it. `progress` is
-    told how many of how many tensors are there. Raises UnsupportedModelError saying why.
+    On a CPU the linear layers of a draft whose dtype is left open get 8-bit weights where that is
+    faster. `progress` is told how many of how many tensors are there. Raises UnsupportedModelError
+    saying why.
     """
     progress = progress or (lambda done, total: None)
     progress(0, 0)
@@ -52,9 +53,9 @@ def load_network(
     try:
         check_config(hf_config)
         dtype = resolve_dtype(config.dtype, hf_config, device)
-        network = _own_decoder(config, hf_config, dtype, device, progress, rounds_on_cpu)
+        network = _own_decoder(config, hf_config, dtype, device, progress, is_draft)
         if network is None:
-            network = _whole_model(config, hf_config, dtype, device, progress, rounds_on_cpu)
+            network = _whole_model(config, hf_config, dtype, device, progress, is_draft)
         return network, hf_config
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
@@ -68,7 +69,7 @@ def _own_decoder(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-    rounds_on_cpu: bool,
+    is_draft: bool,
 ) -> Network | None:
     """Our decoder, if we have one for this structure and it computes what transformers does."""
     reason = why_unknown(hf_config)
@@ -86,7 +87,8 @@ def _own_decoder(
             del original  # and with it the views of weights that are packed now
             if reason is None:
                 if device.type == "cpu":
-                    decoder.pack(rounds=rounds_on_cpu)
+                    decoder.pack(rounds=is_draft and config.dtype == "auto")
+                    decoder.may_use_one_thread = is_draft
                 return decoder
             log.warning("%s computes %s differently here", config.path, reason)
     log.info("%s runs as transformers has it: %s", config.path, reason)
@@ -99,7 +101,7 @@ def _whole_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-    rounds_on_cpu: bool,
+    is_draft: bool,
 ) -> Network:
     def load(attention: str) -> Any:
         with _weights_counted(progress):
@@ -116,7 +118,7 @@ def _whole_model(
 
     network = HuggingFaceModel(load)
     if device.type == "cpu":
-        pack_linears(network.model, rounds=rounds_on_cpu)
+        pack_linears(network.model, rounds=is_draft and config.dtype == "auto")
     return network
 
 

@@ -32,13 +32,15 @@ class PagedModel:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         *,
-        rounds_on_cpu: bool = False,
+        is_draft: bool = False,
     ) -> None:
-        self.network, hf_config = load_network(
-            config, device, progress, rounds_on_cpu=rounds_on_cpu
-        )
+        """On a CPU a target gives a sequence the same logits to the bit in any company; a draft,
+        whose proposals the target decides on, is as fast as it can be.
+        """
+        self.network, hf_config = load_network(config, device, progress, is_draft=is_draft)
+        self._same_bits = not is_draft
         # Not where few rows have products of their own, of rounded weights.
-        self._pads_rows = device.type == "cpu" and not rounds_on_cpu
+        self._pads_rows = device.type == "cpu" and not (is_draft and config.dtype == "auto")
         self._name = hf_config.model_type
         self.max_positions = max_positions(hf_config)
         self.dtype = self.network.dtype
@@ -57,7 +59,7 @@ class PagedModel:
     def bind_cache(self, num_pages: int, page_size: int) -> None:
         """Allocate the cache and hand each attention layer its part of it."""
         for layer in self.network.attentions:
-            # Not zeroed: nothing past a sequence's length is ever read.
+            # Not zeroed: what is read past a sequence's length, on a CPU, is cleared before.
             empty = partial(torch.empty, dtype=self._cache_dtype(layer), device=self.network.device)
             shape = (num_pages, page_size, layer.num_kv_heads)
             layer.pages = KVPages(empty(*shape, layer.head_dim), empty(*shape, layer.value_dim))
@@ -131,7 +133,7 @@ class PagedModel:
     def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Pass:
         """`forward` as it is captured: of a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
-        return self.network(PassContext(batch))
+        return self.network(PassContext(batch, same_bits=self._same_bits))
 
 
 def captured_shapes(

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.models import loading
+from outrider.engine.models import families, loading
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
@@ -123,6 +123,20 @@ def test_a_checkpoint_without_a_tensor_is_left_to_transformers(
     tensors = load_file(path / "model.safetensors")
     del tensors[missing]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert isinstance(load(path), HuggingFaceModel)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_ministral_3_is_left_to_transformers(
+    is_listed: bool, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It scales queries from a position on: both the lists and the proof must see it."""
+    rope = {**TINY["ministral3"]["rope_parameters"], "original_max_position_embeddings": 64}  # type: ignore[dict-item]
+    path = tiny_model("ministral3", rope_parameters=rope)
+    if is_listed:
+        listed = families.FAMILIES | {"ministral3": families.FAMILIES["mistral"]}
+        monkeypatch.setattr(families, "FAMILIES", listed)
+        monkeypatch.setattr(families, "_ROPE", families._ROPE | {"llama_4_scaling_beta"})
     assert isinstance(load(path), HuggingFaceModel)
 
 
@@ -247,7 +261,7 @@ def test_logits_of_any_rows_begin_at_one_place(architecture: str, tiny_model: Ti
 @pytest.mark.parametrize("rounds", [False, True])
 def test_a_pass_reads_the_bytes_that_its_weights_take(rounds: bool, tiny_model: Tiny) -> None:
     path = tiny_model("llama")
-    network = load(path, "bfloat16", rounds_on_cpu=rounds)
+    network = load(path, "auto" if rounds else "bfloat16", is_draft=rounds)
     tensors = load_file(path / "model.safetensors")
     num_weights = sum(
         t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed" not in name

@@ -1,5 +1,7 @@
 """In which dtype a model runs, and how long its sequences may be."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,3 +62,23 @@ def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> No
     load_network(config, torch.device("cpu"), lambda *counts: told.append(counts))
     num_weights = 2 * 9 + 3  # of two layers; the embeddings, the last norm and the head
     assert told == [(0, 0), *((done, num_weights) for done in range(1, num_weights + 1))]
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_name(
+    told: dict[str, object], name: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | told))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"llama.*quantised \({name}\).*quantised from.*GGUF"
+    ):
+        load_network(ModelConfig(path=str(model)), torch.device("cpu"))

@@ -18,32 +18,35 @@ from outrider.engine.loop import Engine
 VOCAB = 4
 LENGTH = 4
 PROMPT = [2, 0, 3]
-NUM_SAMPLES = 12_000
+PARAMS = {
+    "token": SamplingParams(max_tokens=LENGTH),
+    "block": SamplingParams(max_tokens=LENGTH, verification="block"),
+    "match": SamplingParams(max_tokens=LENGTH, verification="match"),
+    "top_k": SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=3),
+    "top_p": SamplingParams(max_tokens=LENGTH, temperature=1.5, top_p=0.8, min_p=0.05),
+}
+# Every parameter with one proposer, both proposers with one; the deep cases see what is rarer.
+SOME = [*((name, "draft_model") for name in PARAMS), ("token", "ngram")]
+EVERY = [(name, proposer) for name in PARAMS for proposer in ("draft_model", "ngram")]
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_tokens=LENGTH),
-        SamplingParams(max_tokens=LENGTH, verification="block"),
-        SamplingParams(max_tokens=LENGTH, verification="match"),
-        SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=3),
-        SamplingParams(max_tokens=LENGTH, temperature=1.5, top_p=0.8, min_p=0.05),
-    ],
-    ids=["token", "block", "match", "top_k", "top_p"],
+    ("name", "proposer", "num_samples"),
+    [*((*case, 4800) for case in SOME)]
+    + [pytest.param(*case, 12_000, marks=pytest.mark.deep) for case in EVERY],
 )
 def test_the_joint_over_many_steps_is_the_targets(
-    params: SamplingParams, proposer: str, tiny_model: Callable[..., Path]
+    name: str, proposer: str, num_samples: int, tiny_model: Callable[..., Path]
 ) -> None:
+    params = PARAMS[name]
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     engine = Engine(sampling_config(target, draft, proposer))
     truth = joint(target, PROMPT, params)
     # The target is no near-uniform or near-certain distribution, on which anything passes.
     assert 0.02 < max(truth.values()) < 0.5
-    counts = sample(engine, PROMPT, params, max_k=3, n=NUM_SAMPLES)
-    assert total_variation(truth, counts) < bound(len(truth), NUM_SAMPLES)
+    counts = sample(engine, PROMPT, params, max_k=3, n=num_samples)
+    assert total_variation(truth, counts) < bound(len(truth), num_samples)
     assert chi_squared(truth, counts) < 1
     assert all(truth[c] > 0 for c in counts)
     stats = engine.stats()

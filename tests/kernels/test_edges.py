@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from verification import DEVICE, cu_rows_of, make_sampling, on_road, word_of
+from grids import pairwise
+from verification import DEVICE, ROADS, cu_rows_of, make_sampling, on_road, word_of
 
 from outrider.kernels.sampling import BLOCK, Rule
 from outrider.kernels.verify import Verified, draft_sample, verify
@@ -120,18 +121,27 @@ def test_draft_that_is_no_token_is_rejected(draft: int, road: str) -> None:
         assert 0 <= int(verified.token_ids[0, 0]) < 4
 
 
-@pytest.mark.parametrize("poison", [NAN, INF])
-@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (1.0, 2)])
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize(
+    ("rule", "settings", "poison", "road"),
+    pairwise(
+        list(Rule),
+        [
+            {"temperature": 0.0, "top_k": 0},
+            {"temperature": 1.0, "top_k": 0},
+            {"temperature": 1.0, "top_k": 2},
+        ],
+        [NAN, INF],
+        ROADS,
+    ),
+)
 def test_nan_fails_its_own_request_alone(
-    poison: float, temperature: float, top_k: int, rule: Rule, road: str
+    rule: Rule, settings: dict[str, float], poison: float, road: str
 ) -> None:
     clean = torch.randn(2, 2048, generator=torch.Generator().manual_seed(0))
     dirty = clean.clone()
     dirty[1, 1700] = poison
-    settings = {"temperature": temperature, "top_k": top_k, "rule": rule}
-    alone = run(road, clean, [[], []], **settings)
-    verified = run(road, dirty, [[], []], **settings)
+    alone = run(road, clean, [[], []], rule=rule, **settings)
+    verified = run(road, dirty, [[], []], rule=rule, **settings)
     assert verified.is_bad.tolist() == [False, True]
     assert verified.token_ids[0].tolist() == alone.token_ids[0].tolist()
     assert 0 <= int(verified.token_ids[1, 0]) < 2048

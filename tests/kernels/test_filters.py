@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from verification import DEVICE, make_sampling, on_road
+from grids import pairwise
+from verification import DEVICE, ROADS, make_sampling, on_road
 
 from outrider.kernels.sampling import Sampling, log_prob_reference
 from outrider.kernels.verify import draft_sample
@@ -44,8 +45,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab", [2, 5, 100, 1024, 1025, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "road"),
+    pairwise([2, 5, 100, 1024, 1025, 5000], [torch.float32, torch.float16, torch.bfloat16], ROADS),
+)
 def test_filters_keep_what_their_definition_keeps(
     vocab: int, dtype: torch.dtype, road: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import pairwise
 from verification import HAS_KERNELS
 
 from outrider.kernels.linear import add_linear, linear, linear_reference
@@ -10,29 +11,29 @@ from outrider.kernels.rms_norm import Norm, rms_norm_reference
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 17, 33])
-@pytest.mark.parametrize(("num_in", "num_out"), [(96, 50), (1100, 17)])
 @pytest.mark.parametrize(
-    ("with_norm", "gated", "with_residual", "with_bias"),
-    [
-        (False, False, False, False),
-        (True, False, False, True),
-        (True, True, False, False),
-        (True, True, False, True),
-        (False, False, True, False),
-        (False, False, True, True),
-    ],
+    ("fused", "num_rows", "size"),
+    pairwise(
+        [
+            (False, False, False, False),
+            (True, False, False, True),
+            (True, True, False, False),
+            (True, True, False, True),
+            (False, False, True, False),
+            (False, False, True, True),
+        ],
+        [1, 2, 5, 17, 33],
+        [(96, 50), (1100, 17)],
+    ),
 )
 def test_kernel_equals_reference(
+    fused: tuple[bool, bool, bool, bool],
     num_rows: int,
-    num_in: int,
-    num_out: int,
-    with_norm: bool,
-    gated: bool,
-    with_residual: bool,
-    with_bias: bool,
+    size: tuple[int, int],
     device: torch.device,
 ) -> None:
+    with_norm, gated, with_residual, with_bias = fused
+    num_in, num_out = size
     generator = torch.Generator().manual_seed(num_rows)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -57,12 +58,14 @@ def test_kernel_equals_reference(
     assert residual is None or out.data_ptr() == residual.data_ptr()
 
 
-@pytest.mark.parametrize("num_rows", [3, 20])
-@pytest.mark.parametrize(("with_norm", "gated"), [(True, False), (True, True), (False, False)])
-@pytest.mark.parametrize("num_in", [256, 300, 384])
+@pytest.mark.parametrize(
+    ("fused", "num_in", "num_rows"),
+    pairwise([(True, False), (True, True), (False, False)], [256, 300, 384], [3, 20]),
+)
 def test_weights_in_half_precision_are_multiplied_the_same(
-    num_rows: int, num_in: int, with_norm: bool, gated: bool, device: torch.device
+    fused: tuple[bool, bool], num_in: int, num_rows: int, device: torch.device
 ) -> None:
+    with_norm, gated = fused
     generator = torch.Generator().manual_seed(num_rows)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -80,12 +83,16 @@ def test_weights_in_half_precision_are_multiplied_the_same(
     torch.testing.assert_close(out.float(), expected, rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("num_rows", "num_in"), [(33, 192), (5, 288), (5, 512), (20, 768)])
+@pytest.mark.parametrize(
+    ("size", "with_norm", "dtype"),
+    pairwise(
+        [(33, 192), (5, 288), (5, 512), (20, 768)], [False, True], [torch.float32, torch.float16]
+    ),
+)
 def test_a_product_is_added_to_the_residual_and_normalised(
-    num_rows: int, num_in: int, with_norm: bool, dtype: torch.dtype, device: torch.device
+    size: tuple[int, int], with_norm: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
+    num_rows, num_in = size
     generator = torch.Generator().manual_seed(num_rows)
 
     def randn(*shape: int) -> torch.Tensor:

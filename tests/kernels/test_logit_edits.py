@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from verification import DEVICE, on_road
+from grids import pairwise
+from verification import DEVICE, ROADS, on_road
 
 from outrider.kernels.bad_words import BadWords, apply_bad_words
 from outrider.kernels.bitmask import apply_bitmask, num_words, pack_bitmask
@@ -68,11 +69,11 @@ def penalties_of(case: Case, vocab: int, num_counted: int) -> Penalties:
     )
 
 
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
 def test_penalties_count_the_prefix_of_each_row(
-    vocab: int, width: int, dtype: torch.dtype, road: str
+    shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:
+    vocab, width = shape
     case = make_case(vocab, width, dtype)
     penalties = penalties_of(case, vocab, KNOWN)
     truth = case.logits.clone()
@@ -112,11 +113,11 @@ def test_a_banned_token_stays_banned_whatever_the_penalty(road: str) -> None:
     assert bool((found == -torch.inf).all())
 
 
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
 def test_biases_are_added_and_early_ends_are_banned(
-    vocab: int, width: int, dtype: torch.dtype, road: str
+    shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:
+    vocab, width = shape
     case = make_case(vocab, width, dtype)
     num_entries = [0, min(vocab, 300), 2, 0]
     token_ids = torch.stack([torch.randperm(max(vocab, 300)) for _ in num_entries])[:, :300]
@@ -140,11 +141,11 @@ def test_biases_are_added_and_early_ends_are_banned(
     assert_equal(found, truth, case)
 
 
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
 def test_bad_words_ban_what_would_complete_them_in_the_output(
-    vocab: int, width: int, dtype: torch.dtype, road: str
+    shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:
+    vocab, width = shape
     case = make_case(vocab, width, dtype)
     words: list[list[list[int]]] = [[], [[1], [4, 2]], [], []]
     for _, slot, prefix in prefixes(case):
@@ -179,11 +180,11 @@ def test_bad_words_ban_what_would_complete_them_in_the_output(
     assert bool((found[[6, 0, 3], 3] == -torch.inf).all())
 
 
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize(("vocab", "width"), SHAPES)
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
 def test_a_bitmask_keeps_what_it_names(
-    vocab: int, width: int, dtype: torch.dtype, road: str
+    shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:
+    vocab, width = shape
     case = make_case(vocab, width, dtype)
     generator = torch.Generator().manual_seed(width)
     kept = torch.rand(3, vocab, generator=generator) < 0.5

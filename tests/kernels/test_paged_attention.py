@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from grids import pairwise
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels import attention_items
 from outrider.kernels import paged_attention as module
 from outrider.kernels.attention_items import list_items
-from outrider.kernels.attention_reference import attention_mask, paged_attention_reference
+from outrider.kernels.attention_reference import paged_attention_reference, row_blocks
 from outrider.kernels.paged_attention import paged_attention
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -20,31 +21,24 @@ LONG = [(1, 600), (5, 253), (3, 100)]
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "value_dim"),
-    [(4, 4, 64, 64), (6, 2, 40, 24), (9, 3, 64, 64), (8, 1, 128, 128), (7, 1, 16, 16)],
+    ("heads", "mask", "batch"),
+    pairwise(
+        # Query heads, KV heads, their size, that of values.
+        [(4, 4, 64, 64), (6, 2, 40, 24), (9, 3, 64, 64), (8, 1, 128, 128), (7, 1, 16, 16)],
+        # Window, softcap, whether there are sinks.
+        [(None, None, False), (8, None, False), (None, 5.0, False), (70, None, True)],
+        [BATCH, BATCH[1:5], [(5, 300)]],
+    ),
 )
-@pytest.mark.parametrize(
-    ("window", "softcap", "with_sinks"),
-    [(None, None, False), (8, None, False), (None, 5.0, False), (70, None, True)],
-)
-@pytest.mark.parametrize("batch", [BATCH, BATCH[1:5], [(5, 300)]], ids=["mixed", "decode", "alone"])
 def test_kernel_equals_reference(
+    heads: tuple[int, int, int, int],
+    mask: tuple[int | None, float | None, bool],
     batch: list[tuple[int, int]],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    window: int | None,
-    softcap: float | None,
-    with_sinks: bool,
     device: torch.device,
 ) -> None:
     # A GPU takes minutes to compile the products of float32 that the interpreter proves.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    check(
-        batch, num_heads, num_kv_heads, head_dim, value_dim, window, softcap, with_sinks, device,
-        dtype,
-    )  # fmt: skip
+    check(batch, *heads, *mask, device, dtype)
 
 
 @pytest.mark.gpu
@@ -126,13 +120,10 @@ def check(
         [
             paged_attention_reference(
                 query[cu[i] : cu[i + 1]].float(),
-                k_cache.float(),
-                v_cache.float(),
+                k_cache.float().nan_to_num(),
+                v_cache.float().nan_to_num(),
                 table[slots[i], : -(-seq_len // PAGE)],
-                seq_len,
-                attention_mask(
-                    rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device
-                ),
+                row_blocks(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device),
                 scale,
                 softcap,
                 sinks.float() if sinks is not None else None,

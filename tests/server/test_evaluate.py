@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import engine_config
@@ -11,6 +13,7 @@ from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
 from outrider.engine.loop import Engine
+from outrider.engine.verifier import Verifier
 from outrider.server.cli import app
 from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tally, held_out_prompts, measure
 from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables
@@ -89,12 +92,43 @@ def test_the_command_measures_a_pair_and_writes_json(target: Path, tmp_path: Pat
     assert {r["category"] for r in written["results"]} >= {"chat", "json", ALL}
 
 
+def arguments_of(target: Path) -> list[str]:
+    pair = ["--set", f"target.model={target}", "--set", f"draft.model={target}"]
+    pair += ["--set", "cache.num_pages=256", "--set", "target.device=cpu", "-k", "3"]
+    return ["evaluate", *pair, "--check-exact", "--max-tokens", "8", "--prompts-per-category", "1"]
+
+
+def test_an_exact_pair_is_told_so(target: Path) -> None:
+    result = CliRunner().invoke(app, arguments_of(target))
+    assert result.exit_code == 0, result.output
+    assert "Exact: 24 answers" in result.output  # 4 prompts, 2 temperatures, k = 3, own k, together
+
+
+def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = Verifier.read
+
+    def other(self: Verifier, plan: Any, proposals: Any, drawn: Any) -> Any:
+        verified = verify(self, plan, proposals, drawn)
+        for token_ids, num_drafts in zip(verified.token_ids, verified.num_drafts, strict=True):
+            if num_drafts:
+                token_ids[-1] = (token_ids[-1] + 1) % 50
+        return verified
+
+    monkeypatch.setattr(Verifier, "read", other)
+    result = CliRunner().invoke(app, [*arguments_of(target), "--temperature", "0"])
+    assert result.exit_code == 1, result.output
+    words = " ".join(result.output.split())
+    assert re.search(r"Not exact: [1-9]\d* of 12 answers differ", words)
+    assert re.search(r"temperature 0, .*, token \d+ of the answer: plain decoding gives", words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--set", "speculation.proposer=none"], "nothing to evaluate"),
         (["-k", "30"], "more than speculation.num_speculative_tokens"),
         (["--json", "/nowhere/out.json"], "no directory"),
+        (["--check-exact", "--json", "out.json"], "measures nothing"),
     ],
 )
 def test_what_cannot_be_measured_is_told_first(arguments: list[str], words: str) -> None:

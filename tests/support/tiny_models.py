@@ -14,6 +14,22 @@ TINY: dict[str, dict[str, object]] = {
     "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 16, "attention_out_bias": True},
     "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": 0},
+    "ministral3": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        # Queries are scaled from here on.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
     "gemma2": {
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -1,0 +1,155 @@
+"""Whether a pair answers the same to the bit, with any k and in any company.
+
+Greedy and seeded `match` requests promise it where the target's arithmetic does: always on a CPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.loop import Engine
+
+TOGETHER = "all together"
+# (token id, its logprob) of each token
+Answer = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token of an answer that is not as plain decoding alone gives it."""
+
+    category: str
+    number: int  # of the prompt, from 1
+    temperature: float
+    way: str  # how it was asked for
+    position: int  # in the answer, from 0
+    expected: tuple[int, float] | None  # None: the answer has ended
+    got: tuple[int, float] | None
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the tokens differ, and not their logprobs alone."""
+        if self.expected is None or self.got is None:
+            return True
+        return self.expected[0] != self.got[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """What a check came to."""
+
+    num_answers: int
+    differences: list[Difference]  # at most one an answer
+
+
+def check(
+    engine: Engine,
+    prompts: dict[str, list[list[int]]],
+    temperatures: list[float],
+    ks: list[int | None],
+    max_tokens: int,
+    report: Callable[[int, int], None],
+) -> Exactness:
+    """Every prompt by plain decoding alone, then with every k (None: the engine's own choice),
+    then all of them at once; `prompts` are token ids by category.
+    """
+    asked = [
+        (category, number, ids)
+        for category, of_category in prompts.items()
+        for number, ids in enumerate(of_category, 1)
+    ]
+    done, total = 0, len(temperatures) * len(asked) * (len(ks) + 2)
+    differences = []
+    for temperature in temperatures:
+
+        def params(k: int | None, seed: int, temperature: float = temperature) -> SamplingParams:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                logprobs=0,
+                num_speculative_tokens=k,
+                verification="match",
+            )
+
+        truth = []
+        for category, number, ids in asked:
+            truth.append(_answers(engine, [ids], [params(0, number)])[0])
+            for k in ks:
+                (got,) = _answers(engine, [ids], [params(k, number)])
+                way = "own k" if k is None else f"k = {k}"
+                where = (category, number, temperature, way)
+                differences += _difference(where, truth[-1], got)
+            done += 1 + len(ks)
+            report(done, total)
+        together = _answers(
+            engine,
+            [ids for _, _, ids in asked],
+            [params(None, number) for _, number, _ in asked],
+        )
+        for (category, number, _), expected, got in zip(asked, truth, together, strict=True):
+            where = (category, number, temperature, TOGETHER)
+            differences += _difference(where, expected, got)
+        done += len(asked)
+        report(done, total)
+    return Exactness(total - len(temperatures) * len(asked), differences)
+
+
+def _answers(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Answer]:
+    """Of requests that are submitted together, as many at a time as there are seats."""
+    answers: list[Answer] = [[] for _ in prompts]
+    num_seats = engine.info.max_num_seqs
+    for first in range(0, len(prompts), num_seats):
+        engine.submit(
+            [
+                NewRequest(request_id=str(i), prompt_token_ids=prompts[i], params=params[i])
+                for i in range(first, min(first + num_seats, len(prompts)))
+            ]
+        )
+        while engine.has_work():
+            for output in engine.step():
+                if output.error is not None:
+                    raise ValueError(f"the engine gave up on a prompt: {output.error}")
+                logprobs = [entry.logprob for entry in output.logprobs or ()]
+                answers[int(output.request_id)] += zip(output.token_ids, logprobs, strict=True)
+    return answers
+
+
+def _difference(
+    where: tuple[str, int, float, str], expected: Answer, got: Answer
+) -> list[Difference]:
+    """The first one, if there is any."""
+    if expected == got:
+        return []
+    pairs = zip(expected, got, strict=False)
+    shorter = min(len(expected), len(got))
+    i = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
+    first, other = (answer[i] if i < len(answer) else None for answer in (expected, got))
+    return [Difference(*where, i, first, other)]
+
+
+def told(exactness: Exactness, text_of: Callable[[int], str]) -> str:
+    """For people: whether all is equal, and else the first difference."""
+    num_answers, differences = exactness.num_answers, exactness.differences
+    if not differences:
+        return (
+            f"Exact: {num_answers} answers equal those of plain decoding, alone, to the bit: "
+            "tokens and logprobs, with every k, and all together."
+        )
+    first = min(differences, key=lambda each: not each.is_of_tokens)
+    num_texts = sum(each.is_of_tokens for each in differences)
+
+    def token(given: tuple[int, float] | None) -> str:
+        if given is None:
+            return "the end of the answer"
+        return f"token {given[0]} ({text_of(given[0])!r}) with logprob {given[1]!r}"
+
+    return (
+        f"Not exact: {num_texts} of {num_answers} answers differ in tokens from plain decoding, "
+        f"alone, and {len(differences) - num_texts} more in logprobs only. The first, "
+        f"{first.category} prompt {first.number} at temperature {first.temperature:g}, "
+        f"{first.way}, token {first.position + 1} of the answer: "
+        f"plain decoding gives {token(first.expected)}, this {token(first.got)}."
+    )

@@ -1,0 +1,99 @@
+"""On a CPU an answer is the same to the bit in any company, with any k, chunks, preemption."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import engine_config, prompts, run, tokens
+from tiny_models import DEVICE
+from verification import HAS_KERNELS
+
+from outrider.engine.api import RequestOutput, SamplingParams
+from outrider.engine.config import ModelConfig
+from outrider.engine.loop import Engine
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type != "cpu" or HAS_KERNELS, reason="a promise of the CPU's own path"
+)
+
+VOCAB = 512
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 192,
+    "intermediate_size": 1536,  # one row of so many inputs is summed otherwise on some machines
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "scale": 0.06,
+}
+PROMPTS = prompts((3, 15, 90, 47), VOCAB)
+Answer = tuple[list[int], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama", **SHAPE)
+
+
+def engine(target: Path, dtype: str, k: int, **settings: int) -> Engine:
+    """The draft is the target, rounded: of its drafts some stand and some do not."""
+    told = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
+    models = {
+        "target": ModelConfig(path=str(target), dtype=dtype),
+        "draft": ModelConfig(path=str(target)),
+    }
+    return Engine(replace(engine_config(target, target, k=k, **told), **models))
+
+
+def answer(outputs: list[RequestOutput]) -> Answer:
+    return tokens(outputs), [entry for output in outputs for entry in output.logprobs or ()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [("bfloat16", 0.0), ("bfloat16", 1.0), ("float32", 0.0)]
+)
+def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, target: Path) -> None:
+    params = SamplingParams(
+        max_tokens=24,
+        temperature=temperature,
+        seed=7,
+        verification="match",
+        logprobs=2,
+        ignore_eos=True,
+    )
+    alone = engine(target, dtype, 0)
+    truth = [answer(run(alone, [prompt], params)[0]) for prompt in PROMPTS]
+    assert len({token for ids, _ in truth for token in ids}) > 50  # no loop of a few
+    accepted = drafted = 0
+    for k in (1, 3, 6):
+        drafting = engine(target, dtype, k)
+        got = [answer(run(drafting, [prompt], params)[0]) for prompt in PROMPTS]
+        assert got == truth, k
+        stats = drafting.stats()
+        accepted += sum(stats.accepted_per_position)
+        drafted += sum(stats.drafted_per_position)
+    assert 0 < accepted < drafted
+    few_pages = {"num_pages": 12}
+    for k, settings in (
+        (0, {"max_num_batched_tokens": 16}),
+        (3, {}),
+        (3, {"max_num_batched_tokens": 75, "page_size": 5, "num_pages": 200}),
+        (3, few_pages),
+    ):
+        crowded = engine(target, dtype, k, **settings)
+        for _ in range(2):  # the second time prefixes are found
+            assert list(map(answer, run(crowded, PROMPTS, params))) == truth, (k, settings)
+        assert (crowded.stats().preemptions > 0) == (settings == few_pages)
+
+
+def test_what_a_draft_left_behind_harms_nobody(target: Path) -> None:
+    """NaN behind a sequence, of a rejected draft or of whoever had the page, is not attended to."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    sound, poisoned = (engine(target, "bfloat16", 0) for _ in range(2))
+    for attention in poisoned._pair.target.network.attentions:
+        for pages in attention.bound_pages:
+            pages.fill_(float("nan"))
+    got, truth = (run(each, PROMPTS, params) for each in (poisoned, sound))
+    assert list(map(tokens, got)) == list(map(tokens, truth))

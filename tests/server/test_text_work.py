@@ -1,0 +1,350 @@
+"""Whatever a model writes, the work for its text grows with the text and no faster.
+
+Work is counted, not timed: characters that are examined or copied, and tokens that are decoded.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from outrider.server import response_template, tool_calls
+from outrider.server.detokenizer import Detokenizer, StopStrings
+from outrider.server.message_format import MessageFormat
+from outrider.server.message_parser import Text
+from outrider.server.tokenizer import Tokenizer
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+FORMATS = ["hermes", "qwen_xml", "mistral", "llama3_json"]
+OPENED = {
+    "hermes": '<tool_call>{"name": "',
+    "qwen_xml": "<tool_call><function=weather>",
+    "mistral": "[TOOL_CALLS]",
+    "llama3_json": "{",
+}
+CLOSED = {"hermes": "</tool_call>", "qwen_xml": "</function></tool_call>"}
+LOOPS = [
+    "\n",
+    " x",
+    "<",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "<tool_call></tool_call>",
+    "<parameter=",
+    "<parameter=a>",
+    "<parameter=\n",
+    "<parameter=a></parameter>",
+    "</function>",
+    "[TOOL_CALLS]",
+    "[",
+    '{"a":',
+    '{"name": "weather"};',
+    '"',
+]
+
+
+class Work:
+    """Counts characters."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+
+    def text(self, value: Any) -> Any:
+        """The same, counting what is done to it and to all that is made of it."""
+        if isinstance(value, str):
+            counted = Counted(value)
+            counted.work = self
+            return counted
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.text, value))
+        return value
+
+
+class Counted(str):
+    work: Work
+
+
+def _counting(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+
+    def counted(self: Counted, *args: Any) -> Any:
+        result = method(self, *args)
+        of_result = name in ("__getitem__", "startswith", "endswith", "find")
+        if name == "find":
+            end = len(self) if result < 0 else result
+            self.work.num_chars += 1 + end - (args[1] if len(args) > 1 else 0)
+        elif of_result:
+            self.work.num_chars += len(result) if isinstance(result, str) else 1
+        else:
+            self.work.num_chars += len(self) + sum(len(arg) for arg in args if arg)
+        return self.work.text(result)
+
+    return counted
+
+
+for _name in (
+    *("__add__", "__getitem__", "find", "isspace", "lstrip", "rstrip", "strip", "split"),
+    *("partition", "removeprefix", "removesuffix", "startswith", "endswith"),
+):
+    setattr(Counted, _name, _counting(_name))
+setattr(Counted, "__radd__", lambda self, other: self.work.text(other) + self)  # noqa: B010
+
+
+class CountedPattern:
+    """A pattern, or what stands for one, that counts the characters it is given."""
+
+    def __init__(self, pattern: Any, work: Work, also: Callable[[], int] = lambda: 0) -> None:
+        self._pattern, self._work, self._also = pattern, work, also
+
+    def finditer(self, text: str) -> Iterable[Any]:
+        self._work.num_chars += len(text)
+        return self._pattern.finditer(text)  # type: ignore[no-any-return]
+
+    def fullmatch(self, text: str) -> Any:
+        self._work.num_chars += len(text)
+        return self._pattern.fullmatch(text)
+
+    def match(self, text: str, at: int) -> Any:
+        found = self._pattern.match(text, at)
+        self._work.num_chars += found.end() - at + 1
+        return found
+
+    def search(self, text: str, at: int, **kw: Any) -> Any:
+        self._work.num_chars += len(text) + self._also()  # the whole of it has been copied
+        return self._pattern.search(text, at, **kw)
+
+
+def grows_with(work_of: Callable[[int], int], size: int) -> None:
+    """Twice the input is twice the work; cubes and squares are far beyond that."""
+    once, twice = work_of(size), work_of(2 * size)
+    assert once >= min(size, 1000) / 2  # it was counted
+    assert twice <= 2.5 * once, (once, twice)
+
+
+def pieces_of(text: str, size: int) -> Iterable[str]:
+    return (text[start : start + size] for start in range(0, len(text), size))
+
+
+@pytest.mark.parametrize("size", [1, 10**9], ids=["streamed", "whole"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size: int) -> None:
+    def work_of(text: str) -> int:
+        work = Work()
+        with monkeypatch.context() as patch:
+            for pattern in ("_KEY_RUN", "_NAME", "_ID", "_SEMICOLON"):
+                counted = CountedPattern(getattr(tool_calls, pattern), work)
+                patch.setattr(tool_calls, pattern, counted)
+            parser: Any = MessageFormat("", name=name, reasoning=True).parser("", [WEATHER])
+            parser._pattern = CountedPattern(parser._pattern, work)
+            calls = parser._calls
+            parser._calls = lambda value, tools: calls(work.text(value), tools)
+            for piece in pieces_of(text, size):
+                parser.push(work.text(piece))
+            parser.flush()
+        return work.num_chars
+
+    for loop in LOOPS:
+        for begun in ("", OPENED[name]):
+            ended = CLOSED.get(name, "") if begun else ""
+            grows_with(lambda n, b=begun, x=loop, e=ended: work_of(b + x * (n // len(x)) + e), 120)
+
+
+OWN: dict[str, Any] = {
+    "start_anchor": "<a>",
+    "fields": {
+        "content": {"content": "text"},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("size", [16, 10**9], ids=["streamed", "whole"])
+def test_taking_an_answer_apart_by_a_template_of_the_model(size: int) -> None:
+    def work_of(text: str) -> int:
+        work = Work()
+        parser: Any = MessageFormat("", OWN, reasoning=True).parser("<a>", [WEATHER])
+        inner = parser._parser
+        for field in inner._spec.fields.values():
+            for name in ("open_re", "close_re"):
+                if getattr(field, name) is not None:
+                    counted = CountedPattern(
+                        getattr(field, name), work, also=lambda: len(inner._body)
+                    )
+                    setattr(field, name, counted)
+        for piece in pieces_of(text, size):
+            parser.push(piece)
+        parser.flush()
+        return work.num_chars
+
+    for loop in ("\n", "x", "<", "<tool_call>", "<tool_call><function=a></tool_call>"):
+        for begun in ("", "<think>", "<tool_call><function=weather>"):
+            grows_with(lambda n, b=begun, x=loop: work_of(b + x * (n // len(x))), 40_000)
+
+
+def parts_of(form: MessageFormat, text: str, size: int = 5) -> list[Any]:
+    parser = form.parser("<a>", [WEATHER])
+    assert parser is not None
+    parts = [part for piece in pieces_of(text, size) for part in parser.push(piece)]
+    return parts + parser.flush()
+
+
+def said(parts: list[Any]) -> str:
+    assert all(isinstance(part, Text) for part in parts)
+    return "".join(part.text for part in parts)
+
+
+def test_pattern_of_a_template_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would take seconds, and minutes for an answer ten times as long.
+    monkeypatch.setattr(response_template, "MAX_TAGS_S", 0.01)
+    body = "<parameter=a>" * 8000
+    assert said(parts_of(MessageFormat("", OWN), f"<tool_call><function=weather>{body}", 999)) == (
+        body
+    )
+
+
+def test_strings_with_delimiters_of_their_own_are_read_once() -> None:
+    args = {"string_delims": [["<|", "|>"]], "unquoted_keys": True}
+    work = Work()
+    text = work.text("[" + ",".join(["{a:<|b:c|>}"] * 500) + "]")
+    assert response_template._json(text, args) == [{"a": "b:c"}] * 500
+    assert work.num_chars < 4 * len(text)
+    with pytest.raises(ValueError, match="Expecting"):
+        response_template._json("<|" * 500, args)
+    assert response_template._json(" a ", args | {"allow_non_json": True}) == "a"
+
+
+DEEP = '{"a":' * 5000
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_nested_too_deeply_is_content(name: Any) -> None:
+    text = OPENED[name] + '"a":' * (name == "llama3_json") + DEEP
+    assert said(parts_of(MessageFormat("", name=name), text)) == text
+
+
+@pytest.mark.parametrize("written", [DEEP, "3", "[1]", "null", '{"function": 3}', "a\nlog line"])
+def test_what_a_template_cannot_read_is_content_and_not_logged(
+    caplog: pytest.LogCaptureFixture, written: str
+) -> None:
+    calls = {"open": "<c>", "close": ["</c>", "</d>"], "repeats": True, "content": "json"}
+    own = {"start_anchor": "<a>", "fields": {"content": {}, "tool_calls": calls}}
+    assert said(parts_of(MessageFormat("", own), f"<c>{written}</c>")) == written + "</c>"
+    assert written[:9] not in caplog.text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pieces_make_no_difference_and_nothing_is_lost(name: Any) -> None:
+    rng = random.Random(name)
+    form = MessageFormat("", name=name, reasoning=True)
+    pieces = [*LOOPS, "é", "{", "}", "]", "</tool_call>", "</parameter>", "<|python_tag|>", "3;"]
+    for _ in range(150):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 9)))
+        whole = joined(parts_of(form, text, 10**9))
+        assert joined(parts_of(form, text, rng.randint(1, 9))) == whole
+        if "<think>" not in text and all(kind == "content" for kind, _ in whole):
+            assert "".join(value for _, value in whole) == text
+
+
+def joined(parts: list[Any]) -> list[tuple[str, str]]:
+    told: list[tuple[str, str]] = []
+    for part in parts:
+        kind = "call" if not isinstance(part, Text) else "thought" if part.reasoning else "content"
+        value = part.text if isinstance(part, Text) else part.name + part.arguments
+        if told and told[-1][0] == kind != "call":
+            value = told.pop()[1] + value
+        told.append((kind, value))
+    return told
+
+
+def test_stop_strings() -> None:
+    def work_of(num_chars: int) -> int:
+        work = Work()
+        stops = [work.text("a" * (num_chars // 2) + end) for end in "bcd"]
+        matcher = StopStrings(stops, include=False)
+        text = "a" * num_chars
+        shown = "".join(map(matcher.push, pieces_of(text, 3))) + matcher.flush()
+        assert shown == text
+        return work.num_chars
+
+    grows_with(work_of, 500)
+
+
+# ---- tokens to text
+
+RUNS = [b"\xc3", b"\xe0\xa0", b"\xf0\x9f\x99", b"\xef\xbf\xbd", b"\x80", b"\xff", "é".encode()]
+
+
+def ids_of(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """One token a byte."""
+    byte_of = {tokenizer.token_bytes(i): i for i in range(tokenizer.backend.get_vocab_size())}
+    return [byte_of[bytes([byte])] for byte in text]
+
+
+def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    detokenizer = Detokenizer(tokenizer, [], skipped_ids=frozenset())
+    return "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", ["tokenizer", "byte_fallback"])
+def test_decoding(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, kind: str, run: bytes
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    decode = tokenizer.decode
+
+    def work_of(num_tokens: int) -> int:
+        counts: list[int] = []
+
+        def counting(token_ids: list[int], **kw: Any) -> str:
+            counts.append(len(token_ids))
+            return decode(token_ids, **kw)
+
+        ids = ids_of(tokenizer, run * (num_tokens // len(run)))
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer, "decode", counting)
+            text = decoded(tokenizer, ids)
+        assert text == decode(ids, skip_special_tokens=False)
+        return sum(counts)
+
+    grows_with(work_of, 300)
+
+
+def test_any_bytes_have_the_text_of_all_at_once(tokenizer: Tokenizer) -> None:
+    rng = random.Random(3)
+    vocab_size = tokenizer.backend.get_vocab_size()
+    for _ in range(200):
+        runs = (rng.choice(RUNS) * rng.choice([1, 2, 30]) for _ in range(rng.randint(1, 4)))
+        ids = ids_of(tokenizer, b"".join(runs))
+        for _ in range(rng.randrange(3)):
+            ids.insert(rng.randrange(len(ids) + 1), rng.randrange(vocab_size))
+        assert decoded(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_calls_keep_their_arguments() -> None:
+    # What was changed to be linear still reads what models write.
+    xml = (
+        "<tool_call>\n<function=weather>\n<parameter=a>\nx > y\n<b>\n</parameter>\n"
+        "<parameter=\n<parameter=b>\n\n1\n</parameter></function>\n</tool_call>"
+    )
+    (call,) = parts_of(MessageFormat("", name="qwen_xml"), xml)
+    assert json.loads(call.arguments) == {"a": "x > y\n<b>", "b": "\n1"}
+    mistral = '[TOOL_CALLS] weather[CALL_ID]x1[ARGS]{"a": "{"}[TOOL_CALLS][{"name": "f"}]'
+    first, second = parts_of(MessageFormat("", name="mistral"), mistral)
+    assert (first.name, first.arguments, second.name) == ("weather", '{"a": "{"}', "f")
