@@ -1,7 +1,8 @@
 """`outrider evaluate`: what a pair is worth on this machine."""
 
+import asyncio
 import json
-import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,9 @@ from outrider.server.progress import ProgressDisplay
 from outrider.server.settings import Settings
 
 if TYPE_CHECKING:
+    from outrider.engine.api import EngineInfo, ReportProgress
+    from outrider.engine.config import EngineConfig
+    from outrider.server.evaluation.measure import Tallies
     from outrider.server.tokenizer import Tokenizer
 
 
@@ -57,9 +61,7 @@ def evaluate_command(
     if problem:
         typer.echo(f"outrider: {problem}", err=True)
         raise typer.Exit(2)
-    from outrider.engine.process_engine import child_environment
-
-    os.environ.update(child_environment())  # read when torch is imported, which is now
+    from outrider.engine.client import EngineUnavailableError
     from outrider.engine.loop import Engine
     from outrider.engine.models.admission import UnsupportedModelError
     from outrider.server.evaluation import exactness, measure, report
@@ -84,15 +86,24 @@ def evaluate_command(
             told = engine_config(settings, pair)
             # Measured without a prefix cache: every repetition of a prompt shall compute the same.
             cache = replace(told.cache, prefix_caching=told.cache.prefix_caching and check_exact)
-            engine = Engine(replace(told, cache=cache), progress)
+            told = replace(told, cache=cache)
             temperatures = temperature or [0.0, 0.8]
             if check_exact:
+                engine = Engine(told, progress)
                 counted = partial(progress, "checking")
                 found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
             else:
                 counted = partial(progress, "measuring")
-                tallies = measure.measure(engine, prompts, temperatures, ks, max_tokens, counted)
-    except (ModelError, UnsupportedModelError, ValueError, OSError) as error:
+                info, tallies = asyncio.run(
+                    _measured(told, progress, prompts, temperatures, ks, max_tokens, counted)
+                )
+    except (
+        ModelError,
+        UnsupportedModelError,
+        EngineUnavailableError,
+        ValueError,
+        OSError,
+    ) as error:
         typer.echo(f"outrider: {error}", err=True)
         raise typer.Exit(1) from None
     if check_exact:
@@ -105,13 +116,34 @@ def evaluate_command(
             "target": settings.target.model,
             "draft": settings.draft_model,
             "proposer": settings.speculation.proposer,
-            "device": engine.info.device,
-            "dtype": engine.info.target_dtype,
+            "device": info.device,
+            "dtype": info.target_dtype,
             "max_tokens": max_tokens,
         }
         json_file.write_text(json.dumps(report.as_json(tallies, description), indent=2) + "\n")
     if plot_file:
         report.plot(tallies, title, plot_file)
+
+
+async def _measured(
+    config: "EngineConfig",
+    progress: "ReportProgress",
+    prompts: dict[str, list[list[int]]],
+    temperatures: list[float],
+    ks: list[int | None],
+    max_tokens: int,
+    counted: Callable[[int, int], None],
+) -> "tuple[EngineInfo, Tallies]":
+    """What an engine in a process of its own gives."""
+    from outrider.engine.process_engine import ProcessEngine
+    from outrider.server.evaluation.measure import measure
+
+    engine = ProcessEngine(config, progress)
+    try:
+        info = await engine.start()
+        return info, await measure(engine, prompts, temperatures, ks, max_tokens, counted)
+    finally:
+        await engine.stop()
 
 
 def _problem(

@@ -12,11 +12,16 @@ from rich.console import Console
 from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
-from outrider.engine.loop import Engine
+from outrider.engine.in_process import InProcessEngine
 from outrider.engine.verifier import Verifier
 from outrider.server.cli import app
 from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tally, held_out_prompts, measure
 from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +35,13 @@ def tally(num_tokens: int, num_steps: int, seconds: float) -> Tally:
     return Tally(num_tokens, num_steps, seconds, list(drafted), list(accepted))
 
 
-def test_a_target_that_drafts_for_itself_is_always_right(target: Path) -> None:
-    engine = Engine(engine_config(target, target, k=3, prefix_caching=False))
+@pytest.mark.anyio
+async def test_a_target_that_drafts_for_itself_is_always_right(target: Path) -> None:
+    engine = InProcessEngine(engine_config(target, target, k=3, prefix_caching=False))
+    await engine.start()
     prompts = {"one": [[1, 2, 3]], "two": [[4, 5], [6]]}
-    tallies = measure(engine, prompts, [0.0], [PLAIN, 3], 12, lambda done, total: None)
+    tallies = await measure(engine, prompts, [0.0], [PLAIN, 3], 12, lambda done, total: None)
+    await engine.stop()
     assert tallies["two", 0.0, PLAIN].acceptance is None
     assert tallies["two", 0.0, PLAIN].tokens_per_step == 1
     assert tallies["two", 0.0, PLAIN].num_tokens == tallies["two", 0.0, 3].num_tokens == 24
