@@ -41,8 +41,8 @@ from outrider.server.protocol import (
     Model,
     ModelList,
 )
+from outrider.server.server_settings import ServerSettings
 from outrider.server.service import Service
-from outrider.server.settings import ServerSettings
 from outrider.server.structured_outputs import GrammarChecker
 from outrider.server.tokenization import (
     DetokenizeRequest,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-from outrider.server.settings import MAX_STOP_STRINGS
+from outrider.server.server_settings import MAX_STOP_STRINGS
 from outrider.server.tokenizer import INCOMPLETE, Tokenizer
 
 # Tokens of the prompt that the first new token is decoded with. A character spans at most four;

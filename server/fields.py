@@ -20,11 +20,7 @@ from pydantic_core import PydanticKnownError
 from typing_extensions import TypeAliasType
 
 from outrider.server.errors import cut
-from outrider.server.settings import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-)
+from outrider.server.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 
 MAX_STOP_CHARS = 1024
 MAX_INT = 2**63 - 1

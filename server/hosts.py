@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.server.api_keys import OPEN_PATHS
 from outrider.server.errors import APIError, cut
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 
 _PORT = re.compile(r":\d*$")  # of a Host header; an IPv6 address stands in brackets there
 

@@ -17,7 +17,8 @@ from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server.app import create_app
 from outrider.server.connection import KEEP_ALIVE_S, Connection
 from outrider.server.middleware import EarlyAnswer, Gate
-from outrider.server.settings import ServerSettings, Settings
+from outrider.server.server_settings import ServerSettings
+from outrider.server.settings import Settings
 from outrider.server.tokenizer import Tokenizer
 
 log = logging.getLogger("outrider.server")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.server.message_parser import END_THINK, THINK, MarkerParser, MessageParser
-from outrider.server.settings import ToolCallFormat
+from outrider.server.server_settings import ToolCallFormat
 from outrider.server.tool_calls import FORMATS, LIST, shown_format
 
 # A prompt may end within the reasoning that it opens.

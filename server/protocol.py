@@ -20,7 +20,7 @@ from outrider.server.fields import (
     StopStrings,
     TokenIds,
 )
-from outrider.server.settings import MAX_STOP_TOKEN_IDS
+from outrider.server.server_settings import MAX_STOP_TOKEN_IDS
 from outrider.server.structured_outputs import ResponseFormat, StructuredOutputs
 
 

@@ -25,7 +25,7 @@ from outrider.server.message_format import MessageFormat
 from outrider.server.metrics import Metrics
 from outrider.server.protocol import SamplingFields
 from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.structured_outputs import GrammarChecker
 from outrider.server.tokenizer import Tokenizer
 from outrider.server.unknown_fields import check_unknown_fields

@@ -21,7 +21,8 @@ from outrider.server.middleware import Gate
 from outrider.server.models.pair import Pair, engine_config, prepare_pair
 from outrider.server.models.store import ModelError
 from outrider.server.progress import ProgressDisplay
-from outrider.server.settings import ServerSettings, Settings
+from outrider.server.server_settings import ServerSettings
+from outrider.server.settings import Settings
 from outrider.server.tracing import TracingError
 from outrider.server.workers import WorkerError, Workers
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.settings_loader import load_settings
 
 pytestmark = pytest.mark.scale("helm-python-sdk", "kubernetes-validate")

@@ -16,7 +16,7 @@ from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server import service
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]

@@ -17,7 +17,7 @@ from tiny_models import save_tiny_model
 from outrider.engine.in_process import InProcessEngine
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from served import Served
 from typer.testing import CliRunner
 
 from outrider.server.cli import app as cli
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.settings_loader import SettingsError, load_settings
 
 Serve = Callable[..., Served]

@@ -10,7 +10,7 @@ import httpx
 import psutil
 from tiny_server import serving
 
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
 EOS = 0

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from outrider.server.cli import app
 from outrider.server.http_server import Server
+from outrider.server.server_settings import ServerSettings
 from outrider.server.serving import bind, prepare_for_clients
-from outrider.server.settings import ServerSettings
 
 Serve = Callable[..., Served]
 

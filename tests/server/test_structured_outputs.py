@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 from tiny_server import serving
 
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
 EOS = 0

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
 MODEL = "test-model"

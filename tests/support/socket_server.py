@@ -11,8 +11,8 @@ import uvloop
 from served import Served
 
 from outrider.server.http_server import Server
+from outrider.server.server_settings import ServerSettings
 from outrider.server.serving import bind
-from outrider.server.settings import ServerSettings
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.engine.in_process import InProcessEngine
 from outrider.server.app import create_app
 from outrider.server.middleware import Gate
-from outrider.server.settings import ServerSettings
+from outrider.server.server_settings import ServerSettings
 from outrider.server.tokenizer import Tokenizer
 
 
