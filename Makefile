@@ -11,7 +11,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
-PACKAGES := server engine kernels
+PACKAGES := server distill engine kernels
 # A worker for each core; tests that share a server, or models, stay together (tests/conftest.py).
 TEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	$(BIN)/pytest --numprocesses logical --maxprocesses 8 --dist loadgroup

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
+from outrider.server.cli.progress import ignore_progress
 from outrider.server.models.builtin import BUILTINS, obtain
-from outrider.server.progress import ignore_progress
 
 QUESTIONS = [
     "Explain what a hash table is and when to use one.",

@@ -39,7 +39,7 @@ from outrider.engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 PARTS = ("draft", "target", "verify")
 PAGE_TOKENS = 16

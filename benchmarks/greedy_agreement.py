@@ -21,7 +21,7 @@ from outrider.engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 
 def greedy(engine: Engine, k: int, prompts: list[list[int]], n: int) -> list[list[TokenLogprobs]]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from serving import Serving, serving
 
-from outrider.server.settings import DEFAULT_DRAFT
+from outrider.server.config.settings import DEFAULT_DRAFT
 
 PROMPT = "Once upon a time there was a small server that"
 CONCURRENCY = 32

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.kernels import verify as kernels
-from outrider.kernels.logprobs import gather_logprobs
-from outrider.kernels.sampling import Rule, Sampling
+from outrider.kernels.verify import verify as kernels
+from outrider.kernels.verify.logprobs import gather_logprobs
+from outrider.kernels.verify.sampling import Rule, Sampling
 
 L2_BYTES = 60e6
 DEVICE = "cuda"

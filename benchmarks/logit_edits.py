@@ -19,8 +19,8 @@ from transformers import NoRepeatNGramLogitsProcessor
 from outrider.engine.api import NewRequest, ProcessorChoice, SamplingParams
 from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
-from outrider.kernels.sampling import Rule, Sampling
-from outrider.kernels.verify import verify
+from outrider.kernels.verify.sampling import Rule, Sampling
+from outrider.kernels.verify.verify import verify
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16

@@ -55,8 +55,10 @@ def serving(log: Path, arguments: Sequence[str]) -> Iterator[Serving]:
         port = _wait_for_port(process, log)
         http = psutil.Process(process.pid)
         children = {child: child.cmdline() for child in http.children()}
-        (engine,) = (c for c, line in children.items() if "outrider.engine.process" in line)
-        workers = [c for c, line in children.items() if "outrider.server.worker" in line]
+        (engine,) = (
+            c for c, line in children.items() if "outrider.engine.processes.process" in line
+        )
+        workers = [c for c, line in children.items() if "outrider.server.http.worker" in line]
         yield Serving("127.0.0.1", port, http, workers, engine, log)
     finally:
         process.terminate()

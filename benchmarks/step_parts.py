@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 PARTS = ("schedule", "propose", "score", "verify", "commit")
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from outrider.engine.grammar import compute_masks
-from outrider.engine.grammar_compiler import GrammarCompiler
+from outrider.engine.engine import Engine
+from outrider.engine.grammars.grammar import compute_masks
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.logit_edits.grammars import Grammars
-from outrider.engine.loop import Engine
+from outrider.server.cli.progress import ignore_progress
+from outrider.server.grammar.structured_outputs import lark_of_schema
 from outrider.server.models.builtin import BUILTINS, obtain
-from outrider.server.progress import ignore_progress
-from outrider.server.structured_outputs import lark_of_schema
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 K = 4
 _apply = Grammars.apply

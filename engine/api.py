@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Verification = Literal["token", "block", "match"]  # kernels.sampling.Rule, by name
+Verification = Literal["token", "block", "match"]  # kernels.verify.sampling.Rule, by name
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 # At a smaller one the second best token is out of reach, unless it ties with the best, and float32

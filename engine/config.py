@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from outrider.engine.api import Verification
+from .api import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

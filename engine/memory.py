@@ -2,23 +2,36 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 
-from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
-from outrider.engine.config import EngineConfig
-from outrider.engine.pair import ModelPair
-from outrider.engine.phase import padded_sizes
-from outrider.engine.scheduler import MAX_PROMPT_LOGITS
-from outrider.engine.validation import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from outrider.engine.loop import Engine
+from .api import EngineInfo, NewRequest, ReportProgress, RequestOutput, SamplingParams
+from .config import EngineConfig
+from .models.pair import ModelPair
+from .scheduling.scheduler import MAX_PROMPT_LOGITS
+from .state.phase import padded_sizes
+from .validation import MAX_LOGPROBS
 
 GIB = 2**30
 _SHORT_PROMPTS = (3, 7, 15)  # tokens; with a draft, rows that attention takes in different blocks
+
+
+class Engine(Protocol):
+    """What is rehearsed of an engine."""
+
+    info: EngineInfo
+
+    def allocate(self, num_pages: int, max_model_len: int) -> None: ...
+
+    def capture(self, report: ReportProgress) -> None: ...
+
+    def submit(self, requests: list[NewRequest]) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
 
 
 class OutOfDeviceMemoryError(ValueError):
@@ -51,7 +64,7 @@ def left_bytes(
 
 
 def measure_pages(
-    engine: "Engine", pair: ModelPair, config: EngineConfig, report: ReportProgress
+    engine: Engine, pair: ModelPair, config: EngineConfig, report: ReportProgress
 ) -> int:
     """Pages for what is left of the memory: on a GPU beside the largest step and all graphs, both
     of which are made for that once, over few pages.
@@ -76,7 +89,7 @@ def measure_pages(
     return num_pages if config.cache.prefix_caching else min(most, num_pages)
 
 
-def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) -> int:
+def largest_step_bytes(engine: Engine, pair: ModelPair, config: EngineConfig) -> int:
     """What the largest step that can be scheduled takes while it runs, by running it."""
     device = torch.device(config.device)
     torch.cuda.empty_cache()
@@ -93,7 +106,7 @@ def largest_step_bytes(engine: "Engine", pair: ModelPair, config: EngineConfig) 
     return peak_bytes - torch.cuda.memory_reserved(device)
 
 
-def run_largest_step(engine: "Engine", pair: ModelPair, config: EngineConfig) -> None:
+def run_largest_step(engine: Engine, pair: ModelPair, config: EngineConfig) -> None:
     """Prompts that fill a step, alone; then such prompts beside seats that decode with every draft,
     and one that asks for its prompt's logprobs. All ask for what gathers and copies logits.
 

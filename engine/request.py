@@ -6,17 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from outrider.engine.api import (
+from .api import (
     FinishReason,
     NewRequest,
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
 )
-from outrider.engine.grammar import Grammar
+from .grammars.grammar import Grammar
 
 if TYPE_CHECKING:
-    from outrider.engine.logit_edits.processors import LogitsProcessor
+    from .logit_edits.processors import LogitsProcessor
 
 
 class Request:

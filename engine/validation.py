@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 
-from outrider.engine.api import (
+from .api import (
     MAX_REPETITION_PENALTY,
     InvalidRequestError,
     NewRequest,
     SamplingParams,
 )
-from outrider.engine.logit_edits import bad_words, token_bias
+from .logit_edits import bad_words, token_bias
 
 MAX_LOGPROBS = 128
 _MAX_FLOAT32 = 3.4028234e38  # what the slots hold is float32

@@ -58,7 +58,13 @@ def run_tests(work: Path, tests: str, interpreted: bool) -> bool:
 
 
 def in_room(file: str) -> str:
-    return file if "/" in file else f"kernels/{file}"
+    """Where a file is; of kernels and their tests the name alone is told."""
+    if "/" in file:
+        return file
+    if file.startswith("test_"):
+        return f"kernels/{file}"
+    (found,) = (ROOT / "kernels").rglob(file)
+    return str(found.relative_to(ROOT))
 
 
 def copy_into(work: Path) -> Path:

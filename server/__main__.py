@@ -1,5 +1,5 @@
 """`python -m outrider.server`: the `outrider` command."""
 
-from outrider.server.cli import app
+from .cli import app
 
 app()

@@ -17,14 +17,15 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from rich.console import Console
 from starlette.types import ASGIApp
 
-from outrider.engine.client import EngineUnavailableError
-from outrider.engine.process_engine import ProcessEngine
-from outrider.server.console import configure_logging
-from outrider.server.http_server import load_app
-from outrider.server.middleware import Gate
-from outrider.server.models.pair import engine_config, prepare_pair
-from outrider.server.progress import ignore_progress
-from outrider.server.settings_loader import load_settings
+from outrider.engine.processes.client import EngineUnavailableError
+from outrider.engine.processes.process_engine import ProcessEngine
+
+from .cli.console import configure_logging
+from .cli.progress import ignore_progress
+from .config.settings_loader import load_settings
+from .http.http_server import load_app
+from .http.middleware import Gate
+from .models.pair import engine_config, prepare_pair
 
 # Of Ray's own routers, the one that keeps a session (header x-session-id) on its replica, where the
 # conversation so far is cached. Requests without one are spread evenly.

@@ -3,15 +3,15 @@
 import numpy as np
 from torch import Tensor
 
-from outrider.engine.host_copy import uploaded
-from outrider.engine.logit_edits.allowed_tokens import AllowedTokens
-from outrider.engine.logit_edits.bad_words import BadWords
-from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.logit_edits.custom import CustomProcessors
-from outrider.engine.logit_edits.grammars import Grammars
-from outrider.engine.logit_edits.penalties import Penalties
-from outrider.engine.logit_edits.token_bias import TokenBias
-from outrider.engine.request import Request
+from ..request import Request
+from ..state.host_copy import uploaded
+from .allowed_tokens import AllowedTokens
+from .bad_words import BadWords
+from .base import LogitEdit, RequestRows
+from .custom import CustomProcessors
+from .grammars import Grammars
+from .penalties import Penalties
+from .token_bias import TokenBias
 
 __all__ = ["LogitEdit", "LogitEdits", "RequestRows"]
 

@@ -4,10 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
-from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.request import Request
-from outrider.kernels.bitmask import apply_bitmask, num_words, pack_bitmask
+from outrider.kernels.edits.bitmask import apply_bitmask, num_words, pack_bitmask
+
+from ..api import SamplingParams
+from ..request import Request
+from .base import LogitEdit, RequestRows
 
 
 class AllowedTokens(LogitEdit):

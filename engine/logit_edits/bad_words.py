@@ -4,10 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
-from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.request import Request
-from outrider.kernels import bad_words as kernel
+from outrider.kernels.edits import bad_words as kernel
+
+from ..api import SamplingParams
+from ..request import Request
+from .base import LogitEdit, RequestRows
 
 MAX_WORDS = 256  # a word of a text is up to two: with and without a space before it
 MAX_TOKENS = 2048  # of all words together

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
-from outrider.engine.host_copy import uploaded
-from outrider.engine.ragged import aligned, ragged_arange
-from outrider.engine.request import Request
-from outrider.kernels.edit_rows import EditRows
+from outrider.kernels.edits.edit_rows import EditRows
+
+from ..api import SamplingParams
+from ..request import Request
+from ..state.host_copy import uploaded
+from ..state.ragged import aligned, ragged_arange
 
 
 @dataclass(slots=True)

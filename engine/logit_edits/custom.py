@@ -5,9 +5,9 @@ import logging
 import torch
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
-from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.request import Request
+from ..api import SamplingParams
+from ..request import Request
+from .base import LogitEdit, RequestRows
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
-from outrider.engine.grammar import Grammar, compute_masks
-from outrider.engine.host_copy import uploaded
-from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.request import Request
-from outrider.kernels.bitmask import apply_bitmask
+from outrider.kernels.edits.bitmask import apply_bitmask
+
+from ..api import SamplingParams
+from ..grammars.grammar import Grammar, compute_masks
+from ..request import Request
+from ..state.host_copy import uploaded
+from .base import LogitEdit, RequestRows
 
 
 class Grammars(LogitEdit):

@@ -4,12 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
-from outrider.engine.host_copy import uploaded
-from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.ragged import ragged_arange
-from outrider.engine.request import Request
-from outrider.kernels import penalties as kernel
+from outrider.kernels.edits import penalties as kernel
+
+from ..api import SamplingParams
+from ..request import Request
+from ..state.host_copy import uploaded
+from ..state.ragged import ragged_arange
+from .base import LogitEdit, RequestRows
 
 
 class Penalties(LogitEdit):

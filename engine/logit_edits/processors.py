@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.engine.api import InvalidRequestError, SamplingParams
+from ..api import InvalidRequestError, SamplingParams
 
 ENTRY_POINT_GROUP = "outrider.logits_processors"
 

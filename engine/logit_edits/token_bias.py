@@ -4,10 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
-from outrider.engine.logit_edits.base import LogitEdit, RequestRows
-from outrider.engine.request import Request
-from outrider.kernels import token_bias as kernel
+from outrider.kernels.edits import token_bias as kernel
+
+from ..api import SamplingParams
+from ..request import Request
+from .base import LogitEdit, RequestRows
 
 MAX_ENTRIES = 1280  # tokens of logit_bias, and of those that end a sequence, together
 

@@ -7,18 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import ForwardBatch
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.attention_items import AttentionItems, list_items
-from outrider.kernels.attention_reference import (
+from outrider.kernels.model.attention_items import AttentionItems, list_items
+from outrider.kernels.model.attention_reference import (
     KEY_BLOCK,
     RowBlock,
     paged_attention_reference,
     row_blocks,
     whole_block,
 )
-from outrider.kernels.paged_attention import paged_attention
-from outrider.kernels.rope import rotary_table
+from outrider.kernels.model.paged_attention import paged_attention
+from outrider.kernels.model.rope import rotary_table
+
+from ..state.batch import ForwardBatch
 
 
 class KVPages(NamedTuple):

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from outrider.engine.models.attention import PagedAttention, PassContext, Rope
-from outrider.engine.models.weights import Linear, packed
-from outrider.kernels.rms_norm import Norm
-from outrider.kernels.rope import rope_and_store
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.rope import rope_and_store
+
+from .attention import PagedAttention, PassContext, Rope
+from .weights import Linear, packed
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from outrider.engine.models.weights import Dense, Linear
+from .weights import Dense, Linear
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.engine.models.attention import PagedAttention, PassContext
-from outrider.engine.models.blocks import Block
-from outrider.engine.models.network import Network, Pass
-from outrider.engine.models.weights import Linear, packed
-from outrider.kernels.rms_norm import Norm, rms_norm
+from outrider.kernels.model.rms_norm import Norm, rms_norm
+
+from .attention import PagedAttention, PassContext
+from .blocks import Block
+from .network import Network, Pass
+from .weights import Linear, packed
 
 # Measured: one thread has computed such a layer before another, asleep for 30 us, is awake.
 _MAX_LONE_ROWS, _MAX_LONE_WEIGHTS = 4, 1 << 21

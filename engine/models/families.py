@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from outrider.engine.models.attention import PagedAttention, Rope
-from outrider.engine.models.blocks import AttentionMixer, Block, GatedMLP
-from outrider.engine.models.checkpoint import Checkpoint
-from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.weights import Dense, Linear
-from outrider.kernels.rms_norm import Norm
+from outrider.kernels.model.rms_norm import Norm
+
+from .attention import PagedAttention, Rope
+from .blocks import AttentionMixer, Block, GatedMLP
+from .checkpoint import Checkpoint
+from .decoder import Decoder
+from .weights import Dense, Linear
 
 # What the code below implements of a configuration.
 _IMPLEMENTED = {

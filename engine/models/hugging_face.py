@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from outrider.engine.models.admission import UnsupportedModelError
-from outrider.engine.models.attention import PagedAttention, PassContext
-from outrider.engine.models.network import Network, Pass
+from .admission import UnsupportedModelError
+from .attention import PagedAttention, PassContext
+from .network import Network, Pass
 
 # Not "flash", "sdpa", "flex", "paged|" or "/" in it: transformers gives each of these a meaning.
 _NAME = "outrider_{}"
@@ -49,7 +49,7 @@ class HuggingFaceModel(Network):
     @property
     def weight_bytes(self) -> int:
         model: Any = self.model
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        num_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())
         is_tied = model.config.get_text_config().tie_word_embeddings
         return num_bytes - (0 if is_tied else int(model.get_input_embeddings().weight.nbytes))
 

@@ -11,19 +11,19 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from outrider.engine.config import ModelConfig
-from outrider.engine.models.admission import (
+from ..config import ModelConfig
+from .admission import (
     UnsupportedModelError,
     check_config,
     checked_starts,
     resolve_dtype,
 )
-from outrider.engine.models.checkpoint import Checkpoint
-from outrider.engine.models.families import build, why_unknown
-from outrider.engine.models.hugging_face import HuggingFaceModel
-from outrider.engine.models.network import Network
-from outrider.engine.models.packed_modules import pack_linears
-from outrider.engine.models.proof import CHECKED_LENGTHS, Original, why_different
+from .checkpoint import Checkpoint
+from .families import build, why_unknown
+from .hugging_face import HuggingFaceModel
+from .network import Network
+from .packed_modules import pack_linears
+from .proof import CHECKED_LENGTHS, Original, why_different
 
 log = logging.getLogger(__name__)
 

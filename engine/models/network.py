@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.models.attention import PagedAttention, PassContext
+from .attention import PagedAttention, PassContext
 
 
 class Pass(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.packed_linear import PackedWeight, pack_weight, packed_linear
+from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
 
 
 class PackedLinear(nn.Module):

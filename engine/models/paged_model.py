@@ -7,15 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import ForwardBatch, HostBatch
-from outrider.engine.config import ModelConfig
-from outrider.engine.models.admission import UnsupportedModelError, max_positions
-from outrider.engine.models.attention import KVPages, PagedAttention, PassContext
-from outrider.engine.models.loading import load_network
-from outrider.engine.models.network import Pass
-from outrider.engine.phase import Phase, padded_sizes
-from outrider.engine.slots import Slots
-from outrider.kernels.packed_linear import padded_rows
+from outrider.kernels.model.packed_linear import padded_rows
+
+from ..config import ModelConfig
+from ..state.batch import ForwardBatch, HostBatch
+from ..state.phase import Phase, padded_sizes
+from ..state.slots import Slots
+from .admission import UnsupportedModelError, max_positions
+from .attention import KVPages, PagedAttention, PassContext
+from .loading import load_network
+from .network import Pass
 
 # Prompts beside decodes are captured by so many rows. A GPU takes longer for more of them than the
 # host takes to launch what they need.

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from outrider.engine.batch import ForwardBatch
-from outrider.engine.models.attention import KVPages, PassContext, Rope
-from outrider.engine.models.blocks import Block
-from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.weights import Linear
-from outrider.kernels.rms_norm import rms_norm
+from outrider.kernels.model.rms_norm import rms_norm
+
+from ..state.batch import ForwardBatch
+from .attention import KVPages, PassContext, Rope
+from .blocks import Block
+from .decoder import Decoder
+from .weights import Linear
 
 # Rows of a decode, of a verification and of a prompt: other kernels each.
 CHECKED_LENGTHS = (1, 5, 40)

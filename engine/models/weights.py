@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.kernels.linear import add_linear, linear
-from outrider.kernels.packed_linear import PackedWeight, pack_weight, packed_linear
-from outrider.kernels.rms_norm import Norm, rms_norm_reference
-from outrider.kernels.silu_mul import silu_mul_reference
+from outrider.kernels.model.linear import add_linear, linear
+from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
+from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.silu_mul import silu_mul_reference
 
 
 class Weight(ABC):

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from outrider.engine.config import EngineConfig
-from outrider.engine.pair import ModelPair
-from outrider.engine.proposers.base import NoProposer, Proposals, Proposer
-from outrider.engine.proposers.ngram import NgramProposer
-from outrider.engine.proposers.top1 import Top1Proposer
-from outrider.engine.slots import Slots
+from ..config import EngineConfig
+from ..models.pair import ModelPair
+from ..state.slots import Slots
+from .base import NoProposer, Proposals, Proposer
+from .ngram import NgramProposer
+from .top1 import Top1Proposer
 
 __all__ = ["PROPOSERS", "Proposals", "Proposer", "build_proposer"]
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.api import ReportProgress
-from outrider.engine.plan import Plan, ScheduledRequest
-from outrider.kernels.sampling import STATE_WIDTH
+from outrider.kernels.verify.sampling import STATE_WIDTH
+
+from ..api import ReportProgress
+from ..scheduling.plan import Plan, ScheduledRequest
 
 log = logging.getLogger(__name__)
 

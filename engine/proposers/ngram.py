@@ -4,11 +4,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from outrider.engine.config import SpeculationConfig
-from outrider.engine.plan import Plan
-from outrider.engine.proposers.base import Proposals, Proposer
-from outrider.engine.request import Request
-from outrider.engine.slots import Slots
+from ..config import SpeculationConfig
+from ..request import Request
+from ..scheduling.plan import Plan
+from ..state.slots import Slots
+from .base import Proposals, Proposer
 
 
 class NgramLookup:

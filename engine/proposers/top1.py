@@ -8,24 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.api import ReportProgress
-from outrider.engine.batch import HostBatch, packed_len
-from outrider.engine.host_copy import uploaded
-from outrider.engine.logit_edits import RequestRows
-from outrider.engine.models.paged_model import PagedModel
-from outrider.engine.phase import Phase, Shape, padded_size, padded_sizes
-from outrider.engine.plan import Plan, ScheduledRequest, slots_of
-from outrider.engine.proposers.base import (
+from outrider.kernels.verify.slot_rows import read_slots, write_draft
+from outrider.kernels.verify.verify import draft_sample
+
+from ..api import ReportProgress
+from ..logit_edits import RequestRows
+from ..models.paged_model import PagedModel
+from ..scheduling.plan import Plan, ScheduledRequest, slots_of
+from ..state.batch import HostBatch, packed_len
+from ..state.host_copy import uploaded
+from ..state.phase import Phase, Shape, padded_size, padded_sizes
+from ..state.ragged import aligned
+from ..state.slots import Slots
+from .base import (
     SAMPLING_KINDS,
     DraftDistributions,
     Proposals,
     Proposer,
     sampling_kind,
 )
-from outrider.engine.ragged import aligned
-from outrider.engine.slots import Slots
-from outrider.kernels.slot_rows import read_slots, write_draft
-from outrider.kernels.verify import draft_sample
 
 # Below it another draft pays less than it costs: measured with the default pair, where anything
 # from 0.05 to 0.2 is within 2% of the best for a draft of 0.07 to 0.11 of the target's cost.

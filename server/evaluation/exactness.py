@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.engine.api import NewRequest, SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 TOGETHER = "all together"
 # (token id, its logprob) of each token

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 from outrider.engine.api import EngineStats, NewRequest, SamplingParams
-from outrider.engine.client import EngineClient
+from outrider.engine.processes.client import EngineClient
 
 PLAIN = 0
 OWN_CHOICE = None  # k as the engine chooses it, step by step

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tallies, Tally
+from .measure import OWN_CHOICE, PLAIN, Tallies, Tally
 
 ALL = "all"
 

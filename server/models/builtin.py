@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.api import ReportProgress
-from outrider.server.models import store, wheel
-from outrider.server.models.convert import TOKENIZER_FILES, gguf_to_directory
-from outrider.server.progress import ignore_progress
-from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+
+from ..cli.progress import ignore_progress
+from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+from . import store, wheel
+from .convert import TOKENIZER_FILES, gguf_to_directory
 
 # Raise when a conversion changes what it writes: models made by an older one are then made anew.
 _RECIPE = 1
@@ -63,7 +64,7 @@ def _make_target(folder: Path, progress: ReportProgress) -> None:
 
 
 def _make_draft(folder: Path, progress: ReportProgress) -> None:
-    from outrider.server.models.packed import unpack  # brings in torch, which takes seconds
+    from .packed import unpack  # brings in torch, which takes seconds
 
     target = obtain(BUILTINS[DEFAULT_TARGET], progress)
     unpack(SHIPPED_DRAFT, folder)

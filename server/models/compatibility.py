@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outrider.server.models.store import ModelError
+from .store import ModelError
 
 _SHOWN = 3
 

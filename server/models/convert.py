@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.api import ReportProgress
-from outrider.server.models.store import ModelError
+
+from .store import ModelError
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -12,7 +12,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from outrider.server.models.store import ModelError
+from .store import ModelError
 
 # Weights as safetensors only: a pickle checkpoint runs code when it is opened.
 _DATA_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]

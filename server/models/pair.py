@@ -17,12 +17,13 @@ from outrider.engine.config import (
     SpeculationConfig,
     TokenTable,
 )
-from outrider.server.models.compatibility import Vocabulary, shared_vocab_size
-from outrider.server.models.resolve import resolve
-from outrider.server.models.store import ModelError
-from outrider.server.progress import ignore_progress
-from outrider.server.settings import DraftSettings, Settings, TargetSettings
-from outrider.server.tokenizer import Tokenizer
+
+from ..cli.progress import ignore_progress
+from ..config.settings import DraftSettings, Settings, TargetSettings
+from ..text.tokenizer import Tokenizer
+from .compatibility import Vocabulary, shared_vocab_size
+from .resolve import resolve
+from .store import ModelError
 
 log = logging.getLogger("outrider.server.models.pair")
 

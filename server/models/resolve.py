@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 from outrider.engine.api import ReportProgress
-from outrider.server.models import builtin, hub, store
-from outrider.server.models.convert import gguf_to_directory
-from outrider.server.models.store import ModelError
-from outrider.server.progress import ignore_progress
+
+from ..cli.progress import ignore_progress
+from . import builtin, hub, store
+from .convert import gguf_to_directory
+from .store import ModelError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Raise when the conversion of GGUF files changes what it writes.

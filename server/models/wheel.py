@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.api import ReportProgress
-from outrider.server.models import store
-from outrider.server.models.store import ModelError
+
+from . import store
+from .store import ModelError
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2

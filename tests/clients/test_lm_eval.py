@@ -9,9 +9,9 @@ import torch
 from running_server import RunningServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.server.cli.progress import ignore_progress
+from outrider.server.config.settings import DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
-from outrider.server.progress import ignore_progress
-from outrider.server.settings import DEFAULT_TARGET
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

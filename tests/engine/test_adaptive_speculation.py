@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.engine.adaptive_speculation import AdaptiveSpeculation
+from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
 
 StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
 MAX_K = 5

@@ -19,7 +19,7 @@ from engine_clients import (
 from engine_clients import scripted_request as request
 
 from outrider.engine.api import InvalidRequestError, QueueFullError
-from outrider.engine.client import EngineClient, EngineUnavailableError
+from outrider.engine.processes.client import EngineClient, EngineUnavailableError
 
 pytestmark = pytest.mark.anyio
 

@@ -15,9 +15,9 @@ from engines import engine_config, generate, prompts
 from tiny_models import VOCAB
 
 from outrider.engine.api import NewRequest, QueueFullError, SamplingParams
-from outrider.engine.client import EngineClient, EngineUnavailableError
-from outrider.engine.in_process import InProcessEngine
-from outrider.engine.process_engine import ProcessEngine
+from outrider.engine.processes.client import EngineClient, EngineUnavailableError
+from outrider.engine.processes.in_process import InProcessEngine
+from outrider.engine.processes.process_engine import ProcessEngine
 
 pytestmark = pytest.mark.anyio
 

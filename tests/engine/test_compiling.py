@@ -8,8 +8,8 @@ import torch
 from engines import engine_config
 from tiny_models import DEVICE
 
-from outrider.engine.compiling import compile_together
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.state.compiling import compile_together
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "ngram"])

@@ -11,7 +11,7 @@ from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import InvalidRequestError, NewRequest, ProcessorChoice, SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 Tiny = Callable[..., Path]
 PROMPTS = prompts([3, 21, 9], VOCAB, seed=4)

@@ -25,7 +25,7 @@ from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
 from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.models.proof import one_prompt
-from outrider.kernels import linear as linear_module
+from outrider.kernels.model import linear as linear_module
 
 Tiny = Callable[..., Path]
 OURS = {"llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}

@@ -7,10 +7,10 @@ import pytest
 from engines import GREEDY, engine_config, generate, run, tokens
 from transformers import AutoTokenizer
 
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
+from outrider.server.cli.progress import ignore_progress
+from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
-from outrider.server.progress import ignore_progress
-from outrider.server.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

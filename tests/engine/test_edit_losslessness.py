@@ -11,7 +11,7 @@ from target_distribution import joint, sample
 
 from outrider.engine.api import ProcessorChoice, SamplingParams, Verification
 from outrider.engine.config import CacheConfig
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 VOCAB = 4
 PROMPT = [2, 0, 3]

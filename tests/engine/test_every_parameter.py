@@ -27,7 +27,7 @@ from outrider.engine.api import (
     SamplingParams,
     Verification,
 )
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 from outrider.engine.validation import check_request
 
 Tiny = Callable[..., Path]

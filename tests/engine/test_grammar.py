@@ -7,7 +7,7 @@ import pytest
 from grammars import allowed, compile_grammar, follows, stands_for
 
 from outrider.engine.config import TokenTable
-from outrider.engine.grammar_compiler import GrammarCompiler
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 
 A, B, AB, EOS, NEWLINE, NOTHING = range(6)
 TOKENS = TokenTable(token_bytes=(b"a", b"b", b"ab", b"<eos>", b"\n", b""), special_token_ids=(EOS,))

@@ -13,8 +13,8 @@ from tokenizers_for_tests import byte_level_tokenizer
 
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.config import EngineConfig
-from outrider.engine.grammar import Grammar
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.grammars.grammar import Grammar
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB = TOKENIZER.backend.get_vocab_size()

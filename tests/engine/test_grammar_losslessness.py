@@ -15,7 +15,7 @@ from target_distribution import sample
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 LETTERS, EOS, VOCAB = "abc", 3, 4
 LENGTH = 4

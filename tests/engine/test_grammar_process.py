@@ -15,7 +15,7 @@ import pytest
 from grammars import allowed, compile_grammar
 
 from outrider.engine.config import TokenTable
-from outrider.engine.grammar_compiler import GrammarCompiler
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 
 A, B, X, MANY_A, EOS = range(5)
 TOKENS = TokenTable(token_bytes=(b"a", b"b", b"x", b"a" * 60, b"<eos>"), special_token_ids=(EOS,))
@@ -175,7 +175,7 @@ sys.path.append({support!r})
 import psutil
 from grammars import compile_grammar
 from outrider.engine.config import TokenTable
-from outrider.engine.grammar_compiler import GrammarCompiler
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 
 table = TokenTable(token_bytes=(b"a", b"b", b"x", b"<eos>"), special_token_ids=(3,))
 compiler = GrammarCompiler(table, (3,), 4)

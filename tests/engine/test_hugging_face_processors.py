@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from outrider.engine.api import SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 Tiny = Callable[..., Path]
 PROMPTS = prompts([3, 21, 9, 40], VOCAB, seed=4)

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from outrider.engine.api import NewRequest, SamplingParams
-from outrider.engine.kv_cache import KVCacheManager
 from outrider.engine.request import Request
+from outrider.engine.scheduling.kv_cache import KVCacheManager
 
 PAGE = 4
 

@@ -13,12 +13,12 @@ from tiny_models import save_tiny_model
 
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import CacheConfig
-from outrider.engine.kv_cache import KVCacheManager, PageRemoved, PageStored
-from outrider.engine.kv_events import Publisher, to_messages
-from outrider.engine.loop import Engine
-from outrider.engine.messages import FromEngine, Ready, Shutdown, Submit, ToEngine
-from outrider.engine.process import load_engine, run
+from outrider.engine.engine import Engine
+from outrider.engine.processes.messages import FromEngine, Ready, Shutdown, Submit, ToEngine
+from outrider.engine.processes.process import load_engine, run
 from outrider.engine.request import Request
+from outrider.engine.scheduling.kv_cache import KVCacheManager, PageRemoved, PageStored
+from outrider.engine.scheduling.kv_events import Publisher, to_messages
 
 PAGE = 4
 

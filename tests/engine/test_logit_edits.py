@@ -12,8 +12,8 @@ from target_distribution import greedy, next_logits
 from tiny_models import VOCAB
 
 from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
+from outrider.engine.engine import Engine
 from outrider.engine.logit_edits import LogitEdits, RequestRows
-from outrider.engine.loop import Engine
 from outrider.engine.request import Request
 from outrider.engine.validation import check_request
 

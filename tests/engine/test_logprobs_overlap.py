@@ -10,9 +10,9 @@ import torch
 from engines import GREEDY, engine_config, prompts, run
 from tiny_models import DEVICE, VOCAB
 
-from outrider.engine import prompt_logprobs, verifier
-from outrider.engine.host_copy import HostCopy
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.scoring import prompt_logprobs, verifier
+from outrider.engine.state.host_copy import HostCopy
 
 Tiny = Callable[..., Path]
 ASKS = [

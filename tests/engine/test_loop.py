@@ -11,7 +11,7 @@ from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError, SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 Tiny = Callable[..., Path]
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)

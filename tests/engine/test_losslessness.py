@@ -10,10 +10,10 @@ from distributions import bound, chi_squared, total_variation
 from engines import engine_config, run, sampling_config, tokens
 from target_distribution import joint, sample
 
-from outrider.engine import loop
-from outrider.engine.adaptive_speculation import AdaptiveSpeculation
+from outrider.engine import engine as loop
 from outrider.engine.api import SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
 
 VOCAB = 4
 LENGTH = 4

@@ -10,9 +10,9 @@ from engines import GREEDY, engine_config, prompts
 from tiny_models import VOCAB
 
 from outrider.engine.api import NewRequest
-from outrider.engine.loop import Engine
-from outrider.engine.plan import Plan
+from outrider.engine.engine import Engine
 from outrider.engine.proposers import Proposals
+from outrider.engine.scheduling.plan import Plan
 
 Tiny = Callable[..., Path]
 MAX_K = 1  # further drafts would end where the draft model grows unsure

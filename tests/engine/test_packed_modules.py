@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from outrider.engine.models.packed_modules import pack_linears
-from outrider.kernels import packed_linear
-from outrider.kernels.packed_linear import padded_rows
+from outrider.kernels.model import packed_linear
+from outrider.kernels.model.packed_linear import padded_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

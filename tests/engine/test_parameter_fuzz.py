@@ -22,7 +22,7 @@ from outrider.engine.api import (
     RequestOutput,
     SamplingParams,
 )
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 NUM_REQUESTS = int(os.environ.get("TEST_EXAMPLES", "80"))
 EOS = VOCAB - 1

@@ -12,11 +12,11 @@ from tiny_models import DEVICE, VOCAB
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from outrider.engine import phase
 from outrider.engine.api import SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 from outrider.engine.models.paged_model import captured_shapes
-from outrider.engine.phase import Shape, padded_sizes, record_graph
+from outrider.engine.state import phase
+from outrider.engine.state.phase import Shape, padded_sizes, record_graph
 
 Tiny = Callable[..., Path]
 

@@ -20,9 +20,9 @@ import uvloop
 from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
 from engine_clients import scripted_request as request
 
-from outrider.engine import child_process, process_engine
-from outrider.engine.client import EngineUnavailableError
-from outrider.engine.messages import Submit
+from outrider.engine.processes import child_process, process_engine
+from outrider.engine.processes.client import EngineUnavailableError
+from outrider.engine.processes.messages import Submit
 
 pytestmark = pytest.mark.anyio
 

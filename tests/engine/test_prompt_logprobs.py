@@ -10,9 +10,9 @@ from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
-from outrider.engine import scheduler
 from outrider.engine.api import RequestOutput, TokenLogprobs
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.scheduling import scheduler
 
 Tiny = Callable[..., Path]
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)

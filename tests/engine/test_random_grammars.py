@@ -9,7 +9,7 @@ from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_tokenizer
 
 from outrider.engine.api import SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB = TOKENIZER.backend.get_vocab_size()

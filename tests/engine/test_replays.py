@@ -10,7 +10,7 @@ from engines import GREEDY, engine_config, generate, prompts
 from tiny_models import DEVICE, VOCAB
 
 from outrider.engine.api import NewRequest, SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 NUM_REQUESTS = 3000
 

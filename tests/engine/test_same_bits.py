@@ -12,7 +12,7 @@ from verification import HAS_KERNELS
 
 from outrider.engine.api import RequestOutput, SamplingParams
 from outrider.engine.config import ModelConfig
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type != "cpu" or HAS_KERNELS, reason="a promise of the CPU's own path"

@@ -19,10 +19,10 @@ from outrider.engine.api import (
     RequestOutput,
     SamplingParams,
 )
-from outrider.engine.loop import Engine
-from outrider.engine.plan import Plan
+from outrider.engine.engine import Engine
 from outrider.engine.proposers import Proposals
 from outrider.engine.request import Request
+from outrider.engine.scheduling.plan import Plan
 
 Tiny = Callable[..., Path]
 SPECS = ("parity = logits_processors:FavourParity", "keep_to = logits_processors:KeepTo")

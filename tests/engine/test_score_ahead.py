@@ -9,7 +9,7 @@ from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import VOCAB
 
 from outrider.engine.api import NewRequest, SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 Tiny = Callable[..., Path]
 FIRST = [

@@ -9,7 +9,7 @@ import pytest
 from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import VOCAB
 
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 from outrider.engine.models.attention import PagedAttention
 
 PROMPTS = prompts((9, 21, 5), VOCAB)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.philox import exp, exp2, log
-from outrider.kernels.scan import maximum
+from outrider.kernels.verify.philox import exp, exp2, log
+from outrider.kernels.verify.scan import maximum
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from verification import HAS_KERNELS
 
-from outrider.kernels.attention_items import MAX_SPLITS, list_items
+from outrider.kernels.model.attention_items import MAX_SPLITS, list_items
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

@@ -25,8 +25,8 @@ from verification import (
 )
 
 from outrider.kernels._dispatch import INTERPRET
-from outrider.kernels.sampling import BLOCK, Rule
-from outrider.kernels.verify import draft_sample, verify
+from outrider.kernels.verify.sampling import BLOCK, Rule
+from outrider.kernels.verify.verify import draft_sample, verify
 
 RULES = {"token": Rule.TOKEN, "block": Rule.BLOCK}
 

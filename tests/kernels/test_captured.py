@@ -6,8 +6,8 @@ import pytest
 import torch
 from verification import DEVICE, Batch, equal, mixed_sampling, random_batch
 
-from outrider.kernels.sampling import Sampling
-from outrider.kernels.verify import Verified, draft_sample, verify
+from outrider.kernels.verify.sampling import Sampling
+from outrider.kernels.verify.verify import Verified, draft_sample, verify
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import torch
 from grids import pairwise
 from verification import DEVICE, ROADS, cu_rows_of, make_sampling, on_road, word_of
 
-from outrider.kernels.sampling import BLOCK, Rule
-from outrider.kernels.verify import Verified, draft_sample, verify
+from outrider.kernels.verify.sampling import BLOCK, Rule
+from outrider.kernels.verify.verify import Verified, draft_sample, verify
 
 INF, NAN = torch.inf, torch.nan
 

@@ -5,18 +5,18 @@ import pytest
 import torch
 from verification import DEVICE, HAS_KERNELS, spread_out
 
-from outrider.kernels.attention_items import list_items
-from outrider.kernels.bad_words import BadWords, apply_bad_words
-from outrider.kernels.bitmask import apply_bitmask, num_words
-from outrider.kernels.edit_rows import EditRows
-from outrider.kernels.logprobs import gather_logprobs
-from outrider.kernels.paged_attention import paged_attention
-from outrider.kernels.penalties import Penalties, apply_penalties
-from outrider.kernels.rms_norm import Norm, rms_norm
-from outrider.kernels.rope import rope_and_store
-from outrider.kernels.slot_rows import SlotState, write_draft
-from outrider.kernels.token_bias import TokenBias, apply_token_bias
-from outrider.kernels.verify import DraftSample
+from outrider.kernels.edits.bad_words import BadWords, apply_bad_words
+from outrider.kernels.edits.bitmask import apply_bitmask, num_words
+from outrider.kernels.edits.edit_rows import EditRows
+from outrider.kernels.edits.penalties import Penalties, apply_penalties
+from outrider.kernels.edits.token_bias import TokenBias, apply_token_bias
+from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.paged_attention import paged_attention
+from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.rope import rope_and_store
+from outrider.kernels.verify.logprobs import gather_logprobs
+from outrider.kernels.verify.slot_rows import SlotState, write_draft
+from outrider.kernels.verify.verify import DraftSample
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

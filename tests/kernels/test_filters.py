@@ -5,8 +5,8 @@ import torch
 from grids import pairwise
 from verification import DEVICE, ROADS, make_sampling, on_road
 
-from outrider.kernels.sampling import Sampling, log_prob_reference
-from outrider.kernels.verify import draft_sample
+from outrider.kernels.verify.sampling import Sampling, log_prob_reference
+from outrider.kernels.verify.verify import draft_sample
 
 
 def kept_by_definition(

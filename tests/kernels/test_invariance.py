@@ -15,9 +15,9 @@ from verification import (
     random_batch,
 )
 
-from outrider.kernels import finish
-from outrider.kernels.sampling import Rule, Sampling
-from outrider.kernels.verify import draft_sample, verify
+from outrider.kernels.verify import finish
+from outrider.kernels.verify.sampling import Rule, Sampling
+from outrider.kernels.verify.verify import draft_sample, verify
 
 VOCAB = 1300
 

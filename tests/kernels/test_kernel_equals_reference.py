@@ -14,7 +14,7 @@ from verification import (
     spread_out,
 )
 
-from outrider.kernels.sampling import Rule
+from outrider.kernels.verify.sampling import Rule
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.attention_items import list_items
-from outrider.kernels.attention_reference import attention_mask, paged_attention_reference
-from outrider.kernels.linear import add_linear, linear, linear_reference
-from outrider.kernels.paged_attention import paged_attention
-from outrider.kernels.rms_norm import Norm, rms_norm, rms_norm_reference
-from outrider.kernels.rope import rope_and_store, rope_and_store_reference
+from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.attention_reference import attention_mask, paged_attention_reference
+from outrider.kernels.model.linear import add_linear, linear, linear_reference
+from outrider.kernels.model.paged_attention import paged_attention
+from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
+from outrider.kernels.model.rope import rope_and_store, rope_and_store_reference
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

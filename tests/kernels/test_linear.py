@@ -5,8 +5,8 @@ import torch
 from grids import pairwise
 from verification import HAS_KERNELS
 
-from outrider.kernels.linear import add_linear, linear, linear_reference
-from outrider.kernels.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.linear import add_linear, linear, linear_reference
+from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

@@ -8,11 +8,11 @@ import torch
 from grids import pairwise
 from verification import DEVICE, ROADS, on_road
 
-from outrider.kernels.bad_words import BadWords, apply_bad_words
-from outrider.kernels.bitmask import apply_bitmask, num_words, pack_bitmask
-from outrider.kernels.edit_rows import EditRows
-from outrider.kernels.penalties import Penalties, apply_penalties
-from outrider.kernels.token_bias import TokenBias, apply_token_bias
+from outrider.kernels.edits.bad_words import BadWords, apply_bad_words
+from outrider.kernels.edits.bitmask import apply_bitmask, num_words, pack_bitmask
+from outrider.kernels.edits.edit_rows import EditRows
+from outrider.kernels.edits.penalties import Penalties, apply_penalties
+from outrider.kernels.edits.token_bias import TokenBias, apply_token_bias
 
 PROMPT, KNOWN, WIDTH = 3, 6, 16  # tokens of the prompt, known tokens, room
 SHAPES = [(5, 5), (33, 40), (1500, 1500), (2100, 2049)]  # vocabulary, logits of a row

@@ -4,7 +4,7 @@ import pytest
 import torch
 from verification import DEVICE, on_road
 
-from outrider.kernels.logprobs import gather_logprobs
+from outrider.kernels.verify.logprobs import gather_logprobs
 
 
 @pytest.mark.parametrize("vocab", [3, 70, 1024, 2500])

@@ -12,9 +12,9 @@ import torch
 from exact_rules import Model, joint_of, random_model
 from verification import DEVICE, logits_of, make_sampling, on_road
 
-from outrider.kernels.philox import Purpose, philox_reference
-from outrider.kernels.sampling import Rule
-from outrider.kernels.verify import draft_sample, verify
+from outrider.kernels.verify.philox import Purpose, philox_reference
+from outrider.kernels.verify.sampling import Rule
+from outrider.kernels.verify.verify import draft_sample, verify
 
 VOCAB, LENGTH, K, ORDER = 3, 6, 3, 3
 TRIALS = 300_000

@@ -5,11 +5,11 @@ import torch
 from grids import pairwise
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels import attention_items
-from outrider.kernels import paged_attention as module
-from outrider.kernels.attention_items import list_items
-from outrider.kernels.attention_reference import paged_attention_reference, row_blocks
-from outrider.kernels.paged_attention import paged_attention
+from outrider.kernels.model import attention_items
+from outrider.kernels.model import paged_attention as module
+from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.attention_reference import paged_attention_reference, row_blocks
+from outrider.kernels.model.paged_attention import paged_attention
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

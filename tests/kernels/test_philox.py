@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.philox import (
+from outrider.kernels.verify.philox import (
     exponential_reference,
     philox,
     philox_reference,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from verification import HAS_KERNELS
 
-from outrider.kernels.rms_norm import Norm
-from outrider.kernels.rope import rope_and_store, rope_and_store_reference, rotary_table
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.rope import rope_and_store, rope_and_store_reference, rotary_table
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

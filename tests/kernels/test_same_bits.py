@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from verification import HAS_KERNELS
 
-from outrider.kernels import packed_linear as module
-from outrider.kernels.attention_reference import paged_attention_reference, row_blocks
-from outrider.kernels.packed_linear import pack_weight, packed_linear
+from outrider.kernels.model import packed_linear as module
+from outrider.kernels.model.attention_reference import paged_attention_reference, row_blocks
+from outrider.kernels.model.packed_linear import pack_weight, packed_linear
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from verification import DEVICE, HAS_KERNELS, make_sampling
 
-from outrider.kernels.scan import scan, scan_reference
+from outrider.kernels.verify.scan import scan, scan_reference
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from verification import HAS_KERNELS
 
-from outrider.kernels.drafts import Verified
-from outrider.kernels.sampling import Sampling
-from outrider.kernels.slot_rows import (
+from outrider.kernels.verify.drafts import Verified
+from outrider.kernels.verify.sampling import Sampling
+from outrider.kernels.verify.slot_rows import (
     SlotState,
     read_slots,
     read_slots_reference,
@@ -15,7 +15,7 @@ from outrider.kernels.slot_rows import (
     write_verified,
     write_verified_reference,
 )
-from outrider.kernels.verify import DraftSample
+from outrider.kernels.verify.verify import DraftSample
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.server.server_settings import ServerSettings
-from outrider.server.settings_loader import load_settings
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.config.settings_loader import load_settings
 
 pytestmark = pytest.mark.scale("helm-python-sdk", "kubernetes-validate")
 

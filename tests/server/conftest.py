@@ -11,7 +11,7 @@ from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

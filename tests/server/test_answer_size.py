@@ -15,9 +15,9 @@ from scripted_client import steps
 from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server import service
-from outrider.server.server_settings import ServerSettings
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.api import service
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 MB = 2**20
@@ -136,7 +136,7 @@ def test_a_long_answer_is_put_together_without_copying_it_at_each_step(
     def play(request: NewRequest) -> list[RequestOutput]:
         return steps(request, [70] * num_tokens)
 
-    import outrider.server.generation as generation
+    import outrider.server.api.generation as generation
 
     taken = generation.Sample._delta
 

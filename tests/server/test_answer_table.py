@@ -14,9 +14,9 @@ from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
-from outrider.engine.client import EngineUnavailableError, QueueFullError
-from outrider.server import connection
-from outrider.server.tokenizer import Tokenizer
+from outrider.engine.processes.client import EngineUnavailableError, QueueFullError
+from outrider.server.http import connection
+from outrider.server.text.tokenizer import Tokenizer
 
 OK = {"prompt": "Hi"}
 HI = [{"role": "user", "content": "Hi"}]

@@ -11,10 +11,10 @@ from scripted_client import steps
 from served import Served
 from tokenizers_for_tests import byte_level_tokenizer
 
-from outrider.server.chat_protocol import ChatCompletionRequest
-from outrider.server.protocol import CompletionRequest
-from outrider.server.tokenization import TokenizeChat
-from outrider.server.unknown_fields import NEUTRAL_VALUES
+from outrider.server.api.chat_protocol import ChatCompletionRequest
+from outrider.server.api.protocol import CompletionRequest
+from outrider.server.api.tokenization import TokenizeChat
+from outrider.server.api.unknown_fields import NEUTRAL_VALUES
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [

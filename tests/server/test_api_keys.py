@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from outrider.server.api_keys import ApiKeys, key_digest, request_key
-from outrider.server.metrics import Metrics
+from outrider.server.http.api_keys import ApiKeys, key_digest, request_key
+from outrider.server.observe.metrics import Metrics
 
 Serve = Callable[..., Served]
 

@@ -9,7 +9,7 @@ from scripted_client import Play, steps
 from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 HI = [{"role": "user", "content": "Hi"}]

@@ -8,8 +8,8 @@ from tiny_pairs import save_tiny_model_with_tokenizer, write_tiny_gguf
 from typer.testing import CliRunner, Result
 
 from outrider.server.cli import app
-from outrider.server.settings import Settings
-from outrider.server.settings_loader import load_settings, setting_keys
+from outrider.server.config.settings import Settings
+from outrider.server.config.settings_loader import load_settings, setting_keys
 
 
 @pytest.fixture(autouse=True)

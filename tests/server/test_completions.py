@@ -11,7 +11,7 @@ from tokenizers import processors
 from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 

@@ -16,7 +16,7 @@ from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server import connection
+from outrider.server.http import connection
 
 Serve = Callable[..., Served]
 VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"

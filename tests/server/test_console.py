@@ -9,8 +9,8 @@ from rich.console import Console
 from scripted_client import ScriptedClient
 
 from outrider.engine.api import EngineStats
-from outrider.server.console import report_status, show_summary, status_line
-from outrider.server.settings import Settings
+from outrider.server.cli.console import report_status, show_summary, status_line
+from outrider.server.config.settings import Settings
 
 
 def idle_client() -> ScriptedClient:

@@ -5,8 +5,8 @@ import random
 import pytest
 from tokenizers_for_tests import EOS, byte_fallback_tokenizer
 
-from outrider.server.detokenizer import Detokenizer, StopStrings
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.detokenizer import Detokenizer, StopStrings
+from outrider.server.text.tokenizer import Tokenizer
 
 
 def pieces_of(

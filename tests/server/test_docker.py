@@ -14,11 +14,11 @@ from engines import engine_config
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import save_tiny_model
 
-from outrider.engine.in_process import InProcessEngine
-from outrider.server.app import create_app
-from outrider.server.middleware import Gate
-from outrider.server.server_settings import ServerSettings
-from outrider.server.tokenizer import Tokenizer
+from outrider.engine.processes.in_process import InProcessEngine
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.http.app import create_app
+from outrider.server.http.middleware import Gate
+from outrider.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -17,7 +17,7 @@ from outrider.engine.api import (
     QueueFullError,
     RequestOutput,
 )
-from outrider.engine.client import EngineUnavailableError
+from outrider.engine.processes.client import EngineUnavailableError
 
 Serve = Callable[..., Served]
 OK = {"prompt": "Hi"}

@@ -12,8 +12,8 @@ from rich.console import Console
 from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
-from outrider.engine.in_process import InProcessEngine
-from outrider.engine.verifier import Verifier
+from outrider.engine.processes.in_process import InProcessEngine
+from outrider.engine.scoring.verifier import Verifier
 from outrider.server.cli import app
 from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tally, held_out_prompts, measure
 from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables

@@ -11,8 +11,8 @@ from served import Served
 from typer.testing import CliRunner
 
 from outrider.server.cli import app as cli
-from outrider.server.server_settings import ServerSettings
-from outrider.server.settings_loader import SettingsError, load_settings
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.config.settings_loader import SettingsError, load_settings
 
 Serve = Callable[..., Served]
 BODIES: list[tuple[str, dict[str, Any]]] = [

@@ -15,7 +15,7 @@ from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
 
-from outrider.server.console import configure_logging
+from outrider.server.cli.console import configure_logging
 
 Serve = Callable[..., Served]
 LOGGER = "outrider.server.requests"

@@ -9,8 +9,8 @@ import regex
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.server.config.settings_loader import load_settings
 from outrider.server.models.pair import Pair, prepare_pair
-from outrider.server.settings_loader import load_settings
 
 pytestmark = pytest.mark.model
 

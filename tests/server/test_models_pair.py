@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tiny_pairs import save_tiny_model_with_tokenizer
 
+from outrider.server.config.settings_loader import load_settings
 from outrider.server.models.pair import Pair, engine_config, prepare_pair
 from outrider.server.models.store import ModelError
-from outrider.server.settings_loader import load_settings
 
 
 @pytest.fixture(scope="module")

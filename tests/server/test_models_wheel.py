@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from outrider.server.cli.progress import ignore_progress
 from outrider.server.models import store, wheel
 from outrider.server.models.store import ModelError
 from outrider.server.models.wheel import Wheel
-from outrider.server.progress import ignore_progress
 
 FILENAME = "carrier-1.0-py3-none-any.whl"
 

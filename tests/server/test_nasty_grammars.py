@@ -10,8 +10,8 @@ import httpx
 import psutil
 from tiny_server import serving
 
-from outrider.server.server_settings import ServerSettings
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.text.tokenizer import Tokenizer
 
 EOS = 0
 N = 2500

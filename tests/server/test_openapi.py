@@ -13,7 +13,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from scripted_client import steps
 from served import Served
 
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

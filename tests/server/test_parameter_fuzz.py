@@ -14,7 +14,7 @@ from engine_clients import pages_used_become
 from random_requests import random_body
 from tiny_server import serving
 
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 NUM_REQUESTS = int(os.environ.get("TEST_EXAMPLES", "50"))
 AT_ONCE = 25

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from outrider.server.progress import ProgressDisplay
+from outrider.server.cli.progress import ProgressDisplay
 
 
 def shown(terminal: bool) -> str:

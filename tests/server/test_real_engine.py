@@ -10,7 +10,7 @@ import torch
 from tiny_server import serving
 from transformers import AutoModelForCausalLM
 
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -14,7 +14,7 @@ from tokenizers_for_tests import EOS
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

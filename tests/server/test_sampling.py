@@ -4,9 +4,9 @@ import pytest
 from tokenizers_for_tests import byte_fallback_tokenizer
 
 from outrider.engine.api import MAX_REPETITION_PENALTY, ProcessorChoice, SamplingParams
-from outrider.server.protocol import CompletionRequest
-from outrider.server.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.api.protocol import CompletionRequest
+from outrider.server.api.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
+from outrider.server.text.tokenizer import Tokenizer
 
 
 def params_of(**fields: object) -> SamplingParams:

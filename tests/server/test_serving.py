@@ -21,9 +21,9 @@ from socket_server import on_a_socket
 from typer.testing import CliRunner
 
 from outrider.server.cli import app
-from outrider.server.http_server import Server
-from outrider.server.server_settings import ServerSettings
-from outrider.server.serving import bind, prepare_for_clients
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.http.http_server import Server
+from outrider.server.http.serving import bind, prepare_for_clients
 
 Serve = Callable[..., Served]
 
@@ -81,7 +81,7 @@ def test_unknown_setting_ends_the_command() -> None:
 def test_missing_model_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.server.serving.configure_logging", lambda *_: None)
+    monkeypatch.setattr("outrider.server.http.serving.configure_logging", lambda *_: None)
     settings = ["target.model=./nowhere", "speculation.proposer=none"]
     assignments = [argument for setting in settings for argument in ("--set", setting)]
     assert CliRunner().invoke(app, ["serve", "--port", "0", *assignments]).exit_code == 1
@@ -91,8 +91,8 @@ def test_missing_model_ends_the_command(
 def test_sigterm_ends_a_start_that_is_still_preparing() -> None:
     program = """
 import time
-from outrider.server import serving
-from outrider.server.settings import Settings
+from outrider.server.http import serving
+from outrider.server.config.settings import Settings
 serving.prepare_pair = lambda *_: print("preparing", flush=True) or time.sleep(60)
 raise SystemExit(serving.serve(Settings(server={"port": 0})))
 """

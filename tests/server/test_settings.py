@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.server.settings import Settings
-from outrider.server.settings_loader import SettingsError, load_settings, setting_keys
+from outrider.server.config.settings import Settings
+from outrider.server.config.settings_loader import SettingsError, load_settings, setting_keys
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 

@@ -10,7 +10,7 @@ import pytest
 from engine_clients import pages_used_become
 from tiny_server import serving
 
-from outrider.server.tokenizer import INCOMPLETE, Tokenizer
+from outrider.server.text.tokenizer import INCOMPLETE, Tokenizer
 
 Post = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 K = 6

@@ -10,8 +10,8 @@ from scripted_client import steps
 from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
-from outrider.server.generation import Sample, TextOptions
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.api.generation import Sample, TextOptions
+from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 

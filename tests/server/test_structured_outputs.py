@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel
 from tiny_server import serving
 
-from outrider.server.server_settings import ServerSettings
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.text.tokenizer import Tokenizer
 
 EOS = 0
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}

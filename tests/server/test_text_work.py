@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from outrider.server import response_template, tool_calls
-from outrider.server.detokenizer import Detokenizer, StopStrings
-from outrider.server.message_format import MessageFormat
-from outrider.server.message_parser import Text
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text import response_template, tool_calls
+from outrider.server.text.detokenizer import Detokenizer, StopStrings
+from outrider.server.text.message_format import MessageFormat
+from outrider.server.text.message_parser import Text
+from outrider.server.text.tokenizer import Tokenizer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 FORMATS = ["hermes", "qwen_xml", "mistral", "llama3_json"]

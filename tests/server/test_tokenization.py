@@ -9,7 +9,7 @@ from served import Served
 from tokenizers import processors
 from tokenizers_for_tests import BOS, CHAT_TEMPLATE, byte_level_tokenizer
 
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 TEXT = "Hello 🙂"

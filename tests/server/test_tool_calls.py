@@ -12,10 +12,10 @@ from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
 
-from outrider.server.message_format import MessageFormat
-from outrider.server.message_parser import Text
-from outrider.server.tokenizer import Tokenizer
-from outrider.server.tool_calls import ToolCall
+from outrider.server.text.message_format import MessageFormat
+from outrider.server.text.message_parser import Text
+from outrider.server.text.tokenizer import Tokenizer
+from outrider.server.text.tool_calls import ToolCall
 
 Serve = Callable[..., Served]
 

@@ -8,8 +8,8 @@ from asgi import Reply, post
 from scripted_client import steps
 from served import Served
 
-from outrider.engine.grammar_compiler import GrammarCompiler
-from outrider.server.tokenizer import Tokenizer
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.server.text.tokenizer import Tokenizer
 
 EOS = 0
 NUMBER = {"type": "integer"}

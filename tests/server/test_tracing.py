@@ -12,8 +12,8 @@ from asgi import get, post
 from scripted_client import steps
 from served import Served
 
-from outrider.engine.client import EngineUnavailableError
-from outrider.server.tracing import TracingError
+from outrider.engine.processes.client import EngineUnavailableError
+from outrider.server.observe.tracing import TracingError
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

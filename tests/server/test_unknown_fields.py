@@ -11,9 +11,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from served import Served
 
-from outrider.server.chat_protocol import ChatCompletionRequest
-from outrider.server.protocol import CompletionRequest
-from outrider.server.unknown_fields import IGNORED, NEUTRAL_VALUES
+from outrider.server.api.chat_protocol import ChatCompletionRequest
+from outrider.server.api.protocol import CompletionRequest
+from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES
 
 Serve = Callable[..., Served]
 CHAT_PATH = "/v1/chat/completions"

@@ -16,8 +16,8 @@ from running_server import RunningServer, events_of, running_server
 from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_wrapper
 
-from outrider.server.settings import Settings
-from outrider.server.workers import to_json
+from outrider.server.config.settings import Settings
+from outrider.server.http.workers import to_json
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def workers(server: RunningServer) -> set[int]:
     children = psutil.Process(server.process.pid).children()
-    return {child.pid for child in children if "outrider.server.worker" in child.cmdline()}
+    return {child.pid for child in children if "outrider.server.http.worker" in child.cmdline()}
 
 
 def worker_behind(server: RunningServer, response: httpx.Response) -> int:

@@ -11,11 +11,11 @@ import zmq
 import zmq.asyncio
 
 from outrider.engine.api import EngineInfo, NewRequest, ReportProgress, SamplingParams
-from outrider.engine.client import EngineClient, OutputStream
 from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
-from outrider.engine.in_process import InProcessEngine
-from outrider.engine.process_engine import ProcessEngine
-from outrider.engine.relay import SharedEngine, Sharer
+from outrider.engine.processes.client import EngineClient, OutputStream
+from outrider.engine.processes.in_process import InProcessEngine
+from outrider.engine.processes.process_engine import ProcessEngine
+from outrider.engine.processes.relay import SharedEngine, Sharer
 
 TIMEOUT_S = 10  # a hang is a failure, not a wait
 

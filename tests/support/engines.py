@@ -16,7 +16,7 @@ from outrider.engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.engine.config import TokenTable
-from outrider.engine.grammar import Grammar, compute_masks
-from outrider.engine.grammar_compiler import GrammarCompiler
+from outrider.engine.grammars.grammar import Grammar, compute_masks
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 
 
 def compile_grammar(

@@ -7,9 +7,9 @@ import torch
 from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.batch import HostBatch
 from outrider.engine.models.paged_model import PagedModel
-from outrider.engine.slots import Slots
+from outrider.engine.state.batch import HostBatch
+from outrider.engine.state.slots import Slots
 
 PAGE = 4
 

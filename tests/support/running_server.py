@@ -39,7 +39,7 @@ class RunningServer:
         (child,) = [
             child
             for child in psutil.Process(self.process.pid).children()
-            if "outrider.engine.process" in child.cmdline()
+            if "outrider.engine.processes.process" in child.cmdline()
         ]
         return child
 

@@ -10,7 +10,7 @@ from outrider.engine.api import (
     RequestOutput,
     TokenLogprobs,
 )
-from outrider.engine.client import EngineState, EngineUnavailableError
+from outrider.engine.processes.client import EngineState, EngineUnavailableError
 
 # What happens to a sequence, step by step: outputs, an error to raise, or an event to wait for.
 Script = Iterable[RequestOutput | Exception | asyncio.Event]

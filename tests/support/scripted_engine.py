@@ -18,7 +18,7 @@ from outrider.engine.api import (
     RequestOutput,
 )
 from outrider.engine.config import EngineConfig
-from outrider.engine.process import main
+from outrider.engine.processes.process import main
 
 SCRIPT = {"invalid": 1, "submit_bug": 2, "step_bug": 3, "exit": 4, "leak": 5, "hang": 6}
 STEP_S = 0.001

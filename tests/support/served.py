@@ -5,11 +5,11 @@ from typing import Any
 from scripted_client import Play, ScriptedClient
 from starlette.types import ASGIApp
 
-from outrider.engine.grammar_compiler import GrammarCompiler
-from outrider.server.app import create_app
-from outrider.server.middleware import Gate
-from outrider.server.server_settings import ServerSettings
-from outrider.server.tokenizer import Tokenizer
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.http.app import create_app
+from outrider.server.http.middleware import Gate
+from outrider.server.text.tokenizer import Tokenizer
 
 MODEL = "test-model"
 

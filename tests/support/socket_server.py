@@ -10,9 +10,9 @@ from typing import Any
 import uvloop
 from served import Served
 
-from outrider.server.http_server import Server
-from outrider.server.server_settings import ServerSettings
-from outrider.server.serving import bind
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.http.http_server import Server
+from outrider.server.http.serving import bind
 
 
 @contextmanager

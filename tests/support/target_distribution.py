@@ -13,7 +13,7 @@ from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import SamplingParams
-from outrider.engine.loop import Engine
+from outrider.engine.engine import Engine
 
 Sequence = tuple[int, ...]
 DEAD_END = -1  # stands at the end of an output that no token may follow

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 from engines import engine_config
 
-from outrider.engine.grammar_compiler import GrammarCompiler
-from outrider.engine.in_process import InProcessEngine
-from outrider.server.app import create_app
-from outrider.server.middleware import Gate
-from outrider.server.server_settings import ServerSettings
-from outrider.server.tokenizer import Tokenizer
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.engine.processes.in_process import InProcessEngine
+from outrider.server.config.server_settings import ServerSettings
+from outrider.server.http.app import create_app
+from outrider.server.http.middleware import Gate
+from outrider.server.text.tokenizer import Tokenizer
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.server.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer
 
 EOS, BOS = "<eos>", "<bos>"
 SAMPLE = (

@@ -6,11 +6,11 @@ from fractions import Fraction
 
 import torch
 
-from outrider.kernels import bad_words, bitmask, penalties, token_bias
-from outrider.kernels import logprobs as logprobs_module
-from outrider.kernels import verify as verify_module
 from outrider.kernels._dispatch import INTERPRET
-from outrider.kernels.sampling import Rule, Sampling
+from outrider.kernels.edits import bad_words, bitmask, penalties, token_bias
+from outrider.kernels.verify import logprobs as logprobs_module
+from outrider.kernels.verify import verify as verify_module
+from outrider.kernels.verify.sampling import Rule, Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_KERNELS = INTERPRET or DEVICE.type == "cuda"

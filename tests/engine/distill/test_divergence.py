@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.engine.distill.divergence import DIVERGENCES, agreement, mean_divergence
+from outrider.distill.divergence import DIVERGENCES, agreement, mean_divergence
 
 FORMULAS = {
     "forward_kl": lambda p, q: (p * (p.log() - q.log())).sum(-1),

@@ -4,7 +4,7 @@ import pytest
 from replicas_for_tests import one_fails, talk
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from outrider.engine.distill.replicas import run_replicas
+from outrider.distill.replicas import run_replicas
 
 pytestmark = pytest.mark.slow  # processes that load torch
 

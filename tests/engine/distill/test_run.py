@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.engine.distill import train
-from outrider.engine.distill.recipe import DistillError, Recipe
-from outrider.engine.distill.run import distill
+from outrider.distill import train
+from outrider.distill.recipe import DistillError, Recipe
+from outrider.distill.run import distill
 
 RECIPE = Recipe(
     target="",

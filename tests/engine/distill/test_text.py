@@ -5,9 +5,9 @@ from pathlib import Path
 from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoTokenizer
 
-from outrider.engine.distill.prompts import TASKS
-from outrider.engine.distill.recipe import Recipe
-from outrider.engine.distill.text import Writer, load_shards, shard_path
+from outrider.distill.prompts import TASKS
+from outrider.distill.recipe import Recipe
+from outrider.distill.text import Writer, load_shards, shard_path
 
 
 def test_some_users_ask_about_a_text_that_another_conversation_ended_with(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.distill.divergence import mean_divergence
-from outrider.engine.distill.lessons import read
-from outrider.engine.distill.recipe import Recipe
-from outrider.engine.distill.train import Trainer
+from outrider.distill.divergence import mean_divergence
+from outrider.distill.lessons import read
+from outrider.distill.recipe import Recipe
+from outrider.distill.train import Trainer
 
 
 def model(seed: int) -> LlamaForCausalLM:

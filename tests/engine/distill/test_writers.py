@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.engine.distill import writers
+from outrider.distill import writers
 
 
 def test_writers_start_together_once_a_first_one_has_started(tmp_path: Path) -> None:

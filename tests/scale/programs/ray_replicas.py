@@ -62,7 +62,7 @@ def engines() -> dict[int, int]:
     """The engine processes of Ray's replicas, each with its replica's."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
-        if "outrider.engine.process" in (process.info["cmdline"] or ()):
+        if "outrider.engine.processes.process" in (process.info["cmdline"] or ()):
             with contextlib.suppress(psutil.Error):  # it has gone, or its replica has
                 replica, raylet, *_ = process.parents()
                 if "raylet" in raylet.name():

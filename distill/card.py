@@ -1,0 +1,80 @@
+"""The model card: what the draft is, what it was made of, how often it agrees."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from .recipe import Plan, Recipe
+from .train import HeldOut
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding, draft]
+---
+
+# A draft for {target}
+
+A small model with the tokenizer of {target}, for speculative decoding: it proposes, the target
+verifies. Made by `outrider distill`; it is not meant to be used alone. The target's licence and
+notices, where it came with any, lie beside this file and hold for the draft.
+
+| on held-out text of the target | |
+|---|---|
+| the draft's first choice is the target's | {greedy:.3f} |
+| a draft drawn at temperature 1 is accepted | {sampled:.3f} |
+
+Measured over {num_tokens} tokens, each given the target's own text before it.
+
+## Data
+
+{data} Half of the target's answers are greedy, the others drawn at temperatures from 0.6 to 1.
+No other text was used.
+
+## Training
+
+{start}
+Loss: {divergence} to the target's distribution at every token, in the last {last_share:.0%} of the
+steps {last_divergence}; Muon for matrices, AdamW for the rest; one linear rise and half a cosine,
+{num_steps} steps over {num_shards} shards of text. The recipe, whole:
+
+```json
+{recipe}
+```
+"""
+
+
+def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> None:
+    target = Path(recipe.target).name
+    data = (
+        f"User turns from `{recipe.prompts}`, answered by the target."
+        if recipe.prompts
+        else "Conversations that the target wrote by itself: the user's turn, from nothing, from a "
+        "few words or about a text that it wrote before, and the answer."
+    )
+    start = (
+        f"Went on from `{Path(recipe.start).name}`."
+        if recipe.start
+        else f"New, {recipe.size} (layers x width): a Llama, its embedding (tied to the head) the\n"
+        "target's along its strongest axes, its layers from random."
+    )
+    settings = asdict(recipe) | {"target": target, "out": Path(recipe.out).name}
+    if recipe.start:
+        settings["start"] = Path(recipe.start).name
+    (folder / "README.md").write_text(
+        _CARD.format(
+            target=target,
+            greedy=held_out.greedy_agreement,
+            sampled=held_out.sampled_acceptance,
+            num_tokens=held_out.num_tokens,
+            data=data,
+            start=start,
+            num_steps=plan.num_steps,
+            num_shards=plan.num_shards,
+            divergence=recipe.divergence.replace("_", " "),
+            last_divergence=recipe.last_divergence.replace("_", " "),
+            last_share=recipe.last_share,
+            recipe=json.dumps(settings, indent=2),
+        )
+    )

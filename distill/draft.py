@@ -1,0 +1,79 @@
+"""The draft as it starts: an ordinary small Llama with the target's vocabulary and embedding."""
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.engine.models.admission import max_positions
+
+from .recipe import DistillError, Recipe, Size
+
+_MLP_RATIO = 4  # wide layers rather than many: on few rows a layer's launches cost most
+_WEIGHT_STD = 0.02
+
+
+def starting_draft(
+    target: PreTrainedModel, recipe: Recipe, device: torch.device
+) -> PreTrainedModel:
+    """The recipe's own start, or a new draft; float32."""
+    if recipe.start is None:
+        return new_draft(target, Size.parse(recipe.size), recipe.seed, device)
+    draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        recipe.start, dtype=torch.float32, device_map={"": device}, local_files_only=True
+    )
+    sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise DistillError(
+            f"start: {recipe.start} has a vocabulary of {sizes[0]} tokens, the target one of "
+            f"{sizes[1]}; go on from a draft with the target's tokenizer"
+        )
+    return draft
+
+
+def new_draft(
+    target: PreTrainedModel, size: Size, seed: int, device: torch.device
+) -> LlamaForCausalLM:
+    """A float32 draft: random layers around the target's embedding, narrowed to its main axes."""
+    text_config = target.config.get_text_config()
+    num_heads = size.hidden_size // size.head_dim
+    config = LlamaConfig(
+        vocab_size=text_config.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=_MLP_RATIO * size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=max_positions(target.config),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        initializer_range=_WEIGHT_STD,
+        bos_token_id=text_config.bos_token_id,
+        eos_token_id=text_config.eos_token_id,
+        pad_token_id=text_config.pad_token_id,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        draft = LlamaForCausalLM(config)
+    draft.to(device=device)  # type: ignore[call-arg]
+    embedding = target.get_output_embeddings().get_parameter("weight")
+    with torch.no_grad():
+        draft.model.embed_tokens.weight.copy_(narrowed(embedding, size.hidden_size))
+    return draft
+
+
+@torch.no_grad()
+def narrowed(embedding: Tensor, width: int) -> Tensor:
+    """The embedding along its `width` strongest axes: [V, H] -> [V, width], float32.
+
+    Inner products between rows, which are what a tied head reads, are kept as well as any matrix
+    of that rank keeps them.
+    """
+    rows = embedding.float()
+    _, axes = torch.linalg.eigh(rows.T @ rows)  # ascending
+    out = torch.zeros(len(rows), width, device=rows.device)
+    kept = min(width, rows.shape[1])
+    out[:, :kept] = rows @ axes[:, -kept:]
+    return out

@@ -1,0 +1,178 @@
+"""What conversations begin with: token ids around and inside the user's turn."""
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from .recipe import DistillError
+
+_MARK = "\u241e"  # a sign that no template contains
+_MAX_PROMPTS = 200_000
+
+# How user turns may begin, by kind; the target goes on from there.
+_UNASKED = ("",)
+_CHAT = (
+    "What is", "What are", "What causes", "What should I", "What would happen if", "How do I",
+    "How does", "How can I", "Why do", "Why is", "When", "Who was", "Which", "Can you", "Could you",
+    "Is it", "If I have", "A train", "My", "I", "I am", "I have been feeling", "I would like to",
+    "We are", "Explain", "Explain to a child how", "Explain the difference between",
+    "Tell me about", "Give me some advice on", "Give me a plan for", "Help me plan", "List five",
+    "Describe", "Compare", "Recommend", "Translate", "Calculate", "Solve the following problem:",
+    "Write a short story about", "Write a poem", "Write an email to", "Write a letter", "Write",
+)  # fmt: skip
+_CODE = (
+    "Write a Python function that", "Write a Python function to", "Write a program that",
+    "Write a function in JavaScript that", "Write a JavaScript", "Write a C function",
+    "Write a SQL query that", "Write a class in Python", "Write a bash script", "Write a regular",
+    "Write unit tests for", "Implement", "Create an HTML page", "How do I use Python to", "def ",
+    "Fix the bug in this code:\n\n```python\n", "Here is my Python code:\n\n```python\n",
+    "Explain what this code does:\n\n```python\n", "Refactor this function:\n\n```python\ndef ",
+)  # fmt: skip
+_OF_TEXT = tuple(
+    f"{task}\n\n{start}"
+    for task in (
+        "Summarize the following text:", "Summarize this email.", "What is this passage about?",
+        "Write a one-sentence summary of the text below.", "Answer the question below the text.",
+        "Give me the main points of this article.", "What does the author of this text argue?",
+    )
+    for start in (
+        "", "The", "In", "A", "Many", "When", "Last", "People", "Researchers", "Our", "Hi",
+        "Dear", "It", "Since", "For", "At", "This", "On", "After",
+    )
+)  # fmt: skip
+_JSON = (
+    "Return a JSON object with the keys", "Return a JSON object with", "Give me a JSON array of",
+    "Convert this to JSON:\n\n", "Convert this to JSON:\n\nname:", "Convert this table to JSON:",
+    "Extract the names and dates from this text as JSON:\n\n", "Write a JSON schema for",
+    "Extract the products and prices from this sentence as JSON:", "Output a JSON object that",
+    "Generate sample JSON data for", "Answer in JSON:", "Create a JSON document for a",
+    "Describe in JSON", 'Fill in this JSON: {"',
+)  # fmt: skip
+_ARTICLES = tuple(
+    f"{task} {topic}"
+    for task in (
+        "Write a news report about", "Write a short article about", "Write an email about",
+        "Tell me what happened to", "Write a paragraph on", "Describe",
+    )
+    for topic in (
+        "a", "the", "an old", "a new", "the history of", "how", "why", "our", "two", "a small",
+    )
+)  # fmt: skip
+# Alike often.
+OPENINGS = (_UNASKED, _UNASKED, _CHAT, _CHAT, _CODE, _CODE, _OF_TEXT, _ARTICLES, _JSON, _JSON)
+
+# What users ask about a text that they paste, before it or behind it.
+TASKS = (
+    "Summarize this.", "Summarise the text in three sentences.", "Summarize in one sentence:",
+    "Write a brief summary of the following.", "What are the most important points?", "TL;DR",
+    "List the key facts as bullet points.", "What is the main idea of this text?",
+    "Explain this in simple words.", "Rewrite this so that it is shorter:", "Give it a title.",
+    "Rewrite this in a more formal tone:", "Correct the mistakes in this text.", "Continue:",
+    "Which people, places and dates are named here? Answer in JSON.", "Turn this into JSON.",
+    "Extract the main facts as a JSON object.", "Write three questions about this text.",
+    "Return a JSON array of the key words.", "Do you agree with this?", "What does this mean?",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Token ids of a conversation around the user's turn, and what ends a turn."""
+
+    before: list[int]
+    after: list[int] | None  # None: no chat template; the target goes on in the text itself
+    eos_token_ids: tuple[int, ...]
+
+
+def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            target, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise DistillError(f"cannot load the tokenizer of {target}: {error}") from error
+    return tokenizer
+
+
+def frame(tokenizer: Any, target: str) -> Frame:
+    """The model's own chat template around one user turn."""
+    eos_token_ids = _eos_token_ids(tokenizer, target)
+    if tokenizer.chat_template is None:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else eos_token_ids[0]
+        return Frame([start], None, eos_token_ids)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+    )
+    before, found, after = text.partition(_MARK)
+    if not found:
+        raise DistillError(f"the chat template of {target} does not show the user's words")
+    return Frame(encode(tokenizer, before), encode(tokenizer, after), eos_token_ids)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def _eos_token_ids(tokenizer: Any, target: str) -> tuple[int, ...]:
+    stated: Any = None
+    if (Path(target) / "generation_config.json").exists():
+        stated = GenerationConfig.from_pretrained(target).eos_token_id
+    found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
+    ids = tuple(sorted({int(token_id) for token_id in found if token_id is not None}))
+    if not ids:
+        raise DistillError(
+            f"neither the tokenizer nor the generation config of {target} has an eos"
+        )
+    return ids
+
+
+def user_turns(source: str) -> list[str]:
+    """Whole user turns of a text file (one a line), a .jsonl file, or a hub data set.
+
+    JSON lines and data sets have a field `prompt`, or `messages` as chats have them.
+    """
+    path = Path(source)
+    if path.suffix == ".jsonl" and path.is_file():
+        records = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+        turns = list(_turns(records, source))
+    elif path.is_file():
+        turns = [line for line in path.read_text().splitlines() if line.strip()]
+    else:
+        turns = list(_turns(_dataset(source), source))
+    if not turns:
+        raise DistillError(f"prompts: {source} has none")
+    return turns
+
+
+def _dataset(source: str) -> Iterator[dict[str, Any]]:
+    if importlib.util.find_spec("datasets") is None:
+        raise DistillError(
+            f"prompts: no file {source!r} is here; if it is a data set of the hub, "
+            "`pip install datasets` first"
+        )
+    from datasets import load_dataset  # type: ignore[import-not-found,unused-ignore]
+
+    try:
+        records = load_dataset(source, split="train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise DistillError(f"prompts: no file or data set {source!r}: {error}") from error
+    yield from itertools.islice(records, _MAX_PROMPTS)
+
+
+def _turns(records: Iterator[dict[str, Any]], source: str) -> Iterator[str]:
+    for record in records:
+        if isinstance(prompt := record.get("prompt"), str):
+            yield prompt
+        elif isinstance(messages := record.get("messages"), list):
+            yield next(m["content"] for m in messages if m.get("role") == "user")
+        else:
+            raise DistillError(
+                f"prompts: a record of {source} has neither `prompt` nor `messages`, but "
+                f"{', '.join(sorted(record))}"
+            )

@@ -1,0 +1,209 @@
+"""Training on every device: a replica each, on its own share of the text, gradients summed."""
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.queues import Queue
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.engine.api import ReportProgress
+from outrider.engine.models.admission import resolve_dtype
+
+from .draft import starting_draft
+from .lessons import read
+from .recipe import Plan, Recipe
+from .rows import Rows
+from .text import load_shards, shard_path
+from .train import HeldOut, Trainer, time_step, train
+from .writers import devices_of
+
+_REPORT_STEPS = 10
+_POLL_S = 0.2
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations
+_TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
+_MAX_SHARD_SIZE = "15MB"
+
+
+def train_draft(
+    recipe: Recipe,
+    work: Path,
+    plan: Plan,
+    until_s: float | None,
+    settle: Callable[[Plan], None],
+    report: ReportProgress,
+) -> tuple[HeldOut, Plan]:
+    """Train on the text in `work` on every device, and save the draft to `work / "draft"`.
+
+    Where the plan has no number of steps yet, as many are taken as fit until `until_s`
+    (`time.time`), though no more than `recipe.passes` over the text; `settle` is told. Returns how
+    the draft does on held-out text, and the plan.
+    """
+    devices = devices_of(recipe.device)
+    if len(devices) == 1:
+        return _train_replica(recipe, work, plan, until_s, settle, report, devices, 0)
+    (work / "meeting").unlink(missing_ok=True)
+    args = (recipe, work, plan, until_s, devices)
+    trained: tuple[HeldOut, Plan] = run_replicas(
+        _train_in_process, len(devices), args, {"settle": settle, "report": report}
+    )
+    return trained
+
+
+def run_replicas(
+    replica: Callable[..., None],
+    world: int,
+    args: tuple[object, ...],
+    handlers: dict[str, Callable[..., object]],
+) -> Any:
+    """Run `replica(rank, said, *args)` in a process for each rank, until all are done.
+
+    What one puts into the queue `said`, (name, *values), goes to the handler of that name, but for
+    ("done", result): this is returned.
+
+    If a replica fails, the others would wait for it on their GPUs for ever. So none runs in this
+    process, and all are ended when the first fails. Raises ProcessRaisedException, which has its
+    traceback, or ProcessExitedException.
+    """
+    said: Queue[tuple[Any, ...]] = multiprocessing.get_context("spawn").Queue()
+    replicas = start_processes(replica, (said, *args), world, join=False, start_method="spawn")
+    result = None
+    try:
+        is_over = False
+        while not is_over:
+            is_over = replicas.join(_POLL_S)
+            try:
+                while True:
+                    name, *values = said.get(timeout=_POLL_S if is_over else 0)
+                    if name == "done":
+                        result = values[0]
+                    else:
+                        handlers[name](*values)
+            except Empty:
+                pass
+    finally:
+        for process in replicas.processes:
+            process.kill()
+    return result
+
+
+def _train_in_process(
+    rank: int,
+    said: "Queue[tuple[Any, ...]]",
+    recipe: Recipe,
+    work: Path,
+    plan: Plan,
+    until_s: float | None,
+    devices: list[str],
+) -> None:
+    """One of several replicas: the first of them settles, reports and has the result."""
+
+    def say(name: str) -> Callable[..., None] | None:
+        return (lambda *values: said.put((name, *values))) if rank == 0 else None
+
+    trained = _train_replica(
+        recipe, work, plan, until_s, say("settle"), say("report"), devices, rank
+    )
+    if rank == 0:
+        said.put(("done", trained))
+
+
+def _train_replica(
+    recipe: Recipe,
+    work: Path,
+    plan: Plan,
+    until_s: float | None,
+    settle: Callable[[Plan], None] | None,
+    report: ReportProgress | None,
+    devices: list[str],
+    rank: int,
+) -> tuple[HeldOut, Plan]:
+    device, world = torch.device(devices[rank]), len(devices)
+    report = report or (lambda stage, done, total: None)
+    if world > 1:
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl", init_method=f"file://{work / 'meeting'}", rank=rank, world_size=world
+        )
+    conversations = load_shards([shard_path(work, i) for i in range(plan.num_shards)])
+    num_held_out = min(_MOST_HELD_OUT, max(1, int(len(conversations) * _HELD_OUT_SHARE)))
+    mine = conversations[num_held_out + rank :: world]
+
+    report("the target reads", 0, len(mine))
+    target = _load_target(recipe.target, device)
+    batch_tokens = recipe.micro_batch_rows * recipe.row_tokens
+    held_out_lessons = read(target, conversations[:num_held_out], batch_tokens)
+    lessons = read(target, mine, batch_tokens, lambda n, m: report("the target reads", n, m))
+
+    def new_trainer() -> Trainer:
+        draft = starting_draft(target, recipe, device)
+        if world > 1:
+            for parameter in draft.parameters():
+                dist.broadcast(parameter.data, src=0)
+        return Trainer(recipe, draft, target.dtype)
+
+    rows = Rows(lessons, recipe.row_tokens, recipe.seed)
+    rows_per_step = max(1, recipe.batch_tokens // recipe.row_tokens // world)
+    num_steps = plan.num_steps
+    if num_steps is None:
+        assert until_s is not None
+        step_s = time_step(new_trainer(), lessons, rows, rows_per_step)
+        fitting = int((until_s - time.time()) * _TRAINING_SHARE / step_s)
+        most = recipe.passes * rows.num_tokens // (rows_per_step * recipe.row_tokens)
+        num_steps = _agreed(max(1, min(fitting, most)), device)
+        plan = replace(plan, num_steps=num_steps)
+        if settle:
+            settle(plan)
+    trainer = new_trainer()
+    checkpoint = work / "checkpoint.pt"
+    if checkpoint.exists():
+        trainer.restore(checkpoint)
+
+    def progress(step: int) -> None:
+        if step % _REPORT_STEPS == 0 or step == num_steps:
+            report("the draft trains", step, num_steps)
+
+    train(
+        trainer,
+        lessons,
+        rows,
+        rows_per_step,
+        num_steps,
+        checkpoint if rank == 0 else None,
+        progress,
+    )
+    held_out = trainer.evaluate(held_out_lessons)
+    if rank == 0:
+        trainer.draft.bfloat16().save_pretrained(work / "draft", max_shard_size=_MAX_SHARD_SIZE)
+    if world > 1:
+        dist.destroy_process_group()
+    return held_out, plan
+
+
+def _agreed(number: int, device: torch.device) -> int:
+    """The first replica's number, everywhere."""
+    if not dist.is_initialized():
+        return number
+    shared: Tensor = torch.tensor(number, device=device)
+    dist.broadcast(shared, src=0)
+    return int(shared)
+
+
+def _load_target(path: str, device: torch.device) -> PreTrainedModel:
+    hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=resolve_dtype("auto", hf_config, device),
+        device_map={"": device},
+        local_files_only=True,
+    )
+    model.eval().requires_grad_(False)
+    return model

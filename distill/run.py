@@ -1,0 +1,135 @@
+"""The whole of it: the target writes, the draft trains, a model directory appears."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from outrider.engine.api import ReportProgress
+
+from .card import write_card
+from .prompts import load_tokenizer
+from .recipe import Budget, DistillError, Plan, Recipe, Size
+from .replicas import train_draft
+from .train import HeldOut
+from .writers import write_text
+
+_WRITING_SHARE = 0.5  # of a budget of time: what is read too often is learnt by heart
+_TARGET_FILES = ("LICENSE", "NOTICE", "generation_config.json")
+
+
+def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
+    """Make the draft of a recipe in `recipe.out`, whole or not at all.
+
+    What is done so far is kept beside it, and running the same recipe again goes on from there.
+    Raises DistillError.
+    """
+    out = Path(recipe.out).absolute()
+    work = out.with_name(f".{out.name}.distilling")
+    budget = Budget.parse(recipe.budget)
+    Size.parse(recipe.size)
+    _check(recipe, out)
+    with _disk_errors_told(out), _alone(work):
+        _keep_recipe(recipe, work / "recipe.json")
+        start_s = time.time()
+        plan_path = work / "plan.json"
+        plan = _plan(plan_path) if plan_path.exists() else None
+        if plan is None:
+            until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
+            num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
+            plan = write_text(recipe, work, num_tokens, until_s, report)
+            _save_plan(plan, plan_path)
+        if plan.num_steps is None and budget.tokens:
+            num_steps = max(1, budget.tokens // recipe.batch_tokens)
+            plan = replace(plan, num_steps=num_steps)
+        until_s = start_s + budget.seconds if budget.seconds else None
+        held_out, plan = train_draft(
+            recipe, work, plan, until_s, lambda plan: _save_plan(plan, plan_path), report
+        )
+        _finish(recipe, plan, work / "draft", held_out)
+        (work / "draft").rename(out)
+        shutil.rmtree(work)
+    return held_out
+
+
+def _check(recipe: Recipe, out: Path) -> None:
+    """Refuse before anything is loaded what cannot end well."""
+    target = Path(recipe.target)
+    if not (target / "config.json").is_file():
+        raise DistillError(f"{target} is no model directory: it has no config.json")
+    if recipe.start is not None and not (Path(recipe.start) / "config.json").is_file():
+        raise DistillError(f"start: {recipe.start} is no model directory: it has no config.json")
+    if out.exists():
+        raise DistillError(f"{out} exists already; name a directory that does not, or remove it")
+    if not out.parent.is_dir():
+        raise DistillError(f"{out.parent} is no directory; make it first")
+    if recipe.device.startswith("cuda") and not torch.cuda.is_available():
+        raise DistillError("device is cuda, but torch finds no GPU here; leave it out for the CPU")
+
+
+@contextlib.contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Hold the work folder, against a second run of the same output."""
+    work.mkdir(exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DistillError(f"another run is at work in {work}") from None
+        yield
+
+
+def _keep_recipe(recipe: Recipe, path: Path) -> None:
+    if path.exists() and Recipe.load(path) != recipe:
+        before, now = asdict(Recipe.load(path)), asdict(recipe)
+        differing = [f"{name} was {before[name]!r}" for name in now if now[name] != before[name]]
+        raise DistillError(
+            f"{path.parent} holds an unfinished run of another recipe ({', '.join(differing)}); "
+            "repeat that one to go on with it, or remove the folder"
+        )
+    recipe.save(path)
+
+
+def _plan(path: Path) -> Plan:
+    return Plan(**json.loads(path.read_text()))
+
+
+def _save_plan(plan: Plan, path: Path) -> None:
+    scratch = path.with_suffix(".partial")
+    scratch.write_text(json.dumps(asdict(plan)))
+    os.replace(scratch, path)
+
+
+def _finish(recipe: Recipe, plan: Plan, folder: Path, held_out: HeldOut) -> None:
+    """What belongs beside the weights: tokenizer, licence, card."""
+    load_tokenizer(recipe.target).save_pretrained(folder)
+    for name in _TARGET_FILES:
+        if (Path(recipe.target) / name).exists():
+            shutil.copyfile(Path(recipe.target) / name, folder / name)
+    write_card(recipe, plan, held_out, folder)
+
+
+@contextlib.contextmanager
+def _disk_errors_told(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # safetensors and torch.save have error types of their own: there are only words to go by.
+        words = str(error)
+        if "No space left on device" in words or "Disk quota exceeded" in words:
+            free_mb = shutil.disk_usage(out.parent).free // 10**6
+            raise DistillError(
+                f"the disk of {out.parent} has no room left ({free_mb} MB free); make some and "
+                "run the same command again: it goes on from the last checkpoint"
+            ) from error
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DistillError(f"cannot write beside {out}: {error.strerror}") from error
+        raise

@@ -1,0 +1,204 @@
+"""The target writes conversations: our own engine, decoding plainly, many at once."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from outrider.engine.engine import Engine
+
+from .prompts import (
+    OPENINGS,
+    TASKS,
+    Frame,
+    encode,
+    frame,
+    load_tokenizer,
+    user_turns,
+)
+from .recipe import Recipe
+
+_MAX_BATCHED_TOKENS = 16384
+_GREEDY_SHARE = 0.5
+_COOLEST, _COOLEST_USER, _WARMEST = 0.6, 0.7, 1.0
+_USER_MIN_P = 0.05  # the far tail of a user's turn is noise that no user types
+_ABOUT_TEXT_SHARE = 0.3  # of the conversations: about a text that another one ended with
+_SHORTEST_TEXT = 24  # tokens
+_TASK_FIRST_SHARE = 0.5  # the others ask behind the text
+
+
+class Writer:
+    """Writes shards of conversations; shard i is the same whoever writes it, and when."""
+
+    def __init__(self, recipe: Recipe, device: str, share_of_memory: float = 0.5) -> None:
+        self._recipe = recipe
+        self._tokenizer = load_tokenizer(recipe.target)
+        self._frame: Frame = frame(self._tokenizer, recipe.target)
+        self._turns = (tuple(user_turns(recipe.prompts)),) if recipe.prompts else None
+        num_seqs = recipe.conversations_per_shard
+        framing = len(self._frame.before) + len(self._frame.after or [])
+        self._engine = Engine(
+            EngineConfig(
+                target=ModelConfig(path=recipe.target),
+                device=device,
+                num_threads=None if device == "cpu" else 1,
+                eos_token_ids=self._frame.eos_token_ids,
+                gpu_memory_utilization=share_of_memory,
+                max_model_len=framing + recipe.max_prompt_tokens + recipe.max_answer_tokens,
+                speculation=SpeculationConfig(proposer="none", num_speculative_tokens=0),
+                cache=CacheConfig(prefix_caching=False, memory_fraction=share_of_memory),
+                scheduler=SchedulerConfig(
+                    max_num_seqs=num_seqs,
+                    max_num_batched_tokens=max(_MAX_BATCHED_TOKENS, num_seqs),
+                    max_queue_len=num_seqs,
+                ),
+            )
+        )
+
+    def write(self, shard: int, path: Path) -> int:
+        """Write one shard to `path`, whole or not at all; returns its number of tokens."""
+        rng = np.random.default_rng([self._recipe.seed, shard])
+        num_seqs = self._recipe.conversations_per_shard
+        asks_itself = self._turns is None and self._frame.after is not None
+        num_about = int(num_seqs * _ABOUT_TEXT_SHARE) if asks_itself else 0
+        prompts = self._ask(num_seqs - num_about, rng)
+        conversations = self._answer(prompts, rng)
+        if num_about:
+            answers = [c[len(p) :] for c, p in zip(conversations, prompts, strict=True)]
+            conversations += self._answer(self._ask_about(answers, num_about, rng), rng)
+        save_shard(conversations, path)
+        return sum(map(len, conversations))
+
+    def _ask(self, num_seqs: int, rng: np.random.Generator) -> list[list[int]]:
+        """Prompts: user turns as given, or written by the target itself, inside the template."""
+        recipe = self._recipe
+        kinds = self._turns or OPENINGS
+        chosen = [
+            kinds[i][rng.integers(len(kinds[i]))] for i in rng.integers(len(kinds), size=num_seqs)
+        ]
+        turns = [encode(self._tokenizer, text)[: recipe.max_prompt_tokens] for text in chosen]
+        after = self._frame.after
+        if after is None:
+            return [self._frame.before + turn for turn in turns]
+        if self._turns is None:
+            turns = self._complete(
+                [self._frame.before + turn for turn in turns],
+                [
+                    SamplingParams(
+                        max_tokens=max(1, recipe.max_prompt_tokens - len(turn)),
+                        temperature=float(temperature),
+                        min_p=_USER_MIN_P,
+                        seed=int(seed),
+                    )
+                    for turn, temperature, seed in zip(
+                        turns,
+                        rng.uniform(_COOLEST_USER, _WARMEST, num_seqs),
+                        _seeds(rng, num_seqs),
+                        strict=True,
+                    )
+                ],
+            )
+            eos = self._frame.eos_token_ids
+            turns = [turn[:-1] if turn[-1] in eos else turn for turn in turns]
+        else:
+            turns = [self._frame.before + turn for turn in turns]
+        return [turn + after for turn in turns]
+
+    def _ask_about(
+        self, answers: list[list[int]], num_seqs: int, rng: np.random.Generator
+    ) -> list[list[int]]:
+        """Prompts about texts that the target wrote before, as users paste them."""
+        texts = [answer for answer in answers if len(answer) >= _SHORTEST_TEXT] or answers
+        prompts = []
+        for _ in range(num_seqs):
+            task = TASKS[rng.integers(len(TASKS))]
+            room = max(0, self._recipe.max_prompt_tokens - len(encode(self._tokenizer, task)) - 2)
+            shown: Any = self._tokenizer.decode(
+                texts[rng.integers(len(texts))][:room], skip_special_tokens=True
+            )
+            parts = [task, shown.strip()]
+            if rng.random() >= _TASK_FIRST_SHARE:
+                parts.reverse()
+            turn = encode(self._tokenizer, "\n\n".join(parts))[: self._recipe.max_prompt_tokens]
+            prompts.append(self._frame.before + turn + (self._frame.after or []))
+        return prompts
+
+    def _answer(self, prompts: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
+        temperatures = np.where(
+            rng.random(len(prompts)) < _GREEDY_SHARE,
+            0.0,
+            rng.uniform(_COOLEST, _WARMEST, len(prompts)),
+        )
+        return self._complete(
+            prompts,
+            [
+                SamplingParams(
+                    max_tokens=self._recipe.max_answer_tokens,
+                    temperature=float(temperature),
+                    seed=int(seed),
+                )
+                for temperature, seed in zip(temperatures, _seeds(rng, len(prompts)), strict=True)
+            ],
+        )
+
+    def _complete(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+        """Each prompt with what the target adds to it."""
+        completed = [list(prompt) for prompt in prompts]
+        self._engine.submit(
+            [
+                NewRequest(request_id=str(i), prompt_token_ids=prompt, params=p)
+                for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+            ]
+        )
+        while self._engine.has_work():
+            for output in self._engine.step():
+                completed[int(output.request_id)] += output.token_ids
+        return completed
+
+
+def _seeds(rng: np.random.Generator, count: int) -> list[int]:
+    return [int(seed) for seed in rng.integers(2**63, size=count)]
+
+
+def save_shard(conversations: list[list[int]], path: Path) -> None:
+    """Conversations as one row of tokens and their lengths, in a safetensors file."""
+    tokens = [token_id for conversation in conversations for token_id in conversation]
+    scratch = path.with_suffix(".partial")
+    save_file(
+        {
+            "tokens": torch.tensor(tokens, dtype=torch.int32),
+            "lengths": torch.tensor([len(c) for c in conversations], dtype=torch.int32),
+        },
+        scratch,
+    )
+    os.replace(scratch, path)
+
+
+def load_shards(paths: list[Path]) -> list[torch.Tensor]:
+    """All conversations of these shards, in order: int32 [length] each."""
+    conversations: list[torch.Tensor] = []
+    for path in paths:
+        shard = load_file(path)
+        conversations += shard["tokens"].split(shard["lengths"].tolist())
+    return conversations
+
+
+def shard_path(folder: Path, shard: int) -> Path:
+    return folder / f"text-{shard:05}.safetensors"
+
+
+def num_tokens_of(path: Path) -> int:
+    with safe_open(path, "pt") as shard:
+        return int(shard.get_slice("tokens").get_shape()[0])

@@ -1,0 +1,186 @@
+"""The draft learns the target's distributions."""
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel
+
+from .divergence import agreement, mean_divergence
+from .lessons import Lessons
+from .recipe import Recipe
+from .rows import Rows
+
+_WARMUP_STEPS = 50
+_LAST_LEARNING_RATE = 0.02  # of the first
+_MAX_GRADIENT_NORM = 1.0
+_CHECKPOINT_INTERVAL_S = 60.0
+_UNTIMED_STEPS, _TIMED_STEPS = 2, 4  # the first ones allocate
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """On text that was not trained on, given the target's own text before each token."""
+
+    greedy_agreement: float  # the draft's first choice is the target's
+    sampled_acceptance: float  # a token drawn from the draft at temperature 1 is accepted
+    num_tokens: int
+
+
+class Trainer:
+    """A draft in training; with several replicas, each brings its own rows to every step."""
+
+    def __init__(self, recipe: Recipe, draft: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.recipe = recipe
+        self.draft = draft
+        self.device = draft.device
+        self.step = 0
+        self._dtype = dtype  # of the arithmetic; the weights themselves are float32
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._optimizers = _optimizers(draft, recipe.learning_rate)
+
+    def train_step(self, lessons: Lessons, rows: Tensor, progress: float) -> Tensor:
+        """One step on rows [B, L] of the lessons; `progress` in [0, 1) sets the rate.
+
+        Returns the mean loss, on the device.
+        """
+        recipe = self.recipe
+        rate = recipe.learning_rate * _rate_at(self.step, progress)
+        is_last = progress >= 1 - recipe.last_share
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        loss = torch.zeros((), device=self.device)
+        for micro in rows.to(self.device).split(recipe.micro_batch_rows):
+            flat = micro.flatten()
+            part = mean_divergence(
+                recipe.last_divergence if is_last else recipe.divergence,
+                lessons.top_ids[flat],
+                lessons.top_log_probs[flat],
+                self._logits(lessons.token_ids[micro], _mask(lessons.conversation_of[micro])),
+                len(micro) / len(rows) / self._world,
+            )
+            part.backward()
+            loss += part.detach()
+        if self._world > 1:
+            for parameter in self.draft.parameters():
+                dist.all_reduce(parameter.grad)
+        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), _MAX_GRADIENT_NORM)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return loss
+
+    def _logits(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B, L] -> [B * L, V]; without a mask each row is one conversation."""
+        enabled = self._dtype != torch.float32
+        with torch.autocast(self.device.type, self._dtype, enabled=enabled):
+            logits: Tensor = self.draft(
+                token_ids.long(), attention_mask=mask, use_cache=False
+            ).logits
+        return logits.flatten(0, 1)
+
+    @torch.no_grad()
+    def evaluate(self, lessons: Lessons) -> HeldOut:
+        """Agreement, conversation by conversation."""
+        same = torch.zeros((), dtype=torch.int64, device=self.device)
+        overlap = torch.zeros((), device=self.device)
+        for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
+            part = slice(start, start + length)
+            logits = self._logits(lessons.token_ids[None, part])
+            of_part = agreement(lessons.top_ids[part], lessons.top_log_probs[part], logits)
+            same += of_part[0]
+            overlap += of_part[1]
+        num_tokens = int(lessons.lengths_np.sum())
+        return HeldOut(same.item() / num_tokens, overlap.item() / num_tokens, num_tokens)
+
+    def save(self, path: Path) -> None:
+        """Everything that the next step depends on, whole or not at all."""
+        scratch = path.with_suffix(".partial")
+        state = {
+            "step": self.step,
+            "draft": self.draft.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        torch.save(state, scratch)
+        os.replace(scratch, path)
+
+    def restore(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.draft.load_state_dict(state["draft"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = int(state["step"])
+
+
+def train(
+    trainer: Trainer,
+    lessons: Lessons,
+    rows: Rows,
+    rows_per_step: int,
+    num_steps: int,
+    checkpoint: Path | None = None,
+    report: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Train up to `num_steps` from wherever the trainer stands.
+
+    `checkpoint` is written now and then, and when a person interrupts: training that goes on from
+    it meets the same rows at the same rates.
+    """
+    stream = itertools.islice(rows, trainer.step * rows_per_step, None)
+    saved_s = time.monotonic()
+    try:
+        while trainer.step < num_steps:
+            batch = torch.stack(list(itertools.islice(stream, rows_per_step)))
+            trainer.train_step(lessons, batch, trainer.step / num_steps)
+            report(trainer.step)
+            if checkpoint and time.monotonic() - saved_s > _CHECKPOINT_INTERVAL_S:
+                trainer.save(checkpoint)
+                saved_s = time.monotonic()
+    except KeyboardInterrupt:
+        if checkpoint:
+            trainer.save(checkpoint)
+        raise
+
+
+def time_step(trainer: Trainer, lessons: Lessons, rows: Rows, rows_per_step: int) -> float:
+    """Seconds that a step takes; the trainer is of no use afterwards."""
+    train(trainer, lessons, rows, rows_per_step, _UNTIMED_STEPS)
+    start_s = time.perf_counter()
+    train(trainer, lessons, rows, rows_per_step, _UNTIMED_STEPS + _TIMED_STEPS)
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+    return (time.perf_counter() - start_s) / _TIMED_STEPS
+
+
+def _mask(conversation_of: Tensor) -> Tensor:
+    """What each position may look at, its own conversation so far: [B, L] -> [B, 1, L, L]."""
+    same = conversation_of[:, None, :, None] == conversation_of[:, None, None, :]
+    return same.tril()
+
+
+def _rate_at(step: int, progress: float) -> float:
+    """Share of the learning rate: a linear rise, then half a cosine down."""
+    falling = (1 + math.cos(math.pi * progress)) / 2
+    falling = _LAST_LEARNING_RATE + (1 - _LAST_LEARNING_RATE) * falling
+    return min((step + 1) / _WARMUP_STEPS, falling)
+
+
+def _optimizers(draft: PreTrainedModel, learning_rate: float) -> list[Optimizer]:
+    """Muon for the layers' matrices; AdamW for the embedding and the norms."""
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, parameter in draft.named_parameters():
+        is_table = "embed" in name or "lm_head" in name
+        (matrices if parameter.ndim == 2 and not is_table else rest).append(parameter)
+    muon = Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]

@@ -1,0 +1,1 @@
+"""What a grammar lets a sequence say next, in token ids."""

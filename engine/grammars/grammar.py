@@ -1,0 +1,91 @@
+"""What a grammar lets a sequence say next, in token ids. Another process does the parsing."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # an engine that follows no grammars runs without llguidance
+    from .grammar_process import Told
+    from .zygote import GrammarProcess
+
+
+class Grammar:
+    """Where one sequence stands in its grammar: behind its known tokens, or some drafts further.
+
+    `drafts` are those of the current step, as far as the host knows them, and `masks[j]` is what
+    may follow j of them: [words] int32, token x being bit x % 32 of word x // 32. Where the text is
+    complete that includes the ids that end it. `error` says why nothing may follow any more.
+    """
+
+    def __init__(
+        self, process: "GrammarProcess", eos_mask: np.ndarray, end_mask: np.ndarray
+    ) -> None:
+        self.num_known = 0  # output tokens that it has followed
+        self.drafts: list[int] = []
+        self.masks: list[np.ndarray] = []
+        self.num_words = len(eos_mask)
+        self.process = process
+        self._sequence = process.new_sequence(self)
+        self._eos_mask, self._end_mask = eos_mask, end_mask
+        self._untold: list[int] = []  # known tokens of which the process has not heard
+        self._error: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        return self._error or self.process.error
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Forget the step's drafts, and go on by the tokens that became known."""
+        self.drafts, self.masks = [], []
+        self.num_known += len(token_ids)
+        self._untold += token_ids
+
+    def fitting(self, token_ids: list[int]) -> list[int]:
+        """As many of these as may follow the known tokens; they become the step's drafts."""
+        self.drafts = []
+        if token_ids and self.error is None:
+            self.process.ask([self._question(token_ids, fits=True)])
+            for told in self.process.told():
+                self._error = told.error
+                self.drafts = token_ids[: told.num_fitting]
+        return self.drafts
+
+    def next_question(self) -> tuple[int, list[int], list[int], bool]:
+        """What may follow behind `len(masks)` drafts?"""
+        return self._question(self.drafts[: len(self.masks)], fits=False)
+
+    def _question(self, drafts: list[int], *, fits: bool) -> tuple[int, list[int], list[int], bool]:
+        known, self._untold = self._untold, []
+        return self._sequence, known, drafts, fits
+
+    def add_mask(self, mask: np.ndarray, told: "Told | None") -> None:
+        """Keep the answer to the question, if there was one; `mask` comes as zeros."""
+        if told is not None:
+            self._error = told.error
+        if told is None or self.error is not None:
+            pass
+        elif told.is_over:
+            mask[:] = self._end_mask
+        else:
+            mask[:] = np.frombuffer(told.mask, dtype=np.int32)
+            if (mask & self._eos_mask).any():
+                mask |= self._end_mask
+        self.masks.append(mask)
+
+
+def compute_masks(grammars: list[Grammar]) -> None:
+    """The next mask of each, behind one draft more; in parallel."""
+    if not grammars:
+        return
+    asking: dict[GrammarProcess, list[int]] = {}
+    for i, grammar in enumerate(grammars):
+        if grammar.error is None:
+            asking.setdefault(grammar.process, []).append(i)
+    for process, rows in asking.items():
+        process.ask([grammars[i].next_question() for i in rows])
+    answers: dict[int, Told] = {}
+    for process, rows in asking.items():
+        answers |= zip(rows, process.told(), strict=False)  # none of a process that died
+    masks = np.zeros((len(grammars), grammars[0].num_words), dtype=np.int32)
+    for i, grammar in enumerate(grammars):
+        grammar.add_mask(masks[i], answers.get(i))

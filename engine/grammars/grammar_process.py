@@ -1,0 +1,365 @@
+"""A process that holds one grammar: it compiles it, and says what may follow in its sequences.
+
+llguidance is native code that reads what a client sent: a grammar can exhaust its stack, its memory
+and anybody's patience, when it is compiled and at any token later. So each is read in a process of
+its own, which may die and takes along only the sequences of that grammar. The kernel ends it: by
+limits on memory and processor time, by a timer, and when the other end has gone.
+
+Started by `Zygote` as `python -P -m outrider.engine.grammars.grammar_process CONTROL_FD`, with the
+token table on stdin. It reads no grammar itself, but keeps a fork of it waiting: what comes over
+CONTROL_FD is a connection for that fork, and the read end of a pipe that breaks when it shall die.
+"""
+
+import ctypes
+import fcntl
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import Literal
+
+import msgspec
+from llguidance import (
+    LLExecutor,
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    TokenizerWrapper,
+    regex_to_lark,
+)
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+Syntax = Literal["lark", "gbnf", "regex"]
+
+_STACK_BYTES = 64 << 20
+_MEMORY_BYTES = 128 << 20  # beyond the stack and what the fork began with
+# Processor time. A mask takes milliseconds, the first of a kind more: what it takes beyond its own
+# comes from a reserve, which masks that take less fill again.
+_MASK_S = 0.02
+_RESERVE_S = 0.5
+_MAX_THREADS = 8
+# Bounds on memory and on the time of one mask; what exceeds them fails by itself.
+_STEP_MAX_ITEMS = 10_000
+# A token is allowed if the text may go on with its bytes, however that text would be tokenized.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_LENGTH = struct.Struct("!Q")
+
+
+class Table(msgspec.Struct, array_like=True):
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_ids: list[int]
+    max_lexer_states: int
+
+
+class Begin(msgspec.Struct, array_like=True):
+    """Compile this within so many seconds."""
+
+    syntax: Syntax
+    text: str
+    timeout_s: float
+
+
+class Begun(msgspec.Struct, array_like=True):
+    """The grammar as Lark, or why it cannot be followed."""
+
+    lark: str
+    error: str | None
+
+
+class Ask(msgspec.Struct, array_like=True):
+    """Go on by the tokens that became known; then, behind these drafts, what may follow? Or, if
+    `fits`, how many of these drafts do?"""
+
+    sequence: int
+    known: list[int]
+    drafts: list[int]
+    fits: bool
+
+
+class Questions(msgspec.Struct, array_like=True):
+    dropped: list[int]  # sequences that ended
+    asks: list[Ask]
+
+
+class Told(msgspec.Struct, array_like=True):
+    """An answer. The mask has no bit set if the grammar fails behind the drafts; `error` says that
+    it failed behind the known tokens already; `is_over` that the text had ended before."""
+
+    mask: bytes
+    num_fitting: int
+    is_over: bool
+    error: str | None
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket) -> bytes:
+    """The next message's bytes; raises EOFError once the other end has gone."""
+    (num_bytes,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    return _read(connection, num_bytes)
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = connection.recv(min(num_bytes - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+class _Sequence:
+    def __init__(self, start: LLMatcher) -> None:
+        self.known: list[int] = []
+        self.is_over = False  # an id that ends the text is among the known tokens
+        self.start_again(start)
+
+    def _consume(self, token_ids: list[int]) -> None:
+        if not self.is_over:
+            num_consumed = self.matcher.try_consume_tokens(token_ids)
+            self.is_over = num_consumed < len(token_ids) and not self.matcher.is_error()
+
+    def go_on(self, token_ids: list[int]) -> None:
+        self.known += token_ids
+        self._consume(token_ids)
+        self._forget_drafts()
+
+    def _forget_drafts(self) -> None:
+        self._ahead: LLMatcher | None = None
+        self._num_ahead = 0
+        self._is_over_ahead = False
+
+    def start_again(self, start: LLMatcher) -> None:
+        self.matcher, self.is_over = start.deep_copy(), False
+        self._consume(self.known)
+        self._forget_drafts()
+
+    def behind(self, drafts: list[int]) -> tuple[LLMatcher, bool]:
+        """A matcher that stands there, and whether the text had ended before. Drafts are followed
+        by a copy: what fails behind a draft, which may be rejected, does not fail the sequence.
+        A step asks of the known tokens first."""
+        if not drafts:
+            self._forget_drafts()
+        if self.is_over or not drafts:
+            return self.matcher, self.is_over
+        if self._ahead is None:
+            self._ahead = self.matcher.deep_copy()
+        for token_id in drafts[self._num_ahead :]:
+            if not self._is_over_ahead and not self._ahead.is_error():
+                num_consumed = self._ahead.try_consume_tokens([token_id])
+                self._is_over_ahead = num_consumed == 0 and not self._ahead.is_error()
+            self._num_ahead += 1
+        return self._ahead, self._is_over_ahead
+
+
+class _Follower:
+    """The sequences of one grammar."""
+
+    def __init__(self, tokenizer: LLTokenizer, limits: LLParserLimits, lark: str) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._lark = lark
+        self._mask_bytes = -(-tokenizer.vocab_size // 32) * 4
+        self._sequences: dict[int, _Sequence] = {}
+        self._executor: LLExecutor | None = None
+        self._start = self._compile()
+
+    def _compile(self) -> LLMatcher:
+        start = LLMatcher(self._tokenizer, self._lark + _OPTIONS, log_level=0, limits=self._limits)
+        self._masks([start])  # the first is the slowest
+        return start
+
+    @property
+    def error(self) -> str | None:
+        return _error_of(self._start)
+
+    def answer(self, questions: Questions) -> list[Told]:
+        for sequence in questions.dropped:
+            self._sequences.pop(sequence, None)
+        for ask in questions.asks:
+            if ask.sequence not in self._sequences:
+                self._sequences[ask.sequence] = _Sequence(self._start)
+            if ask.known:
+                self._sequences[ask.sequence].go_on(ask.known)
+        told, failed = self._tell(questions.asks)
+        if failed and self._renew():
+            told, _ = self._tell(questions.asks)
+        return told
+
+    def _renew(self) -> bool:
+        """Compile anew if the automaton is full, which all sequences share and add to: also by
+        drafts that were rejected, and on behalf of sequences that ended."""
+        probe = self._start.deep_copy()
+        self._masks([probe])
+        if not probe.is_error():
+            return False
+        self._start = self._compile()
+        for sequence in self._sequences.values():
+            sequence.start_again(self._start)
+        return True
+
+    def _tell(self, asks: list[Ask]) -> tuple[list[Told], bool]:
+        """The answers, and whether the grammar fails anywhere that they tell of."""
+        told = [self._fits(ask) if ask.fits else Told(b"", 0, False, None) for ask in asks]
+        asked: list[tuple[Told, LLMatcher]] = []
+        for ask, each in zip(asks, told, strict=True):
+            if not ask.fits:
+                matcher, each.is_over = self._sequences[ask.sequence].behind(ask.drafts)
+                if not each.is_over:
+                    asked.append((each, matcher))
+        masks = self._masks([matcher for _, matcher in asked])
+        for (each, matcher), mask in zip(asked, masks, strict=True):
+            each.mask = bytes(self._mask_bytes) if matcher.is_error() else mask
+        for ask, each in zip(asks, told, strict=True):
+            each.error = _error_of(self._sequences[ask.sequence].matcher)
+        failed = [each.error for each in told if each.error is not None]
+        return told, bool(failed) or any(matcher.is_error() for _, matcher in asked)
+
+    def _fits(self, ask: Ask) -> Told:
+        sequence = self._sequences[ask.sequence]
+        copy = sequence.matcher.deep_copy()
+        num_fitting = 0 if sequence.is_over else copy.validate_tokens(ask.drafts)
+        return Told(b"", num_fitting, False, None)
+
+    def _masks(self, matchers: list[LLMatcher]) -> list[bytes]:
+        size, num_masks = self._mask_bytes, len(matchers)
+        if not matchers:
+            return []
+        masks = ctypes.create_string_buffer(num_masks * size)
+        address = ctypes.addressof(masks)
+        if num_masks == 1:
+            matchers[0].unsafe_compute_mask_ptr(address, size)
+        else:
+            if self._executor is None:
+                self._executor = LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+            indexed = [(matcher, i) for i, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(indexed, address, size, num_masks)
+        return [masks.raw[i * size : (i + 1) * size] for i in range(num_masks)]
+
+
+def _error_of(matcher: LLMatcher) -> str | None:
+    if not matcher.is_error():
+        return None
+    said = matcher.get_error().partition("\n<non-verbose/>")[0]
+    return "no token can go on with the text" if said == "NoExtensionBias" else said
+
+
+def _to_lark(syntax: Syntax, text: str) -> str:
+    if syntax == "gbnf":
+        return gbnf_to_lark(text)
+    if syntax == "regex":  # digits and words are ASCII, as in JSON Schema
+        return f"start: /{regex_to_lark(text, use_ascii='dw')}/"
+    return text
+
+
+def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
+    begin = msgspec.msgpack.decode(receive(connection), type=Begin)
+    signal.setitimer(signal.ITIMER_REAL, begin.timeout_s)
+    try:
+        lark = _to_lark(begin.syntax, begin.text)
+    except Exception as error:  # none, or nested too deeply to be read
+        send(connection, Begun("", str(error) or type(error).__name__))
+        return
+    follower = _Follower(tokenizer, limits, lark)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    send(connection, Begun(lark, follower.error))
+    decoder = msgspec.msgpack.Decoder(Questions)
+    reserve_s = _RESERVE_S
+    while follower.error is None:
+        questions = decoder.decode(receive(connection))
+        signal.setitimer(signal.ITIMER_PROF, reserve_s + _MASK_S * len(questions.asks))
+        told = follower.answer(questions)
+        left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        reserve_s = min(left_s, _RESERVE_S)
+        data = msgspec.msgpack.encode(told)
+        connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _live(
+    connection: socket.socket, lifeline_fd: int, tokenizer: LLTokenizer, limits: LLParserLimits
+) -> None:
+    """One grammar's life, on a stack of a size that we know. Each signal's default ends it."""
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO once the other end has gone
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as statm:
+            num_pages = int(statm.read().split()[5])  # private and writable
+        most = num_pages * resource.getpagesize() + _STACK_BYTES + _MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def serve() -> None:
+        try:
+            _serve(connection, tokenizer, limits)
+        except (EOFError, OSError):
+            pass  # nobody asks any more
+        finally:
+            os._exit(0)
+
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+
+
+def _fork_for(control: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits) -> bool:
+    """Keep one fork waiting until it is taken; False once nobody can take it any more."""
+    taken_fd, tell_fd = os.pipe()
+    if os.fork() == 0:
+        os.close(taken_fd)
+        data, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if not data:
+            os.write(tell_fd, b"x")
+            os._exit(0)
+        os.close(tell_fd)
+        control.close()
+        try:
+            _live(socket.socket(fileno=fds[0]), fds[1], tokenizer, limits)
+        finally:
+            os._exit(1)
+    os.close(tell_fd)
+    is_last = os.read(taken_fd, 1)
+    os.close(taken_fd)
+    return not is_last
+
+
+class _Tokens:
+    """A token table as llguidance asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, table: Table) -> None:
+        self.tokens = table.tokens
+        self.special_token_ids = table.special_token_ids
+        self.eos_token_id = table.eos_token_ids[0]
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("nothing is tokenized where nothing is forced")
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    table = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Table)
+    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(table)), eos_token=table.eos_token_ids)
+    limits = LLParserLimits(
+        max_lexer_states=table.max_lexer_states,
+        step_max_items=_STEP_MAX_ITEMS,
+        verbose_errors=False,
+    )
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork stays behind as a zombie
+    gc.freeze()
+    while _fork_for(control, tokenizer, limits):
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Our end of the processes that grammars live in."""
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import deque
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from .grammar_process import Ask, Begin, Begun, Questions, Syntax, Table, Told, receive, send
+
+_GRACE_S = 10.0  # to come up; the process ends itself in time, this is for one that cannot even
+_ANSWER_S = 10.0
+_LEAVE_S = 2.0
+
+_TOO_MUCH = (
+    "it takes more time or memory than a grammar may, or nests too deeply; make it smaller or "
+    "less ambiguous"
+)
+
+
+class GrammarProcess:
+    """Our end of one grammar's process; the process ends when this does.
+
+    `error` says why the grammar cannot be followed (any more).
+    """
+
+    def __init__(self, zygote: "Zygote") -> None:
+        self.error: str | None = None
+        self.lark = ""
+        self.timed_out = False
+        self._zygote = zygote
+        self._connection: socket.socket | None = None
+        self._lifeline_fd: int | None = None
+        self._is_closed = False
+        self._lock = Lock()
+        self._sequences = itertools.count()
+        self._dropped: deque[int] = deque()
+        self._decoder = msgspec.msgpack.Decoder(list[Told])
+
+    def begin(self, syntax: Syntax, text: str, timeout_s: float) -> "GrammarProcess":
+        """Compile; raises OSError if there can be no process."""
+        connection, lifeline_fd = self._zygote.fork()
+        with self._lock:
+            self._connection, self._lifeline_fd = connection, lifeline_fd
+        if self._is_closed:
+            self.close()
+        start_s = time.monotonic()
+        connection.settimeout(timeout_s + _GRACE_S)
+        try:
+            send(connection, Begin(syntax, text, timeout_s))
+            begun = msgspec.msgpack.decode(receive(connection), type=Begun)
+        except UnicodeEncodeError:
+            self.error = "it has half of a surrogate pair, which is no character"
+        except (EOFError, OSError):
+            self._fail()
+            if time.monotonic() - start_s >= timeout_s:
+                self.timed_out = True
+                self.error = f"compiling it took longer than {timeout_s:g} s; make it smaller"
+        else:
+            self.lark, self.error = begun.lark, begun.error
+        if self.error is not None:
+            self.close()
+        connection.settimeout(_ANSWER_S)
+        return self
+
+    def is_alive(self) -> bool:
+        """Whether more sequences may follow the grammar. Cheap; for a process that owes nothing."""
+        if self.error is None and self._connection is not None:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            if not poll.poll(0):  # all that there can be to read is the end
+                return True
+            self._fail()
+        return False
+
+    def new_sequence(self, follower: object) -> int:
+        """A number for a sequence, which is dropped once its follower is gone."""
+        sequence = next(self._sequences)
+        weakref.finalize(follower, self._dropped.append, sequence).atexit = False
+        return sequence
+
+    def ask(self, asks: list[tuple[int, list[int], list[int], bool]]) -> None:
+        """Put questions (grammar_process.Ask); `told` answers them."""
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        if self.error is None and self._connection is not None:
+            try:
+                send(self._connection, Questions(dropped, [Ask(*ask) for ask in asks]))
+            except OSError:
+                self._fail()
+
+    def told(self) -> list[Told]:
+        """The answers, one for each question; none if the process is gone."""
+        if self.error is None and self._connection is not None:
+            try:
+                return self._decoder.decode(receive(self._connection))
+            except (EOFError, OSError):
+                self._fail()
+        return []
+
+    def close(self) -> None:
+        """End the process, whatever it is doing. Harmless from another thread, or twice."""
+        with self._lock:
+            self._is_closed = True
+            if self._lifeline_fd is not None:
+                os.close(self._lifeline_fd)
+                self._lifeline_fd = None
+            if self._connection is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)  # whoever reads from it goes on
+
+    def _fail(self) -> None:
+        self.error = _TOO_MUCH
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+        if self._connection is not None:
+            self._connection.close()
+
+
+class Zygote:
+    """The process that the grammars' processes are forked from: warm, small and without threads."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = msgspec.msgpack.encode(table)
+        self._lock = Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Any] | None = None
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """A connection to a new fork, and the write end of a pipe that ends it by its closing."""
+        connection, theirs = socket.socketpair()
+        broken_fd, lifeline_fd = os.pipe()
+        try:
+            self.start()
+            with self._lock:
+                try:
+                    self._hand_over(theirs.fileno(), broken_fd)
+                except OSError:  # it has died, though it reads no grammars: killed from outside
+                    self._start()
+                    self._hand_over(theirs.fileno(), broken_fd)
+        except BaseException:
+            connection.close()
+            os.close(lifeline_fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(broken_fd)
+        return connection, lifeline_fd
+
+    def start(self) -> None:
+        """Have it come up, unless it has been started."""
+        with self._lock:
+            if self._end is None:
+                self._start()
+
+    def _hand_over(self, *fds: int) -> None:
+        socket.send_fds(self._control, [b"f"], fds)
+
+    def _start(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._control, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as table:
+            table.write(self._table)
+            table.seek(0)
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "outrider.engine.grammars.grammar_process",
+                    str(theirs.fileno()),
+                ],
+                stdin=table,
+                # What panics there would write parts of the grammar into our log.
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.process = process
+        self._end = weakref.finalize(self, _end, self._control, process)
+
+
+def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    control.close()
+    try:
+        process.wait(_LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,94 @@
+"""The models of a pair on their device, with one paged KV cache between them."""
+
+import logging
+from functools import partial
+
+import torch
+
+from ..api import ReportProgress
+from ..config import EngineConfig
+from ..state.slots import Slots
+from .paged_model import PagedModel
+
+log = logging.getLogger(__name__)
+
+
+class ModelPair:
+    """Target and draft, loaded; a page holds the KV of the same tokens for both."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        proposer: str,
+        report: ReportProgress,
+    ) -> None:
+        device = torch.device(config.device)
+        self.target = PagedModel(config.target, device, partial(report, "loading the target"))
+        self.draft: PagedModel | None = None
+        if proposer == "draft_model" and config.draft is not None:
+            self.draft = PagedModel(
+                config.draft,
+                device,
+                partial(report, "loading the draft"),
+                is_draft=True,
+            )
+        self._models = {"target": self.target}
+        if self.draft is not None:
+            self._models["draft"] = self.draft
+        self.vocab_size = config.vocab_size or self.target.vocab_size
+        for role, model in self._models.items():
+            if model.vocab_size < self.vocab_size:
+                raise ValueError(
+                    f"the {role} has {model.vocab_size} logits; "
+                    f"the vocabulary has {self.vocab_size} tokens"
+                )
+
+        self.page_size = config.cache.page_size_tokens
+        self.page_bytes = self.page_size * sum(
+            model.bytes_per_token for model in self._models.values()
+        )
+        self.max_model_len = config.max_model_len or self.target.max_positions
+        if self.max_model_len > self.target.max_positions:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len} tokens, but the target has positions for "
+                f"{self.target.max_positions}; lower max_model_len, or leave it out"
+            )
+
+    def num_pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
+        """Tokens of the longest sequence that the pages hold; one alone must be able to run."""
+        fits = (num_pages - 1) * self.page_size  # one page is a dummy
+        if fits >= self.max_model_len:
+            return self.max_model_len
+        if config.max_model_len is not None or fits < 2:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len} tokens, but the KV cache holds "
+                f"{max(fits, 0)}; lower max_model_len, or give the cache more pages or memory"
+            )
+        log.warning(
+            "max_model_len is cut from %d to %d tokens: the KV cache holds no more",
+            self.max_model_len,
+            fits,
+        )
+        return fits
+
+    def bind(self, num_pages: int, slots: Slots) -> None:
+        """Let both models take their rows from these slots, and keep KV in so many new pages.
+
+        Pages and graphs of before are freed first. Raises ValueError where a GPU has no room.
+        """
+        for model in self._models.values():
+            model.bind_slots(slots)
+            model.free_cache()
+        torch.cuda.empty_cache()
+        try:
+            for model in self._models.values():
+                model.bind_cache(num_pages, self.page_size)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"a KV cache of {num_pages} pages takes {num_pages * self.page_bytes / 2**30:.2f} "
+                f"GiB, which the GPU does not have; lower cache.num_pages, if it is set, or "
+                f"engine.gpu_memory_utilization ({error})"
+            ) from None

@@ -1,0 +1,319 @@
+"""The server's handle on an engine: submit sequences, receive their tokens, watch it live."""
+
+import asyncio
+import dataclasses
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection
+from itertools import zip_longest
+from typing import Protocol
+
+from ..api import (
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    ReportProgress,
+    RequestOutput,
+)
+from .messages import (
+    Abort,
+    Admitted,
+    Failed,
+    FromEngine,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Submit,
+    ToEngine,
+)
+
+
+class EngineUnavailableError(RuntimeError):
+    """The engine is not (or no longer) there: starting, restarting, failed or stopped."""
+
+
+class OutputStream(Protocol):
+    """Outputs of sequences that were submitted together, interleaved, until all have finished."""
+
+    def __aiter__(self) -> "OutputStream": ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    async def aclose(self) -> None:
+        """Abort what has not finished. Harmless after the end, and a second time."""
+        ...
+
+
+class EngineClient(Protocol):
+    """One engine, in this process or in its own.
+
+    `state` goes from "starting" to "ready"; from there to "restarting" when the engine dies, and
+    back to "ready". "failed" (it could not start, or keeps dying) and "stopped" are final: make a
+    new client. `status_reason` says why the state is neither "starting" nor "ready".
+    """
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def status_reason(self) -> str | None: ...
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Set once the engine has been ready."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """Gauges as of the last step; counters since the client started, restarts included."""
+        ...
+
+    async def start(self) -> EngineInfo:
+        """Bring the engine up; raises EngineUnavailableError with the engine's own words.
+
+        Call `stop` afterwards in every case, cancellation included.
+        """
+        ...
+
+    async def generate(self, requests: list[NewRequest]) -> OutputStream:
+        """Submit sequences together; returns once the engine has admitted them.
+
+        Raises QueueFullError, InvalidRequestError or EngineUnavailableError before that, and
+        EngineUnavailableError from the stream if the engine dies under way. Close the stream when
+        done with it; cancelling a task that waits on it closes it too.
+        """
+        ...
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Stop sequences early: pages are free within a step, and each sequence's stream gets a
+        last output with finish reason "abort". Unknown and finished ids are ignored.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Stop the engine and leave nothing of it behind; streams under way raise."""
+        ...
+
+
+class Sink(Protocol):
+    """Where the engine's answers to one submission go."""
+
+    request_ids: list[str]
+    unfinished: set[str]
+
+    def admit(self) -> None: ...
+
+    def put(self, output: RequestOutput) -> None: ...
+
+    def fail(self, error: Exception) -> None:
+        """Turn the submission away, or end it with this error if it was admitted."""
+        ...
+
+
+class _Stream:
+    def __init__(self, abort: Callable[[Collection[str]], None], request_ids: list[str]) -> None:
+        self._abort = abort
+        self._queue: asyncio.Queue[RequestOutput | EngineUnavailableError | None] = asyncio.Queue()
+        self.request_ids = request_ids
+        self.unfinished = set(request_ids)
+        self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def admit(self) -> None:
+        if not self.admission.done():  # done: cancelled, and dropped or about to be
+            self.admission.set_result(None)
+
+    def put(self, output: RequestOutput) -> None:
+        self._queue.put_nowait(output)
+        if output.finish_reason is not None:
+            self.unfinished.discard(output.request_id)
+            if not self.unfinished:
+                self._queue.put_nowait(None)
+
+    def fail(self, error: Exception) -> None:
+        self.unfinished.clear()
+        if not self.admission.done():
+            self.admission.set_exception(error)
+        elif isinstance(error, EngineUnavailableError):
+            self._queue.put_nowait(error)
+            self._queue.put_nowait(None)
+
+    def __aiter__(self) -> "_Stream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if item is None:
+            self._queue.put_nowait(None)  # the end stays the end
+            raise StopAsyncIteration
+        if isinstance(item, EngineUnavailableError):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        if self.unfinished:
+            self._abort(self.unfinished)
+            self.unfinished.clear()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
+
+
+class Dispatcher(ABC):
+    """What every client does, whatever carries the messages: match them to their streams."""
+
+    def __init__(self, progress: ReportProgress | None = None) -> None:
+        self.state: EngineState = "starting"
+        self.status_reason: str | None = None
+        self.info: EngineInfo | None = None
+        self._progress = progress
+        self._up: asyncio.Future[EngineInfo] | None = None  # what `start` waits for
+        self._last_words = ""  # of an engine that said that it cannot go on
+        self._submitted: deque[Sink] = deque()  # not answered yet; answers come in this order
+        self._running: dict[str, Sink] = {}  # by request id, admitted and not finished
+        self.watchers: list[Callable[[], None]] = []  # called once a message has been acted on
+        self._stats = EngineStats()  # of the engine that runs now
+        self._past_stats = EngineStats()  # of those before it
+
+    @property
+    def stats(self) -> EngineStats:
+        return _add_counters(self._past_stats, self._stats)
+
+    async def start(self) -> EngineInfo:
+        self._up = asyncio.get_running_loop().create_future()
+        self._launch()
+        return await self._up
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+    @abstractmethod
+    def _launch(self) -> None:
+        """Set the engine off; its messages go to `_receive`, its end to `_down`."""
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None:
+        """Hand a message to the transport without waiting."""
+
+    async def generate(self, requests: list[NewRequest]) -> OutputStream:
+        stream = _Stream(self.drop, [request.request_id for request in requests])
+        self.submit(requests, stream)
+        try:
+            await stream.admission
+        except asyncio.CancelledError:
+            await stream.aclose()
+            raise
+        return stream
+
+    def submit(self, requests: list[NewRequest], sink: Sink) -> None:
+        """Send a submission whose answers go to the sink; raises what needs no engine to tell."""
+        if self.state != "ready":
+            raise EngineUnavailableError(self.status_reason or "the engine is still starting")
+        ids = sink.request_ids
+        if not ids or len(set(ids)) < len(ids):
+            raise InvalidRequestError(f"a submission needs sequences with distinct ids, not {ids}")
+        in_use = {i for other in self._submitted for i in other.unfinished} | self._running.keys()
+        if taken := in_use.intersection(ids):
+            raise InvalidRequestError(f"sequences with these ids are running already: {taken}")
+        try:
+            self._send(Submit(requests))
+        except OverflowError as error:
+            raise InvalidRequestError(f"a number is too large: {error}") from None
+        self._submitted.append(sink)  # only now: what was not sent is not answered
+
+    async def abort(self, request_ids: list[str]) -> None:
+        running = {i: sink for i in request_ids if (sink := self._running.get(i))}
+        if running:
+            self.drop(running)
+        for request_id, sink in running.items():
+            sink.put(RequestOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
+
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Stop sequences of which nobody wants to hear any more."""
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+        self._send(Abort(list(request_ids)))
+
+    def _receive(self, message: FromEngine) -> None:
+        """Act on a message of the engine. Outputs of unknown ids are of sequences dropped here."""
+        if self.state == "stopped":
+            return
+        match message:
+            case Outputs(outputs, stats):
+                self._stats = stats
+                for output in outputs:
+                    if sink := self._running.get(output.request_id):
+                        sink.put(output)
+                        if output.finish_reason is not None:
+                            del self._running[output.request_id]
+            case Admitted(request_ids):
+                sink = self._take_submitted(request_ids)
+                self._running |= dict.fromkeys(sink.unfinished, sink)
+                sink.admit()
+            case Refused(request_ids, reason, text):
+                self._take_submitted(request_ids).fail(_REFUSALS[reason](text))
+            case Loading(stage, done, total):
+                if self._progress:
+                    self._progress(stage, done, total)
+            case Ready(info):
+                self.info, self.state, self.status_reason = info, "ready", None
+                if self._up and not self._up.done():
+                    self._up.set_result(info)
+            case Failed(text):
+                self._last_words = text
+        self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        for watcher in self.watchers:
+            watcher()
+
+    def _take_submitted(self, request_ids: list[str]) -> Sink:
+        if not self._submitted or self._submitted[0].request_ids != request_ids:
+            raise RuntimeError(f"the engine answered a submission that was not made: {request_ids}")
+        return self._submitted.popleft()
+
+    def _down(self, state: EngineState, reason: str) -> None:
+        """Enter a state without an engine; what was under way ends with the reason."""
+        submitted, self._submitted = self._submitted, deque()
+        self._past_stats, self._stats = self.stats, EngineStats()
+        self._lose_running(state, reason)
+        for sink in submitted:
+            sink.fail(EngineUnavailableError(reason))
+        self._tell_watchers()
+
+    def _lose_running(self, state: EngineState, reason: str) -> None:
+        """Enter a state without an engine; what it had admitted ends with the reason."""
+        self.state, self.status_reason = state, reason
+        running, self._running = self._running, {}
+        for sink in set(running.values()):
+            sink.fail(EngineUnavailableError(reason))
+        if self._up and not self._up.done():
+            self._up.set_exception(EngineUnavailableError(reason))
+
+
+_REFUSALS: dict[str, type[Exception]] = {
+    "queue_full": QueueFullError,
+    "invalid": InvalidRequestError,
+    "unavailable": EngineUnavailableError,
+}
+_GAUGES = {"num_running", "num_waiting", "pages_used", "pages_total"}
+
+
+def _add_counters(past: EngineStats, now: EngineStats) -> EngineStats:
+    totals: dict[str, int | list[int]] = {}
+    for field in dataclasses.fields(EngineStats):
+        before, since = getattr(past, field.name), getattr(now, field.name)
+        if field.name in _GAUGES:
+            totals[field.name] = since
+        elif isinstance(since, list):
+            totals[field.name] = [a + b for a, b in zip_longest(before, since, fillvalue=0)]
+        else:
+            totals[field.name] = before + since
+    return EngineStats(**totals)  # type: ignore[arg-type]

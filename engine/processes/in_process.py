@@ -1,0 +1,76 @@
+"""An engine on a thread of this process, behind the same interface: for tests and embedding."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..api import ReportProgress
+from ..config import EngineConfig
+from .client import Dispatcher
+from .messages import FromEngine, Shutdown, ToEngine
+from .process import load_engine, run
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+class _QueueChannel:
+    def __init__(self, deliver: Callable[[FromEngine], object]) -> None:
+        self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._deliver = deliver
+
+    def send(self, message: FromEngine) -> None:
+        self._deliver(message)
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        messages = [self.inbox.get()] if wait else []
+        while not self.inbox.empty():
+            messages.append(self.inbox.get())
+        return messages
+
+
+class InProcessEngine(Dispatcher):
+    """An engine on a thread. If it dies, the state is "failed"; nothing restarts it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ReportProgress | None = None,
+        *,
+        make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine,
+    ) -> None:
+        super().__init__(progress)
+        self._config = config
+        self._make_engine = make_engine
+        self._channel: _QueueChannel | None = None
+        self._thread: threading.Thread | None = None
+
+    def _launch(self) -> None:
+        loop = asyncio.get_running_loop()
+        channel = _QueueChannel(lambda message: loop.call_soon_threadsafe(self._receive, message))
+
+        def live() -> None:
+            config = self._config
+            if not run(lambda progress: self._make_engine(config, progress), channel, config.cache):
+                loop.call_soon_threadsafe(self._give_up)
+
+        self._channel = channel
+        self._thread = threading.Thread(target=live, name="engine", daemon=True)
+        self._thread.start()
+
+    def _give_up(self) -> None:
+        if self.state != "stopped":
+            what = "could not start" if self.info is None else "died"
+            self._down("failed", f"the engine {what}: {self._last_words}")
+
+    def _send(self, message: ToEngine) -> None:
+        if self._channel is not None:
+            self._channel.inbox.put(message)
+
+    async def stop(self) -> None:
+        self._down("stopped", "the engine was stopped")
+        self._send(Shutdown())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)

@@ -1,0 +1,149 @@
+"""An engine in a process of its own: started, watched, restarted and stopped from here."""
+
+import asyncio
+import logging
+import math
+import os
+import sys
+import time
+from typing import Literal
+
+import msgspec
+import zmq.asyncio
+
+from ..api import ReportProgress
+from ..config import EngineConfig
+from .child_process import ChildProcess, Restarts, describe_exit
+from .client import Dispatcher
+from .messages import FromEngine, Ready, Shutdown, ToEngine
+
+log = logging.getLogger("outrider.engine.processes.process_engine")
+
+_LEAVE_S = 5.0  # to finish a step and exit when asked; then the process is killed
+
+
+class ProcessEngine(Dispatcher):
+    """An engine in a child process.
+
+    A child that dies is started again, the first time at once; after three deaths in a row, or if
+    it never became ready at all, the state is "failed". A child that has work and is silent for
+    `step_timeout_s` (None: as long as it likes) is killed and started again.
+    """
+
+    _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.processes.process")
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: ReportProgress | None = None,
+        *,
+        step_timeout_s: float | None = None,
+        log_format: Literal["text", "json"] = "text",
+    ) -> None:
+        super().__init__(progress)
+        self._step_timeout_s = step_timeout_s
+        self._log_format = log_format
+        self._config = config
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._context = zmq.asyncio.Context()
+        self._child: ChildProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._ready_at_s = 0.0
+        self._heard_at_s = 0.0
+
+    def _launch(self) -> None:
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    def _send(self, message: ToEngine) -> None:
+        if self._child is not None:
+            self._child.send(self._encoder.encode(message))
+
+    async def stop(self) -> None:
+        was_ready = self.state == "ready"
+        self._down("stopped", "the engine was stopped")
+        if self._supervisor is not None:
+            if was_ready:
+                self._send(Shutdown())
+                await asyncio.wait({self._supervisor}, timeout=_LEAVE_S)
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+        self._context.destroy(linger=0)
+
+    async def _supervise(self) -> None:
+        restarts = Restarts()
+        while True:
+            try:
+                cause = await self._run_child()
+            except Exception as error:  # it could not be started at all
+                cause = f"{type(error).__name__}: {error}"
+            if self.state == "stopped":
+                return
+            if self.info is None:
+                self._down("failed", f"the engine could not start: {cause}")
+                return
+            ready_s = time.monotonic() - self._ready_at_s if self.state == "ready" else 0.0
+            delay_s = restarts.delay_s(ready_s)
+            log.error("the engine died: %s", cause)
+            if delay_s is None:
+                self._down("failed", f"the engine keeps dying: {cause}")
+                return
+            self._down("restarting", f"the engine died: {cause}; it is being restarted")
+            await asyncio.sleep(delay_s)
+
+    async def _run_child(self) -> str:
+        """Start a child and hear it out to its end; returns what ended it."""
+        self._last_words = ""
+        self._child = child = ChildProcess(
+            self._context,
+            self._command,
+            [str(log.getEffectiveLevel()), self._log_format],
+            lines=[msgspec.json.encode(self._config)],
+            hear=self._hear,
+            environment=child_environment(),
+        )
+        watchdog = asyncio.create_task(self._kill_if_hung(child), name="engine watchdog")
+        try:
+            exit_code = await child.run()
+        finally:
+            self._child = None
+            watchdog.cancel()
+        if watchdog.done() and not watchdog.cancelled():
+            return f"no step ended within {self._step_timeout_s:g} s (engine.step_timeout_s)"
+        if self._last_words and exit_code >= 0:
+            return self._last_words
+        return describe_exit(exit_code)
+
+    async def _kill_if_hung(self, child: ChildProcess) -> None:
+        """Return once the child has been killed for its silence."""
+        timeout_s = math.inf if self._step_timeout_s is None else self._step_timeout_s
+        while True:
+            if self.state != "ready" or not (self._submitted or self._running):
+                self._heard_at_s = time.monotonic()  # it owes us nothing
+            if time.monotonic() - self._heard_at_s > timeout_s:
+                child.kill()
+                return
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+
+    def _hear(self, data: bytes) -> None:
+        self._heard_at_s = time.monotonic()
+        try:
+            message = self._decoder.decode(data)
+            if isinstance(message, Ready):
+                self._ready_at_s = time.monotonic()
+            self._receive(message)
+        except Exception:  # one message, or a progress display, must not cost the engine
+            log.exception("could not act on a message of the engine (%d bytes)", len(data))
+
+
+def child_environment() -> dict[str, str]:
+    """Ours, and CPU threads that wait briefly before they sleep, unless the user says otherwise.
+
+    OpenMP's threads spin at barriers for milliseconds. On a machine with neighbours the spinning
+    thread takes the core from the very thread it waits for (benchmarks/LOG.md: 34 to 1 tokens/s);
+    without any spinning every barrier costs a system call (34 to 24).
+    """
+    environment = dict(os.environ)
+    if environment.keys().isdisjoint({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}):
+        environment["GOMP_SPINCOUNT"] = "2000"
+    return environment

@@ -1,0 +1,1 @@
+"""Who runs in a step, over which pages, and with how many drafts."""

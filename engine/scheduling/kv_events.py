@@ -1,0 +1,123 @@
+"""Tells routers which prefixes this engine has cached, in the messages that vLLM publishes.
+
+Each message on the ZeroMQ PUB socket is three frames: the topic, a sequence number (8 bytes, big
+endian, from 0) and an `EventBatch` in msgpack, structs as arrays with their name in front. A gap
+in the numbers is a lost message. What is told are token ids of prompts: the endpoint is for the
+router alone.
+"""
+
+import time
+from collections.abc import Iterable
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from .kv_cache import PageEvent, PageRemoved, PageStored
+
+_MEDIUM = "GPU"  # what vLLM calls the memory that the engine computes in, on a CPU too
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag=True):
+    """Pages whose KV is there, each behind the one before it."""
+
+    block_hashes: list[int]  # 64 bits each
+    parent_block_hash: int | None
+    token_ids: list[int]  # [len(block_hashes) * block_size]
+    block_size: int
+    lora_id: None = None
+    medium: str | None = _MEDIUM
+    lora_name: None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None = _MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
+    """Nothing is cached: the engine has just come up."""
+
+
+class EventBatch(msgspec.Struct, array_like=True):
+    ts: float  # seconds since the epoch
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = 0
+
+
+class Publisher:
+    """The PUB socket; with nobody there, or nobody fast enough, what is published is dropped.
+
+    As with vLLM, an endpoint with a `*` (or of ipc) is bound, and any other connected to. Made
+    before the models are loaded, so that subscribers of an engine that died are back by the time
+    that `AllBlocksCleared` goes out.
+    """
+
+    def __init__(self, endpoint: str, topic: str, page_size: int) -> None:
+        self._page_size = page_size
+        self._topic = topic.encode()
+        self._sequence = count()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
+            self._socket.bind(endpoint)
+        else:
+            self._socket.connect(endpoint)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._socket.close()
+
+    def clear(self) -> None:
+        self._send([AllBlocksCleared()])
+
+    def publish(self, events: Iterable[PageEvent]) -> None:
+        """Send a batch, if there is anything to tell."""
+        if batch := to_messages(events, self._page_size):
+            self._send(batch)
+
+    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        number = next(self._sequence).to_bytes(8, "big")
+        payload = self._encoder.encode(EventBatch(time.time(), events))
+        self._socket.send_multipart([self._topic, number, payload])
+
+
+def to_messages(
+    events: Iterable[PageEvent], page_size: int
+) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    """Pages that follow each other in one message."""
+    messages: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+    for event in events:
+        last = messages[-1] if messages else None
+        page_hash = _short(event.page_hash)
+        match event:
+            case PageRemoved():
+                if isinstance(last, BlockRemoved):
+                    last.block_hashes.append(page_hash)
+                else:
+                    messages.append(BlockRemoved([page_hash]))
+            case PageStored(parent_hash=parent):
+                parent_hash = None if parent is None else _short(parent)
+                if isinstance(last, BlockStored) and last.block_hashes[-1] == parent_hash:
+                    last.block_hashes.append(page_hash)
+                    last.token_ids += event.token_ids
+                else:
+                    messages.append(
+                        BlockStored([page_hash], parent_hash, list(event.token_ids), page_size)
+                    )
+    return messages
+
+
+def _short(page_hash: bytes) -> int:
+    """64 bits of it, which is what routers take."""
+    return int.from_bytes(page_hash[:8], "big")

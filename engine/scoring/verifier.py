@@ -1,0 +1,218 @@
+"""The verification kernels on a step's logits: which drafts stand, and the token after them."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
+from outrider.kernels.verify.slot_rows import read_slots, write_verified
+from outrider.kernels.verify.verify import verify
+
+from ..logit_edits import RequestRows
+from ..proposers.base import (
+    SAMPLING_KINDS,
+    DraftDistributions,
+    Proposals,
+    sampling_kind,
+)
+from ..scheduling.plan import Plan, Verified, slots_of
+from ..state.host_copy import HostCopy, uploaded
+from ..state.phase import Phase, Shape, padded_size, padded_sizes
+from ..state.ragged import aligned
+from ..state.slots import Slots
+from .prompt_logprobs import read_prompt_logprobs, to_entries
+
+
+class Drawn(NamedTuple):
+    """What a step drew, on its way to the host."""
+
+    copy: HostCopy  # [B, K + 2] tokens, then their Logprobs where any are asked for
+    # [B + 1] of each sequence its first row of Logprobs; it has k_i + 1, or none
+    logprob_rows_np: np.ndarray
+
+
+class Verifier:
+    """Keeps of the proposals exactly what the target would have produced."""
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._phase = Phase(self._run, slots.device)
+        self._sizes: list[int] = []  # captured, ascending
+
+    def warm_ups(
+        self, logits: Tensor, distributions: DraftDistributions | None
+    ) -> Iterator[Callable[[], Tensor]]:
+        """Verifications of nobody that launch every kernel between them, edited logits' too.
+
+        Shape: logits [2 * (K + 1), V].
+        """
+        integers = uploaded(self._nobody(2), self._slots.device)
+        for num_columns, q in self._cases(distributions):
+            edited = [logits.float()] if num_columns == self._slots.max_drafts else []
+            for x, kind in product([logits, *edited], SAMPLING_KINDS):
+                yield partial(self._run, integers, (2, num_columns, *kind), x, *q)
+
+    def capture(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
+        """Capture verification of logits at this place, of drafts from these or one-hot drafts.
+
+        Shape: logits [max_num_seqs * (K + 1), V].
+        """
+        sizes = padded_sizes(self._slots.max_num_seqs)
+        for size in sizes:
+            for num_columns, q in self._cases(distributions):
+                tensors = (logits[: size * (num_columns + 1)], *q)
+                for kind in SAMPLING_KINDS:
+                    self._phase.capture(self._nobody(size), (size, num_columns, *kind), tensors)
+        self._sizes = sizes[::-1]
+
+    def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> Drawn | None:
+        """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
+
+        The drawn tokens go into the slots, behind each sequence's known ones, and on to the host,
+        for `read`.
+        """
+        sampled = plan.sampled
+        if not sampled:
+            return None
+        num_drafts_np = proposals.num_drafts_np
+        slots_np = slots_of(sampled)
+        anchors_np = np.array([s.request.num_tokens for s in sampled])
+        cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
+        rows = RequestRows(slots_np, cu_rows_np[:-1], num_drafts_np + 1, anchors_np)
+        edited_np = self._slots.edits.asked_by(slots_np)
+        distributions = proposals.distributions
+        # Edited rows take it even where nothing is drafted: others would be kernels of their own.
+        has_drafts = num_drafts_np.any() or (edited_np.any() and distributions is not None)
+        kind = (self._slots.max_drafts if has_drafts else 0, *sampling_kind(sampled))
+        tensors = (logits, *(distributions or ())) if has_drafts else (logits,)
+        if edited_np.all():
+            drawn = self._verify_edited(rows, kind, *tensors)
+        else:
+            # Among the others, those whose logits are edited stand for nobody: at the beginning of
+            # the dummy slot, like all padding, since other padding goes on from where they end.
+            slots_np = np.where(edited_np, self._slots.dummy, slots_np)
+            size = padded_size(len(sampled), self._sizes)
+            packed_np = self._pack(slots_np, num_drafts_np, anchors_np * ~edited_np, size)
+            drawn = self._phase(packed_np, (size, *kind), *tensors)[: len(sampled)]
+            if edited_np.any():
+                index = uploaded(edited_np.nonzero()[0], drawn.device)
+                drawn[index] = self._verify_edited(rows.take(edited_np), kind, *tensors)
+        asking_np = np.array([s.request.params.logprobs is not None for s in sampled])
+        logprob_rows_np = np.concatenate(([0], np.cumsum(rows.num_rows_np * asking_np)))
+        logprobs = self._gather(plan, logits, drawn, rows, asking_np) if asking_np.any() else ()
+        return Drawn(HostCopy(drawn, *logprobs), logprob_rows_np)  # the one copy a step
+
+    def _verify_edited(
+        self, rows: RequestRows, kind: Shape, logits: Tensor, *distributions: Tensor
+    ) -> Tensor:
+        """What `_run` returns, of requests that ask for edits. Uncaptured: no graph takes their
+        float32 logits, and the host is done with it while the GPU still scores.
+        """
+        num_drafts_np = rows.num_rows_np - 1
+        size = len(num_drafts_np)
+        integers_np = self._pack(rows.slots_np, num_drafts_np, rows.first_positions_np, size)
+        integers = uploaded(integers_np, self._slots.device)
+        edited = self._slots.edits.apply(logits, rows)
+        return self._run(integers, (size, *kind), edited, *distributions)
+
+    def read(self, plan: Plan, proposals: Proposals, drawn: Drawn | None) -> Verified:
+        """What `verify` drew, once it is on the host; and what the step's prompts scored."""
+        read_prompt_logprobs(plan)
+        if drawn is None:
+            return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
+        host_np, *logprobs = drawn.copy.arrays()
+        drawn_np = host_np[:, :-1]  # padded with -1
+        lens = (drawn_np >= 0).sum(1).tolist()
+        token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
+        return Verified(
+            token_ids=token_ids,
+            num_drafts=proposals.num_drafts_np.tolist(),
+            is_bad=host_np[:, -1].astype(bool).tolist(),
+            logprobs=[
+                None
+                if (num_top := s.request.params.logprobs) is None
+                else to_entries(*(field[first : first + n] for field in logprobs), num_top=num_top)
+                for s, first, n in zip(plan.sampled, drawn.logprob_rows_np[:-1], lens, strict=True)
+            ],
+        )
+
+    def _run(
+        self,
+        integers: Tensor,
+        shape: Shape,
+        logits: Tensor,
+        draft_logits: Tensor | None = None,
+        draft_state: Tensor | None = None,
+    ) -> Tensor:
+        """Verify, and write what was drawn into the slots.
+
+        Shape: integers [4, B + 1 or more], see `_pack`; logits [T, V]; draft_logits [num_slots, K,
+        V'], draft_state [num_slots, K, 4]; returns [B, K + 2], the tokens (padded with -1) and
+        whether the logits were bad.
+        """
+        size, num_columns, filters, samples = shape
+        cu_rows, (slot, num_drafts, anchor) = integers[0, : size + 1], integers[1:, :size].unbind()
+        rows = read_slots(self._slots.state, slot, anchor, num_columns)
+        verified = verify(
+            logits,
+            cu_rows,
+            rows.draft_ids,
+            num_drafts,
+            draft_logits if samples else None,
+            draft_state if samples else None,
+            rows.sampling,
+            rows.anchor,
+            self._vocab_size,
+            filters=bool(filters),
+            samples=bool(samples),
+            draft_rows=slot,
+        )
+        return write_verified(self._slots.state, slot, anchor, verified)
+
+    def _cases(
+        self, distributions: DraftDistributions | None
+    ) -> list[tuple[int, tuple[Tensor, ...]]]:
+        """Most drafts a sequence, and what they were drawn from: with drafts, and without."""
+        columns = sorted({self._slots.max_drafts, 0}, reverse=True)
+        return [(n, tuple(distributions or ()) if n else ()) for n in columns]
+
+    def _nobody(self, size: int) -> np.ndarray:
+        nobody = np.zeros(0, dtype=np.int64)
+        return self._pack(nobody, nobody, nobody, size)
+
+    def _pack(
+        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, anchors_np: np.ndarray, size: int
+    ) -> np.ndarray:
+        """Arguments: [B] -> [4, size + 1 or more]: first rows of the sequences' logits and, one
+        column short, slots, drafts and anchors. Padding is plain decodes of the dummy slot.
+        """
+        packed = np.zeros((4, aligned(size + 1, itemsize=4)), dtype=np.int32)
+        packed[1] = self._slots.dummy
+        for row, of_sampled_np in zip(
+            packed[1:], (slots_np, num_drafts_np, anchors_np), strict=True
+        ):
+            row[: len(of_sampled_np)] = of_sampled_np
+        packed[0, 1:] = np.cumsum(packed[2, :-1] + 1)
+        return packed
+
+    def _gather(
+        self, plan: Plan, logits: Tensor, drawn: Tensor, rows: RequestRows, asking_np: np.ndarray
+    ) -> Logprobs:
+        """Raw logprobs of every row of the sequences that ask for them, rejected drafts' rows too:
+        how many stand is not known on the host, and the logits last until the next pass.
+
+        Shape: drawn [B, K + 2], asking_np [B].
+        """
+        asking = rows.take(asking_np)
+        row_np = asking.each_np()[0]
+        column_np = row_np - np.repeat(asking.first_rows_np, asking.num_rows_np)
+        seq_np = np.repeat(asking_np.nonzero()[0], asking.num_rows_np)
+        row, seq, column = uploaded(np.stack((row_np, seq_np, column_np)), drawn.device)
+        num_top = max(s.request.params.logprobs or 0 for s in plan.sampled)
+        num_top = min(num_top, self._vocab_size)
+        return gather_logprobs(logits[row], drawn[seq, column], num_top, self._vocab_size)

@@ -1,0 +1,154 @@
+"""One ragged batch: token ranges of several sequences, flattened for one forward pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from outrider.kernels.model.rows import read_rows
+
+from .ragged import aligned, ragged_arange
+from .slots import Slots
+
+
+@dataclass(slots=True)
+class HostBatch:
+    """T rows of B sequences; sequence i contributes rows cu_seqlens_q[i]:cu_seqlens_q[i+1].
+
+    The same shape serves prefill chunks, plain decodes, verifications and the draft's steps.
+    """
+
+    # [T]
+    slot_of_row_np: np.ndarray
+    # [T] position of each row in its sequence
+    positions_np: np.ndarray
+    # [B]
+    slots_np: np.ndarray
+    # [B] tokens a sequence attends to, its own rows included
+    seq_lens_np: np.ndarray
+    # [B + 1]
+    cu_seqlens_q_np: np.ndarray
+    # [num_logits] rows whose logits are wanted
+    logits_rows_np: np.ndarray
+    # positions and lengths count from the sequences' known tokens, whose number the device knows
+    is_relative: bool = False
+
+    @staticmethod
+    def build(
+        slots_np: np.ndarray,
+        starts_np: np.ndarray,
+        query_lens_np: np.ndarray,
+        num_logits_np: np.ndarray,
+        *,
+        is_relative: bool = False,
+    ) -> "HostBatch":
+        """Rows `starts[i] : starts[i] + query_lens[i]` of each sequence, read from its slot.
+
+        Arrays: [B]. Logits are wanted of the last `num_logits[i]` rows of sequence i. With
+        `is_relative` a start of 0 is the first position behind those that the last verification
+        left known.
+        """
+        ends_np = np.cumsum(query_lens_np)
+        return HostBatch(
+            slot_of_row_np=np.repeat(slots_np, query_lens_np),
+            positions_np=ragged_arange(starts_np, query_lens_np),
+            slots_np=slots_np,
+            seq_lens_np=starts_np + query_lens_np,
+            cu_seqlens_q_np=np.concatenate(([0], ends_np)),
+            logits_rows_np=ragged_arange(ends_np - num_logits_np, num_logits_np),
+            is_relative=is_relative,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(sequences, rows, logits)."""
+        return len(self.slots_np), len(self.positions_np), len(self.logits_rows_np)
+
+    def packed(self, shape: tuple[int, int, int], dummy_slot: int) -> np.ndarray:
+        """All of it in one array, padded: rows of no sequence, at position 0 of the dummy slot,
+        and sequences without rows.
+        """
+        fields = (
+            (self.slot_of_row_np, dummy_slot),
+            (self.positions_np, 0),
+            (self.slots_np, dummy_slot),
+            (self.seq_lens_np, 0),
+            (self.cu_seqlens_q_np, len(self.positions_np)),
+            (self.logits_rows_np, 0),
+            (np.array([self.is_relative]), 0),
+        )
+        return np.concatenate(
+            [
+                _pad(array, aligned(length), fill)
+                for (array, fill), length in zip(fields, _packed_lens(shape), strict=True)
+            ]
+        )
+
+
+def _packed_lens(shape: tuple[int, int, int]) -> list[int]:
+    num_seqs, num_rows, num_logits = shape
+    return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits, 1]
+
+
+def packed_len(shape: tuple[int, int, int]) -> int:
+    """Of what `HostBatch.packed` returns for this shape."""
+    return sum(aligned(length) for length in _packed_lens(shape))
+
+
+def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    padded = np.full(length, value, dtype=np.int64)
+    padded[: len(array)] = array
+    return padded
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """A HostBatch on the device, with what the slots hold for its rows."""
+
+    # [T]
+    input_ids: Tensor
+    # [T]
+    positions: Tensor
+    # [T] where each row's KV goes: page * page_size + offset
+    slot_mapping: Tensor
+    # [B], rows of the block table
+    slots: Tensor
+    # [B]
+    seq_lens: Tensor
+    # [B + 1]
+    cu_seqlens_q: Tensor
+    # [num_logits]
+    logits_rows: Tensor
+    # [num_slots, pages]
+    block_table: Tensor
+    page_size: int
+
+    @staticmethod
+    def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
+        lens = _packed_lens(shape)
+        parts = packed.split([aligned(length) for length in lens])
+        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows, is_relative = (
+            part[:length] for part, length in zip(parts, lens, strict=True)
+        )
+        rows = read_rows(
+            slot_of_row,
+            positions,
+            slot,
+            seq_lens,
+            is_relative,
+            slots.num_tokens,
+            slots.token_ids,
+            slots.block_table,
+            slots.page_size,
+        )
+        return ForwardBatch(
+            input_ids=rows.token_ids,
+            positions=rows.positions,
+            slot_mapping=rows.slot_mapping,
+            slots=slot,
+            seq_lens=rows.seq_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            logits_rows=logits_rows,
+            block_table=slots.block_table,
+            page_size=slots.page_size,
+        )

@@ -1,0 +1,123 @@
+"""Device-resident state of the running sequences, one slot each.
+
+A step is driven by an index map `batch_idx -> slot`. Proposals are written into `token_ids` in
+place, behind the known tokens, so the draft, the target and the verifier all read one array and no
+token crosses from the host after its sequence was admitted.
+"""
+
+import numpy as np
+import torch
+
+from outrider.kernels.verify.sampling import Rule, Sampling
+from outrider.kernels.verify.slot_rows import SlotState
+
+from ..api import SamplingParams, Verification
+from ..logit_edits import LogitEdits
+from ..request import Request
+from .host_copy import staged, uploaded
+
+RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
+
+
+class Slots:
+    """Seats for `max_num_seqs` sequences, and a dummy one (the last) for padding."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_drafts: int,
+        page_size: int,
+        vocab_size: int,
+        device: torch.device,
+        verification: Verification = "token",
+    ) -> None:
+        num_slots = max_num_seqs + 1
+        self.max_num_seqs = max_num_seqs
+        self.max_drafts = max_drafts
+        self.dummy = max_num_seqs  # the slot that padding reads and writes
+        # Room behind the longest sequence: verification emits up to k + 1 tokens past it.
+        width = max_model_len + max_drafts + 1
+        self.page_size = page_size
+        self._verification: Verification = verification  # of requests that name none
+        self.device = device
+        # [num_slots, width]
+        self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
+        # [num_slots] known tokens, once verified: ahead of the host until it has read them
+        self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # [num_slots, pages of width]
+        self.block_table = torch.zeros(
+            num_slots, -(-width // page_size), dtype=torch.int32, device=device
+        )
+        # Each field: [num_slots]
+        self.sampling = Sampling(
+            temperature=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            top_k=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            top_p=torch.ones(num_slots, dtype=torch.float32, device=device),
+            min_p=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            rule=torch.full((num_slots,), int(Rule.TOKEN), dtype=torch.int32, device=device),
+        )
+        self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
+        self.edits = LogitEdits(self.token_ids, vocab_size)
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def draws_are_fixed(self, params: SamplingParams) -> bool:
+        """Whether a sequence gets the same tokens whatever is drafted for it."""
+        return params.temperature <= 0 or (params.verification or self._verification) == "match"
+
+    def seat(self, request: Request) -> None:
+        """Give the request a slot and copy its tokens and sampling parameters there; not its
+        pages.
+        """
+        slot = self._free.pop()
+        request.slot = slot
+        self.write_tokens(request, 0, request.token_ids)
+        params = request.params
+        self.sampling.temperature[slot] = params.temperature
+        self.sampling.top_k[slot] = params.top_k
+        self.sampling.top_p[slot] = params.top_p
+        self.sampling.min_p[slot] = params.min_p
+        self.sampling.seed[slot] = _as_int64(params.seed)
+        self.sampling.rule[slot] = RULES[params.verification or self._verification]
+        self.edits.seat(request)
+
+    def unseat(self, request: Request) -> None:
+        assert request.slot is not None
+        self.edits.unseat(request.slot)
+        self._free.append(request.slot)
+        request.slot = None
+
+    def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
+        """Copy tokens from the host into the request's row, from `position` on."""
+        row = self.token_ids[request.slot, position : position + len(token_ids)]
+        values = torch.tensor(token_ids, dtype=torch.int32)
+        row.copy_(staged(values, self.device), non_blocking=True)
+
+    def write_pages(self, grown: list[tuple[Request, int]]) -> None:
+        """Copy the pages of each seated request, from an index on, into its block table: all in
+        one upload.
+        """
+        entries = [
+            (request.slot, column, request.pages[column])
+            for request, first in grown
+            if request.slot is not None
+            for column in range(first, len(request.pages))
+        ]
+        if entries:
+            slot, column, page = uploaded(np.array(entries), self.device).unbind(1)
+            self.block_table[slot, column] = page.int()
+
+    def check_integrity(self, live_requests: list[Request]) -> None:
+        """Every slot is free or held by one request; raises RuntimeError otherwise."""
+        held = [request.slot for request in live_requests if request.slot is not None]
+        if sorted([*self._free, *held]) != list(range(len(self.token_ids) - 1)):
+            raise RuntimeError(f"slots do not add up: free {self._free}, held {held}")
+
+
+def _as_int64(seed: int) -> int:
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -1,0 +1,1 @@
+"""What a request's parameters change about its logits."""

@@ -1,0 +1,115 @@
+"""Token sequences that the output may not have: the last token is banned where it would end one."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .._dispatch import uses_triton
+from .edit_rows import EditRows, check_rows
+
+_LANES = 64
+
+
+class BadWords(NamedTuple):
+    """By slot: the words' tokens one after another, and where each word ends."""
+
+    token_ids: torch.Tensor  # [S, T] int32
+    end: torch.Tensor  # [S, W] int32, exclusive
+    num_words: torch.Tensor  # [S] int32
+    output_start: torch.Tensor  # [S] int64, position of the first output token
+
+
+def apply_bad_words(
+    logits: torch.Tensor, rows: EditRows, bad_words: BadWords, token_ids: torch.Tensor
+) -> None:
+    """Ban, in place, each word's last token where the rest of the word ends the row's output.
+
+    Parameters
+    ----------
+    logits
+        Shape: [N, V'], float32, float16 or bfloat16, rows may be strided.
+    rows
+        Shape: [M] each.
+    bad_words
+        Shape: [S, ...] each.
+    token_ids
+        Sequences by slot. Shape: [S, width] int32.
+    """
+    check_rows(logits, rows)
+    if not uses_triton(logits):
+        apply_bad_words_reference(logits, rows, bad_words, token_ids)
+    elif len(rows.row):
+        _bad_words_kernel[(len(rows.row),)](
+            logits,
+            logits.stride(0),
+            logits.shape[1],
+            *rows,
+            *bad_words,
+            bad_words.token_ids.stride(0),
+            bad_words.end.stride(0),
+            token_ids,
+            token_ids.stride(0),
+            LANES=_LANES,
+        )
+
+
+def apply_bad_words_reference(
+    logits: torch.Tensor, rows: EditRows, bad_words: BadWords, token_ids: torch.Tensor
+) -> None:
+    for row, slot, position in zip(*(field.tolist() for field in rows), strict=True):
+        output = token_ids[slot, int(bad_words.output_start[slot]) : position].tolist()
+        ends = [0, *bad_words.end[slot, : int(bad_words.num_words[slot])].tolist()]
+        flat = bad_words.token_ids[slot, : ends[-1]].tolist()
+        words = (flat[start:end] for start, end in pairwise(ends))
+        banned = [
+            last
+            for *before, last in words
+            if last < logits.shape[1] and output[max(0, len(output) - len(before)) :] == before
+        ]
+        logits[row, banned] = -torch.inf
+
+
+@triton.jit
+def _bad_words_kernel(
+    logits_ptr,  # [N, V']
+    logits_stride,
+    width,
+    row_ptr,  # [M], as the next two
+    slot_ptr,
+    position_ptr,
+    words_ptr,  # [S, T]
+    end_ptr,  # [S, W]
+    num_words_ptr,  # [S]
+    output_start_ptr,  # [S]
+    words_stride,
+    end_stride,
+    token_ids_ptr,  # [S, width]
+    token_ids_stride,
+    LANES: tl.constexpr,
+):
+    i = tl.program_id(0)
+    slot = tl.load(slot_ptr + i)
+    position = tl.load(position_ptr + i)
+    num_words = tl.load(num_words_ptr + slot)
+    words_ptr += slot * words_stride
+    for first in range(0, num_words, LANES):
+        word = first + tl.arange(0, LANES)
+        exists = word < num_words
+        end = tl.load(end_ptr + slot * end_stride + word, mask=exists, other=1)
+        start = tl.load(end_ptr + slot * end_stride + word - 1, mask=exists & (word > 0), other=0)
+        num_before = tl.where(exists, end - start - 1, 0)
+        begin = position - num_before
+        completes = exists & (begin >= tl.load(output_start_ptr + slot))
+        for j in range(tl.max(num_before, 0)):
+            compared = completes & (j < num_before)
+            wanted = tl.load(words_ptr + start + j, mask=compared, other=0)
+            found = tl.load(
+                token_ids_ptr + slot * token_ids_stride + begin + j, mask=compared, other=0
+            )
+            completes &= wanted == found
+        last = tl.load(words_ptr + end - 1, mask=completes, other=width)
+        at = logits_ptr + tl.load(row_ptr + i) * logits_stride + last
+        tl.store(at, -float("inf"), mask=completes & (last < width))

@@ -1,0 +1,103 @@
+"""Tokens that a row may not have, as a bitmask: allowed ids, and what a grammar admits."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .._dispatch import uses_triton
+
+_BLOCK = 1024
+
+
+def num_words(vocab_size: int) -> int:
+    """int32 words of a bitmask over the vocabulary."""
+    return -(-vocab_size // 32)
+
+
+def pack_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The bitmask that has just these tokens set. Shape: [n] int64 -> [num_words] int32."""
+    bits = torch.zeros(num_words(vocab_size) * 32, dtype=torch.int64, device=token_ids.device)
+    bits[token_ids] = 1
+    words = (bits.view(-1, 32) << torch.arange(32, device=bits.device)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def apply_bitmask(
+    logits: torch.Tensor,
+    row: torch.Tensor,
+    bitmask: torch.Tensor,
+    bitmask_row: torch.Tensor,
+    vocab_size: int,
+) -> None:
+    """Set logits[row[i]] to -inf, in place, where bitmask[bitmask_row[i]] has no bit.
+
+    Token x is bit x % 32 of word x // 32, as grammar libraries lay it out. Rows that are not named
+    are not touched, nor are ids from vocab_size on.
+
+    Parameters
+    ----------
+    logits
+        Shape: [N, V'], float32, float16 or bfloat16, rows may be strided.
+    row
+        Shape: [M] int64, no row twice.
+    bitmask
+        Shape: [R, num_words(vocab_size)] int32.
+    bitmask_row
+        Shape: [M] int64; rows may share a mask.
+    vocab_size
+        V' may be smaller.
+    """
+    assert bitmask.dtype == torch.int32, "bitmask: int32 words expected"
+    assert bitmask.shape[1] >= num_words(vocab_size), "bitmask: narrower than the vocabulary"
+    vocab_size = min(vocab_size, logits.shape[1])
+    if not uses_triton(logits):
+        apply_bitmask_reference(logits, row, bitmask, bitmask_row, vocab_size)
+    elif len(row):
+        assert logits.stride(1) == 1, "logits: the vocabulary must be the dense dimension"
+        assert bitmask.stride(1) == 1, "bitmask: the words must be the dense dimension"
+        _bitmask_kernel[(len(row), triton.cdiv(vocab_size, _BLOCK))](
+            logits,
+            logits.stride(0),
+            vocab_size,
+            row,
+            bitmask,
+            bitmask.stride(0),
+            bitmask_row,
+            BLOCK=_BLOCK,
+        )
+
+
+def apply_bitmask_reference(
+    logits: torch.Tensor,
+    row: torch.Tensor,
+    bitmask: torch.Tensor,
+    bitmask_row: torch.Tensor,
+    vocab_size: int,
+) -> None:
+    bits = torch.arange(8, device=bitmask.device)
+    unset = (torch.arange(256, device=bitmask.device)[:, None] >> bits) & 1 == 0
+    octets = bitmask[bitmask_row].view(torch.uint8).int()  # little-endian, as every machine here
+    banned = unset.index_select(0, octets.flatten()).view(len(row), -1)
+    for i, mask in zip(row.tolist(), banned, strict=True):
+        logits[i, :vocab_size].masked_fill_(mask[:vocab_size], -torch.inf)
+
+
+@triton.jit
+def _bitmask_kernel(
+    logits_ptr,  # [N, V']
+    logits_stride,
+    vocab_size,
+    row_ptr,  # [M]
+    bitmask_ptr,  # [R, words]
+    bitmask_stride,
+    bitmask_row_ptr,  # [M]
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab_size
+    words_ptr = bitmask_ptr + tl.load(bitmask_row_ptr + i) * bitmask_stride
+    words = tl.load(words_ptr + ids // 32, mask=inside, other=-1)
+    banned = ((words >> (ids % 32)) & 1) == 0
+    at = logits_ptr + tl.load(row_ptr + i) * logits_stride + ids
+    tl.store(at, -float("inf"), mask=inside & banned)

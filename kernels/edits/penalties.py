@@ -1,0 +1,125 @@
+"""Repetition, frequency and presence penalties, counted over each row's own prefix.
+
+    l = l / repetition if l > 0 else l * repetition      where the prefix has the token
+    l = l - frequency * n - presence                     where the output has it n > 0 times
+
+A table by slot counts the first `num_counted` tokens of each sequence; what lies between them and a
+row's position (the drafts before it, and whatever has not been counted yet) is compared one by one.
+A row is therefore right whenever the table was last brought up to date.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .._dispatch import uses_triton
+from .edit_rows import EditRows, check_rows
+
+_BLOCK = 1024
+
+
+class Penalties(NamedTuple):
+    """By slot; a slot without penalties has repetition 1 and the others 0."""
+
+    repetition: torch.Tensor  # [S] float32
+    frequency: torch.Tensor  # [S] float32
+    presence: torch.Tensor  # [S] float32
+    seen: torch.Tensor  # [S, vocab_size] int32: 2 * times in the output + (in the prompt)
+    num_counted: torch.Tensor  # [S] int64, tokens that `seen` has: the prompt's at least
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    rows: EditRows,
+    penalties: Penalties,
+    token_ids: torch.Tensor,
+) -> None:
+    """Penalise what the rows' prefixes have, in place.
+
+    Parameters
+    ----------
+    logits
+        Shape: [N, V'], float32, float16 or bfloat16, rows may be strided.
+    rows
+        Shape: [M] each.
+    penalties
+        Shape: [S, ...] each.
+    token_ids
+        Sequences by slot. Shape: [S, width] int32.
+    """
+    check_rows(logits, rows)
+    if not uses_triton(logits):
+        apply_penalties_reference(logits, rows, penalties, token_ids)
+    elif len(rows.row):
+        vocab_size = min(penalties.seen.shape[1], logits.shape[1])
+        _penalties_kernel[(len(rows.row), triton.cdiv(vocab_size, _BLOCK))](
+            logits,
+            logits.stride(0),
+            vocab_size,
+            *rows,
+            *penalties,
+            penalties.seen.stride(0),
+            token_ids,
+            token_ids.stride(0),
+            BLOCK=_BLOCK,
+        )
+
+
+def apply_penalties_reference(
+    logits: torch.Tensor, rows: EditRows, penalties: Penalties, token_ids: torch.Tensor
+) -> None:
+    seen = penalties.seen[rows.slot]
+    first = penalties.num_counted[rows.slot]
+    lag = rows.position - first
+    offset = torch.arange(max(0, int(lag.max())), device=logits.device)
+    at = (first[:, None] + offset).clamp_max(token_ids.shape[1] - 1)
+    uncounted = token_ids[rows.slot[:, None], at].long()
+    seen.scatter_add_(1, uncounted, 2 * (offset < lag[:, None]).int())
+
+    i, ids = seen[:, : logits.shape[1]].nonzero(as_tuple=True)
+    count, row, slot = seen[i, ids] >> 1, rows.row[i], rows.slot[i]
+    logit = logits[row, ids].float()
+    repetition = penalties.repetition[slot]
+    logit = torch.where(logit > 0, logit / repetition, logit * repetition)
+    logit -= penalties.frequency[slot] * count
+    logit -= penalties.presence[slot] * (count > 0)
+    logits[row, ids] = logit.to(logits.dtype)
+
+
+@triton.jit
+def _penalties_kernel(
+    logits_ptr,  # [N, V']
+    logits_stride,
+    vocab_size,
+    row_ptr,  # [M], as the next two
+    slot_ptr,
+    position_ptr,
+    repetition_ptr,  # [S], as the next two
+    frequency_ptr,
+    presence_ptr,
+    seen_ptr,  # [S, vocab_size]
+    num_counted_ptr,  # [S]
+    seen_stride,
+    token_ids_ptr,  # [S, width]
+    token_ids_stride,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0)
+    slot = tl.load(slot_ptr + i)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab_size
+    seen = tl.load(seen_ptr + slot * seen_stride + ids, mask=inside, other=0)
+    for at in range(tl.load(num_counted_ptr + slot), tl.load(position_ptr + i)):
+        token = tl.load(token_ids_ptr + slot * token_ids_stride + at)
+        seen += tl.where(ids == token, 2, 0)
+    penalised = inside & (seen > 0)
+    count = seen >> 1
+    logit_ptr = logits_ptr + tl.load(row_ptr + i) * logits_stride + ids
+    logit = tl.load(logit_ptr, mask=penalised, other=0.0).to(tl.float32)
+    repetition = tl.load(repetition_ptr + slot)
+    logit = tl.where(logit > 0, logit / repetition, logit * repetition)
+    logit -= tl.load(frequency_ptr + slot) * count.to(tl.float32)
+    logit -= tl.where(count > 0, tl.load(presence_ptr + slot), 0.0)
+    tl.store(logit_ptr, logit, mask=penalised)

@@ -1,0 +1,1 @@
+"""What a decoder computes: attention, products, norms, rotary positions."""

@@ -1,0 +1,356 @@
+"""Attention of a ragged batch over a paged KV cache.
+
+Row t of a sequence with S tokens attends to the positions p with t - window < p <= t:
+
+    out_t = sum_p softmax_p(softcap(scale * q_t . k_p)) v_p,     softcap(x) = c * tanh(x / c)
+
+A head may own a *sink*: one more logit in the softmax's denominator, with no value behind it.
+
+Programs take their work from a list (`attention_items`). Of the splits of a sequence's tokens the
+last to finish merges.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import num_programs
+from ..dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from .attention_items import MAX_SPLITS, WIDTH, AttentionItems
+
+# Of one row: the large product behind them starts early where programs leave it registers.
+_MANY_OUTPUTS = 4096
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    items: AttentionItems,
+    block_table: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of all rows of a ragged batch: prefill chunks, decodes and verifications alike.
+
+    Nothing that varies from batch to batch is a compile-time constant, and the grid follows from
+    shapes alone, so that a captured launch stays right for other lengths.
+
+    Shape:
+        query: [T, num_heads, head_dim], any row and head stride
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim]
+        items: of this batch, with num_heads // num_kv_heads heads to a KV head
+        block_table: [num_slots, pages of the longest sequence possible] int32
+        sinks: [num_heads] or None
+        returns: [T, num_heads, value_dim]
+    """
+    num_rows, num_heads, head_dim = query.shape
+    page_size, num_kv_heads, value_dim = v_cache.shape[1:]
+    assert query.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
+    assert block_table.stride(-1) == 1
+    out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
+    part = part_state = counters = None
+    if items.splits:
+        shape = (num_rows, num_heads, MAX_SPLITS)
+        part = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
+        part_state = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+        size = triton.next_power_of_2(items.num_row_blocks * num_kv_heads)
+        counters = _counters(query.device, size)
+    head_pad = max(16, triton.next_power_of_2(head_dim))
+    value_pad = max(16, triton.next_power_of_2(value_dim))
+    most = len(items.items) * num_kv_heads
+    _paged_attention_kernel[(min(most, num_programs(query.device, 8)),)](
+        out,
+        part,
+        part_state,
+        counters,
+        query,
+        k_cache,
+        v_cache,
+        sinks,
+        items.items,
+        items.num_items,
+        block_table,
+        scale * _LOG2_E.value if softcap is None else scale,
+        softcap or 0.0,
+        window or 0,
+        block_table.stride(0),
+        *query.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        HEAD_PAD=head_pad,
+        VALUE_PAD=value_pad,
+        PAGE_SIZE=page_size,
+        BLOCK_M=items.block_m,
+        MAX_SPLITS=MAX_SPLITS if items.splits else 1,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=window is not None,
+        PHASES=2 if not items.splits and window is None else 1,
+        **_tiling(query, items, k_cache, v_cache, block_table),
+        **dependent_launch(query.device),
+    )
+    return out
+
+
+def _tiling(
+    query: Tensor, items: AttentionItems, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
+) -> dict[str, int]:
+    """Tokens a block, warps, and blocks under way; measured on an H200 with heads of 128."""
+    num_rows, num_heads = query.shape[:2]
+    page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    bytes_per_token = (head_dim + v_cache.shape[3]) * k_cache.element_size()
+    if bytes_per_token > 512:  # what is measured would not fit a multiprocessor
+        return {"BLOCK_N": 32, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 1}
+    if not items.splits:
+        return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+    num_blocks, num_sms = items.num_row_blocks * num_kv_heads, num_programs(k_cache.device, 1)
+    is_short = block_table.shape[1] * page_size <= 8192
+    # The fewer programs have work, the more tokens each asks for at once.
+    if num_blocks <= num_sms // 4:
+        if is_short and num_rows == 1 and num_heads * head_dim >= _MANY_OUTPUTS:
+            return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "EARLY": True}
+        return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1, "EARLY": True}
+    if is_short and num_blocks <= num_sms:
+        return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+    if items.block_m > 32 or num_blocks < 4 * num_sms:
+        return {"BLOCK_N": 64, "num_warps": 8 if items.block_m == 16 else 4, "num_stages": 3}
+    return {"BLOCK_N": 32, "num_warps": 2, "num_stages": 3}
+
+
+@functools.cache
+def _counters(device: torch.device, size: int) -> Tensor:
+    """How many splits are done, by row block and KV head; left at zero by every launch."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _paged_attention_kernel(
+    out_ptr,  # [T, num_heads, VALUE_DIM]
+    part_ptr,  # [T, num_heads, MAX_SPLITS, VALUE_DIM] sums of a split, or None
+    part_state_ptr,  # [T, num_heads, MAX_SPLITS, 2] their maximum and total
+    counters_ptr,  # [row blocks * num_kv_heads]
+    query_ptr,  # [T, num_heads, HEAD_DIM]
+    k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]
+    v_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, VALUE_DIM]
+    sinks_ptr,  # [num_heads] or None
+    items_ptr,  # [most items possible, WIDTH]
+    num_items_ptr,  # [1]
+    block_table_ptr,  # [num_slots, pages]
+    scale,  # in base-2 units, unless a softcap comes between
+    softcap,
+    window,
+    block_table_stride,
+    query_stride_t,
+    query_stride_h,
+    k_stride_page,
+    k_stride_pos,
+    k_stride_h,
+    v_stride_page,
+    v_stride_pos,
+    v_stride_h,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PHASES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):
+    """Each program takes every so many of the items, each with all query heads of one KV head."""
+    start_next_kernel(DEPENDENT)
+    m = tl.arange(0, BLOCK_M)
+    head_dims = tl.arange(0, HEAD_PAD)
+    value_dims = tl.arange(0, VALUE_PAD)
+    num_items = tl.load(num_items_ptr) * NUM_KV_HEADS
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = item % NUM_KV_HEADS
+        item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
+        first_row = tl.load(item_ptr)
+        num_rows = tl.load(item_ptr + 1)
+        first_position = tl.load(item_ptr + 2)
+        slot = tl.load(item_ptr + 3)
+        split = tl.load(item_ptr + 4)
+        split_tokens = tl.load(item_ptr + 5)
+        row_block = tl.load(item_ptr + 6)
+        context_len = tl.load(item_ptr + 7)
+
+        end = first_position + num_rows
+        begin = 0
+        if HAS_WINDOW:
+            begin = tl.maximum(first_position - window + 1, 0)
+        # Splits lie at fixed positions of the sequence; those that these rows do not see are left.
+        first_split = begin // split_tokens
+        last_split = tl.maximum(end - 1, 0) // split_tokens
+        begin = tl.maximum(begin, split * split_tokens)
+        end = tl.minimum(end, (split + 1) * split_tokens)
+        if (split >= first_split) & (split <= last_split):
+            head = kv_head * GROUP + m % GROUP
+            row = (first_row + m // GROUP).to(tl.int64)
+            position = first_position + m // GROUP
+            is_row = m < num_rows * GROUP
+            query_at = (
+                query_ptr + (row * query_stride_t + head.to(tl.int64) * query_stride_h)[:, None]
+            )
+            query_mask = is_row[:, None] & (head_dims < HEAD_DIM)
+            best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            if sinks_ptr is not None:
+                owns_sink = split == first_split
+                sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+                best = tl.where(owns_sink, sink, best)
+                total = tl.where(owns_sink, 1.0, total)
+            acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+            pages_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride
+            keys_ptr = k_ptr + kv_head * k_stride_h + head_dims[:, None]
+            values_ptr = v_ptr + kv_head * v_stride_h + value_dims[None, :]
+            start = begin // BLOCK_N * BLOCK_N
+            n = start + tl.arange(0, BLOCK_N)
+            page = tl.load(pages_ptr + n // PAGE_SIZE, mask=n < end, other=0)
+            if not EARLY:
+                wait_for_inputs(DEPENDENT)
+                query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
+
+            # Blocks that every row sees whole come first, where there are many of them.
+            seen_by_all = start
+            if PHASES == 2:
+                seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+            for phase in tl.static_range(PHASES):
+                first, last = start, seen_by_all
+                if phase == PHASES - 1:
+                    first, last = seen_by_all, end
+                for start in range(first, last, BLOCK_N):
+                    n = start + tl.arange(0, BLOCK_N)
+                    k_row = page.to(tl.int64) * k_stride_page + n % PAGE_SIZE * k_stride_pos
+                    v_row = page.to(tl.int64) * v_stride_page + n % PAGE_SIZE * v_stride_pos
+                    k_at, v_at = keys_ptr + k_row[None, :], values_ptr + v_row[:, None]
+                    # The next block's pages, so that its keys need not wait for them.
+                    next_n = n + BLOCK_N
+                    page = tl.load(pages_ptr + next_n // PAGE_SIZE, mask=next_n < end, other=0)
+                    # Positions behind the sequence load as 0: a zero weight times NaN would be NaN.
+                    k_mask = (head_dims < HEAD_DIM)[:, None]
+                    v_mask = (value_dims < VALUE_DIM)[None, :]
+                    if phase == PHASES - 1:
+                        k_mask &= (n < end)[None, :]
+                        v_mask &= (n < end)[:, None]
+                    if EARLY:
+                        # What earlier passes stored comes while the kernel before still runs.
+                        old = n < context_len
+                        key = tl.load(k_at, mask=k_mask & old[None, :], other=0.0)
+                        value = tl.load(v_at, mask=v_mask & old[:, None], other=0.0)
+                        wait_for_inputs(DEPENDENT)
+                        query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
+                        key = tl.load(k_at, mask=k_mask & ~old[None, :], other=key)
+                        value = tl.load(v_at, mask=v_mask & ~old[:, None], other=value)
+                    else:
+                        key = tl.load(k_at, mask=k_mask, other=0.0)
+                        value = tl.load(v_at, mask=v_mask, other=0.0)
+                    best, total, acc = _attend(
+                        query, key, value, n, position, best, total, acc, scale, softcap, window,
+                        phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW,
+                    )  # fmt: skip
+
+            if EARLY:
+                wait_for_inputs(DEPENDENT)  # of sequences without tokens
+            mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
+            out_row = row * NUM_KV_HEADS * GROUP + head
+            num_parts = last_split - first_split + 1
+            num_before = num_parts - 1  # splits of these rows that were done before this one
+            if MAX_SPLITS > 1:  # noqa: SIM102 the first is a constant
+                if num_parts > 1:
+                    part = out_row * MAX_SPLITS + split
+                    tl.store(part_ptr + part[:, None] * VALUE_DIM + value_dims, acc, mask=mask)
+                    tl.store(part_state_ptr + part * 2, best, mask=is_row)
+                    tl.store(part_state_ptr + part * 2 + 1, total, mask=is_row)
+                    tl.debug_barrier()  # all of the program's stores come before its count
+                    counter = counters_ptr + row_block * NUM_KV_HEADS + kv_head
+                    num_before = tl.atomic_add(counter, 1, sem="acq_rel")
+                    if num_before == num_parts - 1:
+                        tl.store(counter, 0)
+                        total, acc = _merge(
+                            part_ptr, part_state_ptr, out_row * MAX_SPLITS, first_split,
+                            last_split, value_dims, is_row, mask, VALUE_DIM,
+                        )  # fmt: skip
+            tl.store(
+                out_ptr + out_row[:, None] * VALUE_DIM + value_dims,
+                (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
+                mask=mask & (num_before == num_parts - 1),
+            )
+    wait_for_inputs(DEPENDENT)  # of programs without an item
+
+
+@triton.jit
+def _attend(
+    query, key, value, n, position, best, total, acc, scale, softcap, window,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Maximum, total and sum of some rows, with the tokens n added to them."""
+    logits = tl.dot(query, key, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        # tanh by exp2 of a negative number only, which cannot overflow.
+        e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
+        capped = softcap * (1.0 - e) / (1.0 + e)
+        logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
+    if MASKED:
+        visible = n[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            visible &= n[None, :] > position[:, None] - window
+        logits = tl.where(visible, logits, float("-inf"))
+    new_best = tl.maximum(best, tl.max(logits, 1))
+    shift = new_best
+    if MASKED:
+        # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
+        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+    weights = tl.exp2(logits - shift[:, None])
+    decay = tl.exp2(best - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return new_best, total, acc
+
+
+@triton.jit
+def _merge(
+    part_ptr, part_state_ptr, parts, first_split, last_split, value_dims, is_row, mask,
+    VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Total and sum of all splits of some rows, the first of which are `parts`."""
+    best = tl.full(parts.shape, float("-inf"), tl.float32)
+    total = tl.zeros(parts.shape, tl.float32)
+    acc = tl.zeros(mask.shape, tl.float32)
+    for split in range(first_split, last_split + 1):
+        # Other multiprocessors wrote these: not from this one's cache.
+        part = parts + split
+        state_ptr = part_state_ptr + part * 2
+        part_best = tl.load(state_ptr, mask=is_row, other=0.0, cache_modifier=".cg")
+        part_total = tl.load(state_ptr + 1, mask=is_row, other=0.0, cache_modifier=".cg")
+        at = part_ptr + part[:, None] * VALUE_DIM + value_dims
+        part_acc = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, part_best)
+        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+        decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
+        total = total * decay + part_total * part_decay
+        acc = acc * decay[:, None] + part_acc * part_decay[:, None]
+        best = new_best
+    return total, acc

@@ -1,0 +1,220 @@
+"""Queries and keys made ready, and KV stored: RMSNorm of each head, RoPE, the write to the pages.
+
+rope(x) = x * cos + rotate_half(x) * sin,     rotate_half([a, b]) = [-b, a]
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import uses_triton
+from ..dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from .rms_norm import Norm, rms_norm_reference
+
+_HEADS_PER_PROGRAM = 8
+
+
+def rotary_table(
+    positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, times the scaling, for both halves of a head.
+
+    Shape: positions [T], inv_freq [head_dim / 2] float32 -> [T, head_dim] each.
+    """
+    if not uses_triton(positions):
+        return rotary_table_reference(positions, inv_freq, scaling, dtype)
+    num_rows, half = len(positions), len(inv_freq)
+    cos = torch.empty(num_rows, 2 * half, dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    _rotary_table_kernel[(num_rows,)](
+        cos, sin, positions, inv_freq, scaling, half, BLOCK=triton.next_power_of_2(half),
+        num_warps=1,
+    )  # fmt: skip
+    return cos, sin
+
+
+def rotary_table_reference(
+    positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    angle = (positions[:, None] * inv_freq).repeat(1, 2)
+    return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
+
+
+def rope_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    """Return rotated queries; store rotated keys, and values, in the pages.
+
+    Parameters
+    ----------
+    qkv
+        Query heads, then key heads, then value heads of each row; may be overwritten.
+        Shape: [T, (num_heads + 2 * num_kv_heads) * head_dim], dense.
+    cos, sin
+        Shape: [T, head_dim].
+    k_cache, v_cache
+        Shape: [num_pages, page_size, num_kv_heads, head_dim], dense. On a CPU of any dtype.
+    slot_mapping
+        page * page_size + offset of each row. Shape: [T].
+    q_norm, k_norm
+        RMSNorm of each head, both or neither. Weights: [head_dim].
+
+    Returns: [T, num_heads, head_dim], any row stride.
+    """
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    assert qkv.is_contiguous()
+    assert k_cache.is_contiguous()
+    assert v_cache.shape == k_cache.shape
+    assert cos.shape[-1] == head_dim
+    if not uses_triton(qkv):
+        return rope_and_store_reference(
+            qkv, cos, sin, k_cache, v_cache, slot_mapping, num_heads, q_norm, k_norm
+        )
+    num_rows = len(qkv)
+    all_heads = num_heads + 2 * num_kv_heads
+    _rope_and_store_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        q_norm.weight if q_norm else None,
+        k_norm.weight if k_norm else None,
+        q_norm.eps if q_norm else 0.0,
+        cos.stride(0),
+        sin.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+        **dependent_launch(qkv.device),
+    )
+    return qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
+
+
+def rope_and_store_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    if q_norm is not None and k_norm is not None:
+        heads[:, :num_heads] = rms_norm_reference(heads[:, :num_heads], q_norm)
+        keys = heads[:, num_heads : num_heads + num_kv_heads]
+        keys.copy_(rms_norm_reference(keys, k_norm))
+    rotary, value = heads.tensor_split([num_heads + num_kv_heads], dim=1)
+    first, second = rotary.chunk(2, dim=-1)
+    out = rotary * cos[:, None]
+    out_first, out_second = out.chunk(2, dim=-1)
+    sin_first, sin_second = sin[:, None].chunk(2, dim=-1)
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
+    query, key = out.tensor_split([num_heads], dim=1)
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(k_cache.dtype))
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(v_cache.dtype))
+    return query
+
+
+@triton.jit
+def _rotary_table_kernel(
+    cos_ptr, sin_ptr, positions_ptr, inv_freq_ptr, scaling, half, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    mask = d < half
+    angle = tl.load(positions_ptr + row).to(tl.float32) * tl.load(inv_freq_ptr + d, mask=mask)
+    cos = (tl.cos(angle) * scaling).to(cos_ptr.dtype.element_ty)
+    sin = (tl.sin(angle) * scaling).to(sin_ptr.dtype.element_ty)
+    at = row * 2 * half + d
+    tl.store(cos_ptr + at, cos, mask=mask)
+    tl.store(cos_ptr + at + half, cos, mask=mask)
+    tl.store(sin_ptr + at, sin, mask=mask)
+    tl.store(sin_ptr + at + half, sin, mask=mask)
+
+
+@triton.jit
+def _rope_and_store_kernel(
+    qkv_ptr,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
+    cos_ptr,  # [T, 2 * HALF]
+    sin_ptr,  # [T, 2 * HALF]
+    k_ptr,  # [num_pages * page_size, NUM_KV_HEADS, 2 * HALF]
+    v_ptr,  # as k
+    slot_mapping_ptr,  # [T]
+    q_norm_ptr,  # [2 * HALF] or None
+    k_norm_ptr,  # [2 * HALF] or None
+    eps,
+    cos_stride,
+    sin_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One program: HEADS heads of one row, of whatever kind."""
+    start_next_kernel(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, HALF_PAD)[None, :]
+    in_head = d < HALF
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    given = (is_query | is_key | is_value) & in_head
+
+    if q_norm_ptr is not None:
+        q_a = tl.load(q_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        q_b = tl.load(q_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+        k_a = tl.load(k_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+        k_b = tl.load(k_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos_ptr + row * cos_stride + d, mask=in_head, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + row * cos_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + row * sin_stride + d, mask=in_head, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + row * sin_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+    wait_for_inputs(DEPENDENT)
+
+    at = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF + head * 2 * HALF + d
+    raw_a = tl.load(at, mask=given, other=0.0)
+    raw_b = tl.load(at + HALF, mask=given, other=0.0)
+    a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)
+    if q_norm_ptr is not None:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        a *= scale * tl.where(is_query, q_a, k_a)
+        b *= scale * tl.where(is_query, q_b, k_b)
+    rotated_a = (a * cos_a - b * sin_a).to(raw_a.dtype)
+    rotated_b = (b * cos_b + a * sin_b).to(raw_a.dtype)
+    tl.store(at, rotated_a, mask=is_query & in_head)
+    tl.store(at + HALF, rotated_b, mask=is_query & in_head)
+
+    key_head = slot * NUM_KV_HEADS + head - NUM_HEADS
+    key_at = k_ptr + key_head * 2 * HALF + d
+    tl.store(key_at, rotated_a, mask=is_key & in_head)
+    tl.store(key_at + HALF, rotated_b, mask=is_key & in_head)
+    value_at = v_ptr + (key_head - NUM_KV_HEADS) * 2 * HALF + d
+    tl.store(value_at, raw_a, mask=is_value & in_head)
+    tl.store(value_at + HALF, raw_b, mask=is_value & in_head)

@@ -1,0 +1,106 @@
+"""A product added to a residual, and the RMSNorm behind it:
+
+    y += x W^T,     z = rmsnorm(y)
+
+A product of many inputs and few outputs keeps few multiprocessors busy, or has them read x again
+and again in small tiles. The library splits such sums over K where it judges well, and adds the
+parts by a launch of its own. Here the sums are always split; what adds the parts has each row
+whole, and normalises it too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from .product import is_ahead, num_splits_of, product_parts
+from .rms_norm import Norm
+
+_MIN_LARGE_WEIGHTS = 1 << 24
+
+
+def can_split(x: Tensor, weight: Tensor) -> bool:
+    return is_ahead(x, weight) or weight.shape[1] % (8 * _num_library_splits(weight)) == 0
+
+
+def add_split_product(
+    residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None
+) -> Tensor | None:
+    """Add x W^T to the residual, in place; returns the sum normalised, if that is asked for.
+
+    Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K] that `can_split`
+    """
+    if is_ahead(x, weight):
+        return add_parts(residual, product_parts(x, weight, num_splits_of(weight)), norm)
+    num_splits = _num_library_splits(weight)
+    a = x.unflatten(1, (num_splits, -1)).transpose(0, 1)
+    b = weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
+    if x.is_cuda and x.element_size() == 2:
+        parts = torch.bmm(a, b, out_dtype=torch.float32)
+    else:
+        parts = torch.bmm(a.float(), b.float())
+    return add_parts(residual, parts, norm)
+
+
+def _num_library_splits(weight: Tensor) -> int:
+    return 2 if weight.numel() >= _MIN_LARGE_WEIGHTS else 4  # measured on an H200
+
+
+def add_parts(residual: Tensor, parts: Tensor, norm: Norm | None) -> Tensor | None:
+    """Shape: residual [T, N] dense, parts [splits, T, N] float32 -> [T, N] or None."""
+    num_splits, num_rows, width = parts.shape
+    assert residual.is_contiguous()
+    out = torch.empty_like(residual) if norm is not None else None
+    block = triton.next_power_of_2(width)
+    _add_parts_kernel[(num_rows,)](
+        residual,
+        out,
+        parts,
+        norm.weight if norm is not None else None,
+        norm.eps if norm is not None else 0.0,
+        num_rows,
+        width,
+        SPLITS=num_splits,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+        **dependent_launch(residual.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_parts_kernel(
+    residual_ptr,  # [num_rows, width]
+    out_ptr,  # as residual, or None
+    parts_ptr,  # [SPLITS, num_rows, width] float32
+    norm_ptr,  # [width] or None
+    eps,
+    num_rows,
+    width,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One program: one row."""
+    start_next_kernel(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    mask = n < width
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
+    at = row * width + n
+    wait_for_inputs(DEPENDENT)
+    y = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(SPLITS):
+        y += tl.load(parts_ptr + split * (num_rows.to(tl.int64) * width) + at, mask=mask, other=0.0)
+    rounded = y.to(residual_ptr.dtype.element_ty)
+    tl.store(residual_ptr + at, rounded, mask=mask)
+    if norm_ptr is not None:
+        y = rounded.to(tl.float32)  # what is kept is what is normalised
+        z = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm
+        tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,1 @@
+"""Drawing drafts, and deciding which of them stand."""

@@ -1,0 +1,213 @@
+"""The accept tests of every request, and which rows must be read again.
+
+`token` (arXiv 2211.17192, 2302.01318) accepts X_i while u_i <= p(X_i) / q(X_i). `block`
+(arXiv 2403.10444) follows P_i = min(1, P_{i-1} p(X_i) / q(X_i)) and accepts up to the last i with
+u_i <= h_i = Z_i / (Z_i + 1 - P_i), where Z_i = sum max(P_i p - q, 0) is only known once row i is
+read. As h_i <= P_i, and h_i = 1 where P_i = 1, only the last i with P_i = 1 and the later ones
+with u_i <= P_i are read, and none at all when u_k <= P_k = h_k.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .drafts import COLUMNS, Step, draft_row, row_index_reference
+from .philox import (
+    Purpose,
+    log,
+    philox,
+    philox_reference,
+    uniform,
+    uniform_reference,
+)
+from .sampling import (
+    STATE_LOG_Z,
+    RowStates,
+    Rule,
+    load_state,
+    log_prob,
+    log_prob_reference,
+)
+
+# In a row's own token's place:
+BAD = tl.constexpr(-1)  # the row holds NaN, inf or no finite logit
+OPEN = tl.constexpr(-2)  # it is not drawn yet
+
+
+class Plan(NamedTuple):
+    num_accepted: torch.Tensor  # [B] int32; of `block`, what needs no Z; of `match`, 0
+    rows_to_read: torch.Tensor  # [B] int64, bit j: row j must be read
+    log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
+
+
+def accept_words_reference(step: Step) -> torch.Tensor:
+    """One 32-bit word a draft, held in int64. Shape: [B, K]."""
+    num_drafts = step.drafts.token_ids.shape[1]
+    if step.words is not None:
+        return step.words[:, :num_drafts, 0]
+    seed, anchor = step.sampling.seed[:, None], step.anchor[:, None]
+    offset = torch.arange(num_drafts, device=anchor.device)
+    purpose = torch.full_like(offset, Purpose.ACCEPT)
+    zero = torch.zeros_like(offset)
+    return philox_reference(seed, anchor, offset, purpose, zero)[0]
+
+
+def log_ratio_reference(step: Step, rows: RowStates, row_index: torch.Tensor) -> torch.Tensor:
+    """log p(X_i) - log q(X_i), -inf where p is 0, q is 0 or X_i is no token. Shape: [B, K]."""
+    drafts = step.drafts
+    ids = drafts.token_ids
+    offset = torch.arange(ids.shape[1], device=ids.device)
+    valid = (offset < drafts.num_drafts[:, None]) & (ids >= 0) & (ids < step.vocab_size)
+    safe_ids = torch.where(valid, ids, 0)
+    at = row_index[:, :-1]
+    inv_t = step.sampling.inverse_temperature()[:, None].expand(at.shape)
+    log_p = log_prob_reference(step.logits[at, safe_ids].float(), safe_ids, rows.state[at], inv_t)
+    if drafts.logits is None or drafts.state is None:
+        log_q = torch.zeros_like(log_p)
+    else:
+        width = drafts.logits.shape[-1]
+        raw = drafts.logits.gather(2, safe_ids.clamp_max(width - 1)[..., None])[..., 0].float()
+        raw = torch.where(safe_ids < width, raw, -torch.inf)
+        log_q = log_prob_reference(raw, safe_ids, drafts.state, inv_t)
+        log_q = torch.where(drafts.state[..., STATE_LOG_Z].isnan(), 0.0, log_q)
+    # A draft of q = 0 breaks the proposer's contract: rejected. NaN compares false: rejected.
+    possible = valid & (log_p > -torch.inf) & (log_q > -torch.inf)
+    return torch.where(possible, log_p - log_q, -torch.inf)
+
+
+def decide_reference(step: Step, rows: RowStates) -> Plan:
+    """Accept tests of every request."""
+    drafts, sampling = step.drafts, step.sampling
+    batch, k_max = drafts.token_ids.shape
+    k = drafts.num_drafts.long()
+    row_index = row_index_reference(step)
+    greedy = sampling.temperature <= 0
+    log_scale = torch.zeros(batch, k_max + 1, device=step.logits.device)
+    accepted = torch.zeros_like(k)
+    later = torch.zeros_like(k)  # bits of the rows whose Z decides
+    if k_max:
+        offset = torch.arange(k_max, device=step.logits.device)
+        in_range = offset < k[:, None]
+        ratio = log_ratio_reference(step, rows, row_index)
+        log_u = uniform_reference(accept_words_reference(step)).log()
+        own = rows.argmax[row_index[:, :-1]]
+        same = (own == drafts.token_ids) & (own >= 0)
+        ok = torch.where(greedy[:, None], same, log_u <= ratio) & in_range
+        accepted = ok.long().cumprod(-1).sum(-1)
+        block = (sampling.rule == Rule.BLOCK) & ~greedy
+        if bool(block.any()):
+            scale = log_scale[:, 0]
+            for i in range(k_max):
+                scale = (scale + ratio[:, i]).clamp_max(0.0)
+                log_scale[:, i + 1] = torch.where(block, scale, 0.0)
+            index = torch.arange(k_max + 1, device=step.logits.device)
+            certain = (log_scale == 0) & (index <= k[:, None])
+            first = torch.where(certain, index, 0).amax(-1)  # h = 1: accepted without a Z
+            passed = torch.zeros_like(certain)
+            passed[:, 1:] = (log_u <= log_scale[:, 1:]) & in_range
+            whole = (k == 0) | passed.gather(1, k[:, None]).squeeze(1)
+            needed = (index == first[:, None]) | (passed & (index > first[:, None]))
+            bits = ((needed & (index < k[:, None])).long() << index).sum(-1)
+            accepted = torch.where(block, torch.where(whole, k, first), accepted)
+            later = torch.where(block & ~whole, bits, 0)
+    match = (sampling.rule == Rule.MATCH) & ~greedy
+    accepted = torch.where(match, 0, accepted)
+    # The last row: a residual, or a filtered row whose blocks' sums K1 could not know.
+    read_last = ~greedy & ((accepted < k) | sampling.is_filtered(step.vocab_size))
+    rows_to_read = later | (read_last.long() << accepted)
+    rows_to_read = torch.where(match, 0, rows_to_read)
+    return Plan(accepted.int(), rows_to_read, log_scale)
+
+
+@triton.jit
+def load_draft(
+    token, request, j, k, row_ptr, vocab_size, num_columns, draft, seed, anchor, words_ptr
+):
+    """What the accept test of a request's j-th draft needs beside the row's state."""
+    is_column = j < num_columns - 1  # known before k is
+    exists = (j < k) & (token >= 0) & (token < vocab_size)
+    raw = tl.load(row_ptr + token, mask=exists, other=0.0).to(tl.float32)
+    zero = tl.zeros((), tl.float32)
+    raw_q = zero - float("inf")
+    q_state = zero, zero + float("nan"), zero, zero
+    if draft.raw is not None:
+        row = draft_row(request, draft)
+        at_q = row * draft.stride_b + j.to(tl.int64) * draft.stride_k + token
+        in_q = exists & (token < draft.width)
+        raw_q = tl.load(draft.raw + at_q, mask=in_q, other=-float("inf")).to(tl.float32)
+        q_state = load_state(draft.state + (row * (num_columns - 1) + j) * 4, is_column)
+    if words_ptr is None:
+        one = tl.full((), 1, tl.int32)
+        word, _, _, _ = philox(seed, anchor.to(tl.int32), j, one, one - one)
+    else:
+        at_word = words_ptr + (request * (num_columns + 1) + j) * 4
+        word = tl.load(at_word, mask=is_column, other=0).to(tl.uint32)
+    return token, exists, raw, raw_q, q_state, uniform(word)
+
+
+@triton.jit
+def log_ratio(drafted, state, inv_t):
+    """log p(X) - log q(X), -inf where p is 0, q is 0 or X is no token."""
+    token, exists, raw, raw_q, q_state, _u = drafted
+    log_p = log_prob(raw, token, state[0], state[1], state[2], state[3], inv_t)
+    log_q = log_prob(raw_q, token, q_state[0], q_state[1], q_state[2], q_state[3], inv_t)
+    log_q = tl.where(raw_q > -float("inf"), log_q, -float("inf"))
+    log_q = tl.where(q_state[1] != q_state[1], 0.0, log_q)
+    possible = exists & (log_p > -float("inf")) & (log_q > -float("inf"))
+    return tl.where(possible, log_p - log_q, -float("inf"))
+
+
+@triton.jit
+def accept_test(drafted, state, inv_t):
+    """What `log_scales` is given of a draft; whether `token` accepts it."""
+    ratio, u = log_ratio(drafted, state, inv_t), drafted[5]
+    return ratio, u, log(u) <= ratio
+
+
+@triton.jit
+def _then(first_sum, first_cap, second_sum, second_cap):
+    """s -> min(s + sum, cap), the one after the other."""
+    return first_sum + second_sum, tl.minimum(first_cap + second_sum, second_cap)
+
+
+@triton.jit
+def _log_scales(request, k, num_columns, tests_ptr):
+    """log P_j of each column j, and the uniform of the draft before it."""
+    column = tl.arange(0, COLUMNS)
+    at = tests_ptr + (request * num_columns + column - 1) * 2
+    is_draft = (column > 0) & (column <= k)
+    ratio = tl.load(at, mask=is_draft, other=0.0)
+    u = tl.load(at + 1, mask=is_draft, other=1.0)
+    total, cap = tl.associative_scan((ratio, tl.zeros((COLUMNS,), tl.float32)), 0, _then)
+    return tl.minimum(total, cap), u
+
+
+@triton.jit
+def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows):
+    """What follows from a request's settled rows, by column.
+
+    The drafts that stand for all that is known; the rows' own tokens; which rows must be read to
+    know more; log P_j (0 but for `block`), and the uniform of the draft before. Of a `block`
+    request the last i with P_i = 1 stands, and that row and those after it with u_i <= P_i must be
+    read. Of others those drafts stand that are their rows' own tokens.
+    """
+    column = tl.arange(0, COLUMNS)
+    at = request * num_columns + column
+    own = tl.load(rows.own + at, mask=column < num_columns, other=BAD)
+    token = tl.load(draft_ids_ptr + column, mask=column < num_columns - 1, other=-1)
+    own = tl.where(column <= k, own, BAD)
+    stands = (own == token) & (token >= 0) & (column < k)
+    accepted = tl.min(tl.where(stands, k, column), 0)
+    wanted = column == accepted
+    log_scale = tl.zeros((COLUMNS,), tl.float32)
+    u = log_scale
+    if is_block:
+        log_scale, u = _log_scales(request, k, num_columns, rows.tests)
+        passed = (log(u) <= log_scale) & (column > 0) & (column <= k)
+        certain = tl.max(tl.where((log_scale == 0.0) & (column <= k), column, 0), 0)
+        whole = (k == 0) | (tl.max(tl.where(passed, column, 0), 0) == k)
+        accepted = tl.where(whole, k, certain)
+        wanted = (column == accepted) | (passed & (column > accepted))
+    return accepted, own, wanted & (own == OPEN), log_scale, u

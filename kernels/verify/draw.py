@@ -1,0 +1,258 @@
+"""How many drafts of a sampled request stand, and the token after them.
+
+The last token is drawn in two stages by inverse CDF, first a block and then a token inside it,
+each with 40 random bits over int64 weights; one block is read. `match` draws as match.py says.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .candidates import load_candidates
+from .decide import Plan
+from .drafts import Step, Verified, emit_reference, row_index_reference
+from .match import match_reference
+from .philox import (
+    FIXED_ONE,
+    exp,
+    fixed,
+    philox,
+    philox_reference,
+    pick,
+    pick_reference,
+)
+from .residual import (
+    block_weights,
+    load_block,
+    load_draft_logits,
+    probs,
+    read_blocks,
+    token_weights,
+    weights_reference,
+    without_draft,
+)
+from .sampling import (
+    BLOCK,
+    STATE_LOG_Z,
+    STATE_MAX,
+    RowStates,
+    Rule,
+    block_width,
+    log_prob_reference,
+)
+from .scan import BlockStats, blocks_reference
+from .settle import accept_blocks_reference
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+def draw_reference(
+    step: Step, stats: BlockStats, rows: RowStates, plan: Plan, mass: torch.Tensor
+) -> Verified:
+    """Tokens of every request."""
+    logits, drafts, sampling = step.logits, step.drafts, step.sampling
+    k_max = drafts.token_ids.shape[1]
+    offset = torch.arange(k_max + 1, device=logits.device)
+    k = drafts.num_drafts.long()
+    row_index = row_index_reference(step)
+    greedy = sampling.temperature <= 0
+    match = (sampling.rule == Rule.MATCH) & ~greedy
+    accepted = accept_blocks_reference(step, plan, mass)
+    last = torch.zeros_like(k)
+    pairs = match.nonzero().squeeze(-1)
+    if len(pairs):
+        at = row_index[pairs].flatten()  # those past a request's last row are not looked at
+        own = sampling.take(pairs.repeat_interleave(k_max + 1))
+        tokens = match_reference(
+            logits[at], rows.state[at], own.inverse_temperature(), own.seed,
+            (step.position[pairs, None] + offset).flatten(), step.vocab_size,
+        ).view(-1, k_max + 1)  # fmt: skip
+        tokens = torch.where(rows.state[row_index[pairs], STATE_LOG_Z].isnan(), -1, tokens)
+        same = (tokens[:, :-1] == drafts.token_ids[pairs]) & (tokens[:, :-1] >= 0)
+        same &= offset[:-1] < k[pairs, None]
+        accepted[pairs] = same.long().cumprod(-1).sum(-1)
+        last[pairs] = tokens.gather(1, accepted[pairs, None]).squeeze(1)
+    row = row_index.gather(1, accepted[:, None]).squeeze(1)
+    last = torch.where(greedy, rows.argmax[row].long(), last)
+    sampled = (~greedy & ~match).nonzero().squeeze(-1)
+    if len(sampled):
+        last[sampled] = _draw_last_reference(
+            step, stats, rows, plan, mass, sampled, accepted[sampled], row[sampled]
+        )  # fmt: skip
+    return emit_reference(drafts, accepted, last, rows.state[row_index, STATE_LOG_Z].isnan())
+
+
+def _block_mass_reference(
+    stats: BlockStats, rows: RowStates, row: torch.Tensor, inv_t: torch.Tensor
+) -> torch.Tensor:
+    """Block masses of unfiltered rows, from their stats. Shape: [R] -> [R, num_blocks] int64."""
+    state = rows.state[row]
+    relative = (stats.max[row] - state[:, STATE_MAX, None]) * inv_t[:, None]
+    block_p = stats.total[row] * torch.exp(relative - state[:, STATE_LOG_Z, None])
+    return (block_p * FIXED_ONE).long()
+
+
+def _draw_last_reference(
+    step: Step,
+    stats: BlockStats,
+    rows: RowStates,
+    plan: Plan,
+    mass: torch.Tensor,
+    b: torch.Tensor,
+    accepted: torch.Tensor,
+    row: torch.Tensor,
+) -> torch.Tensor:
+    """Last token of the requests `b`, whose `accepted` drafts stand. Shape: [R]."""
+    logits, drafts, vocab_size = step.logits, step.drafts, step.vocab_size
+    k_max = drafts.token_ids.shape[1]
+    own = step.sampling.take(b)
+    inv_t = own.inverse_temperature()
+    state = rows.state[row]
+    plain = accepted == drafts.num_drafts[b]
+    own_mass = mass[b, accepted]
+    # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+    lost = ~plain & (own_mass.sum(-1) == 0)
+    if bool(lost.any()):
+        x = blocks_reference(logits[row], vocab_size)
+        ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
+        p = log_prob_reference(x, ids, state, inv_t).exp()
+        own_mass = torch.where(lost[:, None], (p * FIXED_ONE).long().sum(-1), own_mass)
+    from_stats = plain & ~own.is_filtered(vocab_size)
+    plain_mass = _block_mass_reference(stats, rows, row, inv_t)
+    own_mass = torch.where(from_stats[:, None], plain_mass, own_mass)
+    if step.words is None:
+        start, zero = step.anchor[b], torch.zeros_like(b)
+        offset = step.position[b] - start + accepted
+        w = philox_reference(own.seed, start, offset, torch.full_like(b, step.purpose), zero)
+    else:
+        w0, w1, w2, w3 = step.words[b, k_max + 1].unbind(-1)
+        w = (w0, w1, w2, w3)
+    block = _choose(own_mass, pick_reference(w[0], w[1], own_mass.sum(-1)))
+
+    ids = block[:, None] * BLOCK + torch.arange(block_width(vocab_size), device=logits.device)
+    inside = ids < vocab_size
+    x = logits[row[:, None], ids.clamp_max(vocab_size - 1)].float()
+    x = torch.where(inside, x, -torch.inf)
+    draft = draft_state = None
+    slot = accepted.clamp_max(max(k_max - 1, 0))
+    draft_id = drafts.token_ids[b, slot] if k_max else torch.full_like(b, -1)
+    if drafts.logits is not None and drafts.state is not None and k_max:
+        width = min(drafts.logits.shape[-1], vocab_size)
+        draft = drafts.logits[b[:, None], slot[:, None], ids.clamp_max(width - 1)].float()
+        draft = torch.where(ids < width, draft, -torch.inf)
+        draft_state = drafts.state[b, slot]
+    weight = weights_reference(
+        x, ids, state, draft, draft_state, draft_id, ~plain & ~lost,
+        plan.log_scale[b, accepted], inv_t,
+    )  # fmt: skip
+    # Plain rows are normalised by their block, so that few bits are lost in a light one.
+    block_max = stats.max[row].gather(1, block[:, None])
+    block_total = stats.total[row].gather(1, block[:, None])
+    block_w = torch.exp((x - block_max) * inv_t[:, None]) / block_total
+    weight = torch.where(from_stats[:, None], (block_w * FIXED_ONE).long(), weight)
+    inner = _choose(weight, pick_reference(w[2], w[3], weight.sum(-1)))
+    return ids.gather(1, inner[:, None]).squeeze(1).clamp_max(vocab_size - 1)
+
+
+def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """First index whose inclusive prefix sum exceeds the target. Shape: [R, n], [R] -> [R]."""
+    index = (weight.cumsum(-1) <= target[:, None]).sum(-1)
+    return index.clamp_max(weight.shape[1] - 1)
+
+
+@triton.jit
+def draw_words(request, j, num_columns, seed, anchor, offset, words_ptr, PURPOSE: tl.constexpr):
+    """Random words of the token after j drafts; `offset` is that of a request's row 0."""
+    if words_ptr is None:
+        one = tl.full((), 1, tl.int32)
+        words = philox(
+            seed, anchor.to(tl.int32), (offset + j).to(tl.int32), one * PURPOSE, one - one
+        )
+    else:
+        at = words_ptr + (request * (num_columns + 1) + num_columns) * 4
+        w0, w1 = tl.load(at).to(tl.uint32), tl.load(at + 1).to(tl.uint32)
+        words = w0, w1, tl.load(at + 2).to(tl.uint32), tl.load(at + 3).to(tl.uint32)
+    return words
+
+
+@triton.jit
+def pick_block(mass, num_blocks, words):
+    """A block of a row, by the blocks' masses."""
+    below = tl.cumsum(mass, 0) <= pick(words[0], words[1], tl.sum(mass, 0))
+    return tl.minimum(tl.sum(below.to(tl.int32), 0), num_blocks - 1)
+
+
+@triton.jit
+def pick_token(block, weight, vocab_size, words):
+    """A token of a block, by the tokens' weights."""
+    # Through the sums of groups: a short scan twice, not a long one.
+    part: tl.constexpr = _BLOCK // 32
+    by_group = tl.reshape(weight, (part, 32))
+    mass = tl.sum(by_group, 1)
+    target = pick(words[2], words[3], tl.sum(mass, 0))
+    prefix = tl.cumsum(mass, 0)
+    group = tl.minimum(tl.sum((prefix <= target).to(tl.int32), 0), part - 1)
+    here = tl.arange(0, part) == group
+    target -= tl.sum(tl.where(here, prefix - mass, 0), 0)
+    inner = tl.cumsum(tl.sum(tl.where(here[:, None], by_group, 0), 0), 0)
+    token = block * _BLOCK + group * 32 + tl.sum((inner <= target).to(tl.int32), 0)
+    return tl.minimum(token, vocab_size - 1).to(tl.int64)
+
+
+@triton.jit
+def draw_from_sums(
+    row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB: tl.constexpr
+):
+    """A token of an unfiltered row's p, of whose blocks the scan left the sums."""
+    row_max, log_z, _threshold, _cutoff = state
+    lane = tl.arange(0, NB)
+    at = row * num_blocks + lane
+    block_max = tl.load(stats.max + at, mask=lane < num_blocks, other=-float("inf"))
+    total = tl.load(stats.total + at, mask=lane < num_blocks, other=0.0)
+    block = pick_block(fixed(total * exp((block_max - row_max) * inv_t - log_z)), num_blocks, words)
+    ids = block * _BLOCK + tl.arange(0, _BLOCK)
+    x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    weight = exp((x - row_max) * inv_t - log_z)
+    # Normalised by its block, so that few bits are lost in a light one.
+    return pick_token(block, fixed(weight / tl.sum(weight, 0)), vocab_size, words)
+
+
+@triton.jit
+def draw_from_candidates(
+    row, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q: tl.constexpr
+):
+    """A token of max(p - q, 0), or of p, where all that p keeps is among candidates by id."""
+    ids, x = load_candidates(candidates_ptr, num_candidates)
+    y = load_draft_logits(ids, row, HAS_Q)
+    weight = fixed(token_weights(x, y, ids, row, inv_t, HAS_Q))
+    if tl.sum(weight, 0) == 0:
+        weight = fixed(probs(x, ids, row[2], 0.0, inv_t))
+    # What choosing a block, and then a token inside it, would give.
+    prefix = tl.cumsum(weight, 0)
+    chosen = prefix > pick(words[0], words[1], tl.sum(weight, 0))
+    block = tl.min(tl.where(chosen, ids // _BLOCK, 0x7FFFFFFF), 0)
+    here = ids // _BLOCK == block
+    before = tl.sum(tl.where(ids // _BLOCK < block, weight, 0), 0)
+    target = before + pick(words[2], words[3], tl.sum(tl.where(here, weight, 0), 0))
+    token = tl.min(tl.where(here & (prefix > target), ids, 0x7FFFFFFF), 0)
+    return tl.minimum(token, vocab_size - 1).to(tl.int64)
+
+
+@triton.jit
+def draw_from_blocks(
+    row, mass_ptr, num_blocks, vocab_size, inv_t, words, HAS_Q: tl.constexpr, NB: tl.constexpr
+):
+    """A token of a row that was read again, of whose blocks these are the masses."""
+    lane = tl.arange(0, NB)
+    mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)
+    lost = tl.sum(mass, 0) == 0
+    row = without_draft(lost, row)
+    if lost:
+        # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+        read_blocks(mass_ptr, 0, 1, num_blocks, row, vocab_size, inv_t, HAS_Q)
+        tl.debug_barrier()
+        mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)
+    block = pick_block(mass, num_blocks, words)
+    loaded = load_block(block, row, HAS_Q)
+    weight = block_weights(block, loaded, row, vocab_size, inv_t, HAS_Q)
+    return pick_token(block, fixed(weight), vocab_size, words)

@@ -1,0 +1,166 @@
+"""K2: read the rows that are still open again, block by block, then draw and emit.
+
+What a listed row waits for is the mass of max(P p - q, 0): the draw needs it, and `block`'s tests
+do. All programs share the listed rows evenly; a second kernel draws, a program a request.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .._dispatch import num_programs
+from ..dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from .decide import BAD, accept_tests
+from .drafts import COLUMNS, Step, Verified, draft_row, emit, rows_of
+from .draw import draw_from_blocks, draw_words
+from .residual import open_row, read_blocks
+from .row_outcome import Rows
+from .sampling import load_state
+from .settle import accept_blocks
+
+_PROGRAMS_PER_SM = 8  # as many as are resident
+_WARPS = 4
+_MAX_REGISTERS = 64
+_DRAW_WARPS = 4
+
+
+@triton.jit
+def _open(
+    request, j, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr, draft, rows
+):
+    """A listed row, as residual.py takes it."""
+    row = (row0 + j).to(tl.int64)
+    q_state = load_state(rows.state + row * 4, False)
+    if draft.raw is not None:
+        at_state = draft_row(request, draft) * (num_columns - 1) + j
+        q_state = load_state(draft.state + at_state * 4, j < k)
+    return open_row(
+        request, j, j < k, logits_ptr + row * logits_stride, width,
+        load_state(rows.state + row * 4, True), q_state, draft_ids_ptr, draft,
+        tl.load(rows.log_scale + request * num_columns + j),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
+def _read_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    num_blocks,
+    cu_rows_ptr,  # [B + 1], or None: a row a request
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft,
+    sampling,
+    anchor_ptr,  # [B], as the next
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    mass_ptr,  # [B, K + 1, num_blocks]
+    rows,
+    DEPENDENT: tl.constexpr,
+):
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    num_rows = tl.load(rows.counters)
+    parts = tl.minimum(tl.maximum(tl.num_programs(0) // tl.maximum(num_rows, 1), 1), num_blocks)
+    for item in range(tl.program_id(0), num_rows * parts, tl.num_programs(0)):
+        listed = tl.load(rows.to_read + item // parts)
+        request, j = listed // COLUMNS, listed % COLUMNS
+        k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+        row = _open(
+            request, j, k, row0, logits_ptr, logits_stride, width, num_columns,
+            draft_ids_ptr + request * draft_stride, draft, rows,
+        )  # fmt: skip
+        read_blocks(
+            mass_ptr + (request * num_columns + j).to(tl.int64) * num_blocks, item % parts, parts,
+            num_blocks, row, vocab_size, 1.0 / tl.load(sampling.temperature + request),
+            draft.raw is not None,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
+def _draw_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    num_blocks,
+    cu_rows_ptr,  # [B + 1], or None: a row a request
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft,
+    sampling,
+    anchor_ptr,  # [B], as the next
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    mass_ptr,  # [B, K + 1, num_blocks]
+    rows,
+    verified,
+    PURPOSE: tl.constexpr,
+    NB: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    request = tl.program_id(0)
+    # What waits for nothing comes first: together it takes the time of one load.
+    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    inv_t = 1.0 / tl.load(sampling.temperature + request)
+    is_block = tl.load(sampling.rule + request) == 1
+    seed = tl.load(sampling.seed + request)
+    anchor = tl.load(anchor_ptr + request)
+    position = tl.load(position_ptr + request)
+    draft_ids_ptr += request * draft_stride
+    mass_ptr += (request * num_columns).to(tl.int64) * num_blocks
+    wait_for_inputs(DEPENDENT)
+    num_open = tl.load(rows.num_open + request)
+    accepted, own, is_open, log_scale, u = accept_tests(
+        request, k, is_block, num_columns, draft_ids_ptr, rows
+    )
+    if num_open == 0:
+        return
+    if is_block:
+        accepted = accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB)
+    row = _open(
+        request, accepted, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr,
+        draft, rows,
+    )  # fmt: skip
+    words = draw_words(
+        request, accepted, num_columns, seed, anchor, position - anchor, words_ptr, PURPOSE
+    )
+    HAS_Q: tl.constexpr = draft.raw is not None
+    last = draw_from_blocks(
+        row, mass_ptr + accepted * num_blocks, num_blocks, vocab_size, inv_t, words, HAS_Q, NB,
+    )  # fmt: skip
+    emit(request, accepted, last, own == BAD, num_columns, draft_ids_ptr, verified)
+
+
+def finish(step: Step, num_blocks: int, rows: Rows, verified: Verified) -> None:
+    """Write the outcomes of requests with listed rows."""
+    device = step.logits.device
+    mass = step.logits.new_empty(len(rows.to_read) * num_blocks, dtype=torch.int64)
+    _read_kernel[(min(len(mass), num_programs(device, _PROGRAMS_PER_SM)),)](
+        *step.arguments(num_blocks),
+        mass,
+        rows,
+        **dependent_launch(device),
+        num_warps=_WARPS,
+        maxnreg=_MAX_REGISTERS,
+    )
+    _draw_kernel[(len(rows.num_open),)](
+        *step.arguments(num_blocks),
+        mass,
+        rows,
+        verified,
+        PURPOSE=int(step.purpose),
+        NB=triton.next_power_of_2(num_blocks),
+        **dependent_launch(device),
+        num_warps=_DRAW_WARPS,
+    )

@@ -1,0 +1,97 @@
+"""What comes of a row once its state is known: most rows end with a token of their own.
+
+A greedy row's is its first choice and a `match` row's what the noise of its position chooses; under
+`token` it is the draft if that is accepted, else the token that recovers it. Drafts that are their
+rows' own tokens stand, and the first other token ends the step. The last of a request's rows to
+come here emits that outcome, or lists the rows that must be read again first (finish.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .decide import BAD, accept_tests
+from .drafts import COLUMNS, emit
+from .match import own_token
+from .sampling import BLOCK
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+class Rows(NamedTuple):
+    state: torch.Tensor  # [N, 4] float32, of sampled rows
+    tests: torch.Tensor  # [B, K + 1, 2] float32: log p(X) / q(X) of each draft, and its u
+    own: torch.Tensor  # [B, K + 1] int64 token ids, or BAD, or OPEN
+    log_scale: torch.Tensor  # [B, K + 1] float32 log P, of rows to be read
+    num_open: torch.Tensor  # [B] int32 rows to be read
+    to_read: torch.Tensor  # [B * (K + 1)] int32: request * COLUMNS + offset of rows, in any order
+    to_bisect: torch.Tensor  # [B * (K + 1)] int32, likewise
+    counters: torch.Tensor  # [B + 2] int32, 0 at first: lengths of the two lists, then settled rows
+
+
+@triton.jit
+def greedy_token(row_max, block, row_ptr, vocab_size):
+    """The lowest id that has the row's maximum, which the block holds."""
+    ids = block * _BLOCK + tl.arange(0, _BLOCK)
+    x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    return tl.min(tl.where(x == row_max, ids, 0x7FFFFFFF), 0)
+
+
+@triton.jit
+def conclude_row(own, is_block, request, offset, k, num_columns, draft_ids_ptr, rows, verified):
+    """Note a row's own token; after the last of a request's rows, emit or list what is open."""
+    column = tl.arange(0, COLUMNS)
+    at = request * num_columns
+    tl.store(rows.own + at + offset, own)
+    tl.debug_barrier()
+    num_before = 0
+    if k > 0:
+        num_before = tl.atomic_add(rows.counters + 2 + request, 1, sem="acq_rel")
+    if num_before == k:
+        tl.debug_barrier()
+        accepted, owns, is_open, log_scale, _u = accept_tests(
+            request, k, is_block, num_columns, draft_ids_ptr, rows
+        )
+        num_open = tl.sum(is_open.to(tl.int32), 0)
+        tl.store(rows.num_open + request, num_open)
+        if num_open > 0:
+            slot = tl.atomic_add(rows.counters, num_open, sem="relaxed")
+            slot += tl.cumsum(is_open.to(tl.int32), 0) - 1
+            tl.store(rows.to_read + slot, request * COLUMNS + column, mask=is_open)
+            tl.store(rows.log_scale + at + column, log_scale, mask=is_open)
+        else:
+            last = tl.sum(tl.where(column == accepted, owns, 0), 0)
+            emit(request, accepted, last, owns == BAD, num_columns, draft_ids_ptr, verified)
+
+
+@triton.jit
+def settle_row(
+    test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
+    vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified,
+):  # fmt: skip
+    """Write a sampled row's state, and what comes of it; `drawn` recovers a draft, or is OPEN."""
+    row_max, log_z, threshold, cutoff = state
+    at = rows.state + row * 4
+    tl.store(at, row_max)
+    tl.store(at + 1, log_z)
+    tl.store(at + 2, threshold)
+    tl.store(at + 3, cutoff)
+    ratio, u, accepts = test
+    at = rows.tests + (request * num_columns + offset) * 2
+    tl.store(at, ratio)
+    tl.store(at + 1, u)
+    rule = tl.load(sampling.rule + request)
+    own = drawn
+    if rule == 2:
+        own = own_token(
+            row_ptr, vocab_size, group_max_ptr, num_groups, row_max, log_z, threshold, cutoff,
+            inv_t, tl.load(sampling.seed + request), tl.load(position_ptr + request) + offset,
+        )  # fmt: skip
+    elif (rule == 0) & accepts:
+        own = tl.load(draft_ids_ptr + offset)
+    conclude_row(
+        tl.where(log_z == log_z, own, BAD), rule == 1, request, offset, k, num_columns,
+        draft_ids_ptr, rows, verified,
+    )  # fmt: skip

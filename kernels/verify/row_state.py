@@ -1,0 +1,261 @@
+"""K1b: each row's state (maximum, log-normaliser, threshold, tie cutoff), and what comes of it.
+
+Top-k, top-p (of what top-k leaves) and min-p (relative to the maximum) each keep a prefix of the
+order (logit descending, token id ascending), so together they keep the shortest of the three, and
+(threshold, cutoff) describes it without any probability being stored.
+
+The kernel merges the sums of a row's blocks and ranks the few tokens that filters can leave against
+each other (candidates.py); rows where they are not few it leaves to a second one, which bisects the
+logits' bit patterns (bisection.py). It tests the row's draft (decide.py), draws the row's own token
+where that takes no other reading of the row (draw.py, match.py), and hands over to row_outcome.py.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..dependent_launch import (
+    dependent_launch,
+    start_next_kernel,
+    wait_for_inputs,
+)
+from .bisection import bisect_rows
+from .candidates import (
+    CANDIDATE_SCRATCH,
+    MAX_GROUPS,
+    threshold_from_candidates,
+)
+from .decide import BAD, OPEN, accept_test, load_draft
+from .drafts import COLUMNS, Step, Verified, rows_of
+from .draw import draw_from_candidates, draw_from_sums, draw_words
+from .keys import value_of
+from .philox import FIXED_ONE, log, log_of_fixed
+from .residual import open_row
+from .row_outcome import Rows, conclude_row, greedy_token, settle_row
+from .sampling import (
+    BLOCK,
+    GROUP,
+    STATE_WIDTH,
+    RowStates,
+    Sampling,
+    block_width,
+    is_filtered,
+)
+from .scan import BlockStats, merge_max, merge_totals
+
+_BLOCK = tl.constexpr(BLOCK)
+_GROUP = tl.constexpr(GROUP)
+# Warps and registers of a program, by whether rows are filtered: 4 or 3 a multiprocessor.
+_SHAPES = {False: (4, 128), True: (8, 80)}
+_FIRST_CANDIDATES = 256  # a nucleus is rarely wider
+_WIDER = 16  # times as many where it is
+
+
+def row_state_reference(
+    logits: torch.Tensor, stats: BlockStats, sampling: Sampling, vocab_size: int
+) -> RowStates:
+    """States of rows under their own parameters. Shape: logits [N, V], sampling [N]."""
+    row_max, block = stats.max.max(-1)
+    ids = block[:, None] * BLOCK + torch.arange(block_width(vocab_size), device=logits.device)
+    best = logits.gather(1, ids.clamp_max_(vocab_size - 1)).argmax(-1, keepdim=True)
+    argmax = ids.gather(1, best).squeeze(1)
+    inv_t = sampling.inverse_temperature()
+    relative = torch.exp((stats.max - row_max[:, None]) * inv_t[:, None])
+    z = (stats.total.double() * relative).sum(-1)
+    # Greedy rows need no normaliser, only to be told from bad ones.
+    log_z = torch.where(sampling.temperature > 0, z.log().float(), 0.0)
+    bad = ~row_max.isfinite()
+    state = torch.empty(len(logits), STATE_WIDTH, device=logits.device)
+    state[:, 0] = row_max
+    state[:, 1] = torch.where(bad, torch.nan, log_z)
+    state[:, 2] = -torch.inf
+    state[:, 3] = vocab_size
+    for i in (sampling.is_filtered(vocab_size) & ~bad).nonzero().squeeze(-1).tolist():
+        own = Sampling(*(field[i] for field in sampling))
+        state[i, 1:] = _filter_reference(logits[i, :vocab_size].float(), z[i], own)
+    return RowStates(state, torch.where(bad, -1, argmax))
+
+
+def _filter_reference(x: torch.Tensor, z: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """(log_z, threshold, cutoff) of a filtered row.
+
+    Shape: x [V] float32; z, its sum of exp((l - max) / t) in float64, and sampling are scalars.
+    """
+    vocab_size = len(x)
+    top_k = min(int(sampling.top_k), vocab_size) or vocab_size
+    top_p, min_p = float(sampling.top_p), float(sampling.min_p)
+    num_candidates = min(top_k, _FIRST_CANDIDATES if top_k == vocab_size else top_k)
+    while True:
+        value = _highest(x, num_candidates)
+        relative = torch.exp((value - value[0]) * sampling.inverse_temperature())
+        weight = (relative * FIXED_ONE).long()
+        total = weight.cumsum(0)
+        num_kept = num_candidates
+        if top_p < 1:
+            mass = float(total[-1]) if top_k < vocab_size else float(z) * FIXED_ONE
+            num_kept = int(torch.searchsorted((total - weight).double(), top_p * mass))
+        if min_p > 0:
+            num_kept = min(num_kept, int((relative >= min_p).sum()))
+        if num_kept < num_candidates or num_candidates == top_k:
+            break
+        num_candidates = min(_WIDER * num_candidates, vocab_size)
+    last = max(0, num_kept - 1)
+    threshold = value[last]
+    num_ties = last + 1 - int((value > threshold).sum())
+    tied = (x == threshold).nonzero().squeeze(-1)
+    cutoff = tied[num_ties - 1] if num_ties < len(tied) else vocab_size
+    log_z = (total[last].double() / FIXED_ONE).log().float()
+    return torch.stack((log_z, threshold, torch.as_tensor(cutoff, device=x.device)))
+
+
+def _highest(row: torch.Tensor, count: int) -> torch.Tensor:
+    """The highest values of a row, in order. Shape: [V] -> [count]."""
+    if count <= len(row) // 8:
+        return row.topk(count, sorted=True).values
+    # numpy's sort is vectorised: a quarter of torch's time.
+    ascending = torch.from_numpy(np.sort(row.numpy(force=True)))
+    return ascending.flip(0)[:count].to(row.device)
+
+
+@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
+def _row_state_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    width,
+    vocab_size,
+    num_blocks,
+    cu_rows_ptr,  # [B + 1], or None: a row a request
+    num_drafts_ptr,  # [B]
+    num_columns,  # K + 1
+    draft_ids_ptr,  # [B, K]
+    draft_stride,
+    draft,
+    sampling,
+    anchor_ptr,  # [B], as the next
+    position_ptr,
+    words_ptr,  # [B, K + 2, 4] or None
+    stats,
+    scratch_ptr,  # [N, scratch_stride] int64, if anything filters
+    scratch_stride,
+    rows,
+    verified,
+    PURPOSE: tl.constexpr,
+    FILTERS: tl.constexpr,
+    NB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    request = tl.program_id(0) // num_columns
+    offset = tl.program_id(0) % num_columns
+    draft_ids_ptr += request * draft_stride
+    # What waits for nothing comes first: together it takes the time of one load.
+    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    temperature = tl.load(sampling.temperature + request)
+    rule = tl.load(sampling.rule + request)
+    seed = tl.load(sampling.seed + request)
+    anchor = tl.load(anchor_ptr + request)
+    position = tl.load(position_ptr + request)
+    draft_id = tl.load(draft_ids_ptr + offset, mask=offset < num_columns - 1, other=-1)
+    wait_for_inputs(DEPENDENT)
+    if offset > k:
+        return
+    row = (row0 + offset).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
+    if temperature <= 0:
+        row_max, block, bad = merge_max(row, stats, num_blocks, NB)
+        own = greedy_token(row_max, block, row_ptr, vocab_size)
+        conclude_row(
+            tl.where(bad, BAD, own.to(tl.int64)), False, request, offset, k, num_columns,
+            draft_ids_ptr, rows, verified,
+        )  # fmt: skip
+        return
+    inv_t = 1.0 / temperature
+    drafted = load_draft(
+        draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft, seed, anchor,
+        words_ptr,
+    )  # fmt: skip
+    row_max, z, bad = merge_totals(row, stats, num_blocks, inv_t, NB)
+    log_z = tl.where(bad, float("nan"), log(z))
+    threshold = -float("inf")
+    cutoff = vocab_size.to(tl.float32)
+    groups = num_blocks * (_BLOCK // _GROUP)
+    group_max_ptr = stats.group_max + row * groups
+    scratch_ptr += row * scratch_stride
+    candidates_ptr = scratch_ptr + MAX_GROUPS
+    found = offset <= k
+    filtered = offset > k
+    num_candidates = 0
+    if FILTERS:  # noqa: SIM102 (known when compiled)
+        if is_filtered(request, sampling, vocab_size) & (bad == 0):
+            filtered = offset <= k
+            top_k = tl.load(sampling.top_k + request)
+            found, key, last_tie, kept, num_candidates = threshold_from_candidates(
+                row_ptr, vocab_size, row_max, z, inv_t, top_k, tl.load(sampling.top_p + request),
+                tl.load(sampling.min_p + request), (top_k > 0) & (top_k < vocab_size),
+                group_max_ptr, groups, scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True),
+                candidates_ptr, GROUPS,
+            )  # fmt: skip
+            log_z = log_of_fixed(kept)
+            threshold = value_of(key)
+            cutoff = last_tie.to(tl.float32)
+    if not found:
+        slot = tl.atomic_add(rows.counters + 1, 1, sem="relaxed")
+        tl.store(rows.to_bisect + slot, request * COLUMNS + offset)
+        return
+    if (num_columns > 1) | FILTERS:  # else there is none of ours behind this one
+        # Not before: programs that wait take issue slots from those that work.
+        start_next_kernel(DEPENDENT)
+    state = row_max, log_z, threshold, cutoff
+    test = accept_test(drafted, state, inv_t)
+    drawn = tl.full((), OPEN, tl.int64)
+    is_last = offset == k
+    if ((rule != 2) & is_last) | ((rule == 0) & filtered & (test[2] == 0)):
+        words = draw_words(
+            request, offset, num_columns, seed, anchor, position - anchor, words_ptr, PURPOSE
+        )
+        if filtered:
+            HAS_Q: tl.constexpr = draft.raw is not None
+            own = open_row(
+                request, offset, is_last == 0, row_ptr, width, state, drafted[4], draft_ids_ptr,
+                draft, 0.0,
+            )  # fmt: skip
+            drawn = draw_from_candidates(
+                own, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q
+            )
+        else:
+            drawn = draw_from_sums(
+                row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB
+            )
+    settle_row(
+        test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, groups,
+        vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified,
+    )  # fmt: skip
+
+
+def row_state(step: Step, stats: BlockStats, filters: bool, rows: Rows, verified: Verified) -> None:
+    """Write what comes of every row, and the outcomes of requests that no row leaves open.
+
+    `filters` false promises no filtered row.
+    """
+    logits, drafts = step.logits, step.drafts
+    blocks = stats.max.shape[1]
+    scratch_rows = len(logits) if filters else 0
+    num_warps, max_registers = _SHAPES[filters]
+    _row_state_kernel[(len(drafts.token_ids) * (drafts.token_ids.shape[1] + 1),)](
+        *step.arguments(blocks),
+        stats,
+        logits.new_empty((scratch_rows, CANDIDATE_SCRATCH), dtype=torch.int64),
+        CANDIDATE_SCRATCH,
+        rows,
+        verified,
+        PURPOSE=int(step.purpose),
+        FILTERS=filters,
+        NB=triton.next_power_of_2(blocks),
+        GROUPS=triton.next_power_of_2(blocks * (BLOCK // GROUP)),
+        **dependent_launch(logits.device),
+        num_warps=num_warps,
+        maxnreg=max_registers,
+    )
+    if filters:
+        bisect_rows(step, stats, rows, verified)

@@ -1,0 +1,43 @@
+"""How many drafts stand by the rule `block`, once the rows that were left open are read."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .decide import Plan, accept_words_reference
+from .drafts import COLUMNS, Step
+from .philox import FIXED_ONE, exp, uniform_reference
+from .sampling import Rule
+
+
+def accept_blocks_reference(step: Step, plan: Plan, mass: torch.Tensor) -> torch.Tensor:
+    """Accepted drafts once Z is known: of `block`, the last i with u_i <= h_i. Shape: [B]."""
+    accepted = plan.num_accepted.long()
+    k_max = step.drafts.token_ids.shape[1]
+    is_block = step.sampling.rule == Rule.BLOCK
+    if k_max == 0 or not bool(is_block.any()):
+        return accepted
+    offset = torch.arange(1, k_max, device=accepted.device)
+    u = uniform_reference(accept_words_reference(step))[:, :-1]
+    z = mass[:, 1:-1].sum(-1).float() / FIXED_ONE
+    h = z / (z + 1.0 - plan.log_scale[:, 1:-1].exp())
+    open_rows = ((plan.rows_to_read[:, None] >> offset) & 1).bool()
+    open_rows &= is_block[:, None] & (offset > accepted[:, None])
+    passed = torch.where(open_rows & ((u <= h) | h.isnan()), offset, 0)
+    return torch.maximum(accepted, passed.amax(-1)) if k_max > 1 else accepted
+
+
+@triton.jit
+def accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB: tl.constexpr):
+    """Of a `block` request the last i with u_i <= h_i, now that Z is known."""
+    lane = tl.arange(0, NB)
+    column = tl.arange(0, COLUMNS)
+    for i in range(accepted + 1, k):
+        here = column == i
+        if tl.sum((is_open & here).to(tl.int32), 0) > 0:
+            mass = tl.load(mass_ptr + i * num_blocks + lane, mask=lane < num_blocks, other=0)
+            z = tl.sum(mass, 0).to(tl.float32) * 9.094947017729282e-13
+            h = z / (z + 1.0 - exp(tl.sum(tl.where(here, log_scale, 0.0), 0)))
+            passed = (tl.sum(tl.where(here, u, 0.0), 0) <= h) | (h != h)
+            accepted = tl.where(passed, i, accepted)
+    return accepted

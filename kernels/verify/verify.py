@@ -1,0 +1,231 @@
+"""Speculative verification and sampling: the one road that every emitted token takes.
+
+    scan        K1   reads every row once; leaves its blocks' maxima and sums of exponentials
+    row_state   K1b  a program a row: its state, the test of its draft and, mostly, a token of its
+                     own; requests whose rows all have one are done
+    bisection        the same, of filtered rows without a peak
+    finish      K2   reads the rows that are still open again, then draws from them
+
+The last two are launched where a request may need them. A request without drafts is plain sampling,
+and so is the draft model's own sampling (K0): the same road with k = 0. Each kernel's first
+programs start while the kernel before it ends, but the scan waits for all that was launched before.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .._dispatch import uses_triton
+from .decide import decide_reference
+from .drafts import Drafts, Step, Verified, emit_reference, row_index_reference
+from .draw import draw_reference
+from .finish import finish
+from .philox import Purpose
+from .residual import residual_reference
+from .row_outcome import Rows
+from .row_state import row_state, row_state_reference
+from .sampling import MAX_DRAFTS, STATE_WIDTH, Sampling
+from .scan import scan, scan_reference
+
+
+class DraftSample(NamedTuple):
+    token_ids: torch.Tensor  # [N] int64
+    state: torch.Tensor  # [N, 4] float32, what `verify` needs beside the raw logits
+
+
+def draft_sample(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    position: torch.Tensor,
+    anchor: torch.Tensor,
+    vocab_size: int,
+    filters: bool = True,
+    samples: bool = True,
+    words: torch.Tensor | None = None,
+) -> DraftSample:
+    """Draw one draft a row from the processed distribution of the draft's logits.
+
+    A row with NaN, inf or no finite logit gives token 0 and a state with log_z NaN, which `verify`
+    takes as a one-hot draft: lossless still.
+
+    Parameters
+    ----------
+    logits
+        Raw draft logits. Shape: [N, V'], float32, float16 or bfloat16, rows may be strided.
+    sampling
+        The rows' requests' parameters. Shape: [N] each.
+    position
+        Absolute index of the token being drawn. Shape: [N] int64.
+    anchor
+        Position of the step's first draft. Shape: [N] int64.
+    vocab_size
+        Ids from here on are never drawn; V' may be smaller.
+    filters
+        False promises that no request filters (top-k, top-p, min-p), and saves launches.
+    samples
+        False promises that every request is greedy, and saves launches.
+    words
+        Random words to use instead of Philox's, for proofs. Shape: [N, 2, 4] int64.
+    """
+    vocab_size = min(vocab_size, logits.shape[1])
+    if not samples and not uses_triton(logits):
+        return _greedy_drafts(logits[:, :vocab_size])
+    drafts = Drafts(
+        sampling.seed.new_empty(len(logits), 0), sampling.rule.new_empty(0), None, None, None
+    )
+    verified, state = _sample(
+        Step(logits, None, drafts, sampling, anchor, position, Purpose.DRAFT, vocab_size, words),
+        filters,
+        samples,
+    )
+    return DraftSample(verified.token_ids[:, 0], state)
+
+
+def verify(
+    target_logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_state: torch.Tensor | None,
+    sampling: Sampling,
+    positions: torch.Tensor,
+    vocab_size: int,
+    filters: bool = True,
+    samples: bool = True,
+    words: torch.Tensor | None = None,
+    draft_rows: torch.Tensor | None = None,
+) -> Verified:
+    """Keep of each request's drafts what its rule accepts, and draw the token after them.
+
+    Every emitted token is distributed as the target's processed distribution, whatever the rule
+    and the drafts. A request without drafts is sampled plainly.
+
+    Parameters
+    ----------
+    target_logits
+        Raw target logits; rows cu_rows[i]:cu_rows[i + 1] are request i's k_i + 1 rows, row j being
+        the logits after j drafts. Shape: [T, V], float32, float16 or bfloat16.
+    cu_rows
+        Shape: [B + 1] int32. Rows from cu_rows[B] on are padding.
+    draft_token_ids
+        Shape: [B, K] int64, K in 0..32; entries from num_drafts on are ignored.
+    num_drafts
+        k_i. Shape: [B] int32.
+    draft_logits
+        Raw draft logits that the drafts were drawn from. Shape: [B, K, V']. None: one-hot drafts.
+    draft_state
+        The states that `draft_sample` gave with them. Shape: [B, K, 4] float32.
+    sampling
+        Shape: [B] each.
+    positions
+        Absolute position of the first token to be emitted. Shape: [B] int64.
+    vocab_size
+        Ids from here on are never emitted. At most V.
+    filters
+        False promises that no request filters (top-k, top-p, min-p), and saves launches.
+    samples
+        False promises that every request is greedy, and saves launches.
+    words
+        Random words to use instead of Philox's, for proofs: row i < K is draft i's accept word,
+        row K + 1 the last draw's. Shape: [B, K + 2, 4] int64. `match` ignores them.
+    draft_rows
+        Which entry of draft_logits and draft_state, which may be more, is each request's; None:
+        they are in order. Shape: [B] of any integers.
+    """
+    if draft_token_ids.shape[1] > MAX_DRAFTS:
+        raise ValueError(f"{draft_token_ids.shape[1]} drafts a request; at most {MAX_DRAFTS}")
+    if vocab_size > target_logits.shape[1]:
+        raise ValueError(
+            f"vocab_size {vocab_size} exceeds the {target_logits.shape[1]} target logits of a row"
+        )
+    drafts = Drafts(draft_token_ids, num_drafts, draft_logits, draft_state, draft_rows)
+    step = Step(
+        target_logits, cu_rows, drafts, sampling, positions, positions, Purpose.FINAL, vocab_size,
+        words,
+    )  # fmt: skip
+    if not samples and not uses_triton(target_logits):
+        return _verify_greedy(step)
+    return _sample(step, filters, samples)[0]
+
+
+def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.Tensor]:
+    """Outcome and states of the rows."""
+    if not uses_triton(step.logits):
+        return _sample_reference(step)
+    _check_layout(step)
+    batch, k_max = step.drafts.token_ids.shape
+    new = step.logits.new_empty
+    rows = Rows(
+        new((len(step.logits), STATE_WIDTH), dtype=torch.float32),
+        new((batch, k_max + 1, 2), dtype=torch.float32),
+        new((batch, k_max + 1), dtype=torch.int64),
+        new((batch, k_max + 1), dtype=torch.float32),
+        new(batch, dtype=torch.int32),
+        new(batch * (k_max + 1), dtype=torch.int32),
+        new(batch * (k_max + 1), dtype=torch.int32),
+        new(batch + 2, dtype=torch.int32),
+    )
+    verified = Verified(
+        new((batch, k_max + 1), dtype=torch.int64),
+        new(batch, dtype=torch.int32),
+        new(batch, dtype=torch.bool),
+    )
+    filters = filters and samples
+    stats = scan(step.logits, step.cu_rows, step.sampling, step.vocab_size, rows.counters)
+    row_state(step, stats, filters, rows, verified)
+    if samples and (filters or k_max > 0):
+        finish(step, stats.max.shape[1], rows, verified)
+    return verified, rows.state
+
+
+def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
+    """First choices alone. On a CPU the states, which greedy requests have no use for, would take
+    a small draft as long as one of its layers."""
+    best, token_ids = logits.max(dim=1)
+    token_ids = token_ids.where(best.isfinite(), 0)
+    return DraftSample(
+        token_ids, logits.new_full((len(logits), STATE_WIDTH), torch.nan, dtype=torch.float32)
+    )
+
+
+def _verify_greedy(step: Step) -> Verified:
+    """First choices again, and no state."""
+    drafts = step.drafts
+    best, token_ids = step.logits[:, : step.vocab_size].max(dim=1)
+    bad = ~best.isfinite()
+    row_index = row_index_reference(step)
+    own = token_ids.where(~bad, -1)[row_index]
+    offset = torch.arange(drafts.token_ids.shape[1], device=own.device)
+    stands = (own[:, :-1] == drafts.token_ids) & (own[:, :-1] >= 0)
+    stands &= offset < drafts.num_drafts[:, None]
+    accepted = stands.long().cumprod(-1).sum(-1)
+    last = own.gather(1, accepted[:, None]).squeeze(1)
+    return emit_reference(drafts, accepted, last, bad[row_index])
+
+
+def _sample_reference(step: Step) -> tuple[Verified, torch.Tensor]:
+    logits, drafts, cu_rows = step.logits, step.drafts.in_order(), step.cu_rows
+    if cu_rows is None:
+        cu_rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+        drafts = drafts._replace(num_drafts=torch.zeros_like(step.sampling.rule))
+    step = step._replace(logits=logits[: int(cu_rows[-1])], cu_rows=cu_rows, drafts=drafts)
+    of_row = step.sampling.take(torch.repeat_interleave(drafts.num_drafts.long() + 1))
+    stats = scan_reference(step.logits, of_row, step.vocab_size)
+    rows = row_state_reference(step.logits, stats, of_row, step.vocab_size)
+    plan = decide_reference(step, rows)
+    mass = residual_reference(step, rows, plan)
+    return draw_reference(step, stats, rows, plan, mass), rows.state
+
+
+def _check_layout(step: Step) -> None:
+    """The kernels index these as dense: a strided view would be read wrongly, not slowly."""
+    logits, drafts, sampling = step.logits, step.drafts, step.sampling
+    vectors = (*sampling, step.anchor, step.position, drafts.num_drafts)
+    assert logits.stride(1) == 1, "logits: the vocabulary must be the dense dimension"
+    assert all(x.stride(0) == 1 or len(x) == 1 for x in vectors)
+    assert drafts.token_ids.stride(1) == 1 or drafts.token_ids.shape[1] < 2
+    assert drafts.logits is None or drafts.logits.stride(2) == 1
+    assert drafts.state is None or drafts.state.is_contiguous(), "draft_state must be contiguous"
+    assert drafts.state is None or drafts.token_ids.shape[1] in (0, drafts.state.shape[1])
+    assert drafts.rows is None or drafts.rows.is_contiguous(), "draft_rows must be contiguous"

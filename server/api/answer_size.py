@@ -1,0 +1,78 @@
+"""How much memory a request may need at most, told from its fields before anything runs."""
+
+import json
+from collections.abc import Sequence
+
+from ..http.errors import APIError, invalid_value
+from .protocol import SamplingFields
+
+# Bytes of an HTTP process and an engine together, rounded up from what they were measured to take:
+TOKEN_BYTES = 256  # a token that is drawn, with its text
+PROMPT_TOKEN_BYTES = 64  # a token of the prompt, or an id or a bias in a list of the request's
+ECHOED_TOKEN_BYTES = 256
+ALTERNATIVE_BYTES = 512  # an id and its logprob, as the engine tells them and as JSON
+LOGPROB_BYTES = 1024  # a token's own logprob, and the list of its alternatives
+ARGUMENT_BYTES = 32  # a byte of JSON that a logits processor is made with
+
+
+def check_answer_size(
+    max_bytes: int,
+    fields: SamplingFields,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    told_of_prompts: Sequence[int | None],
+    bad_words: Sequence[Sequence[int]],
+) -> None:
+    """Raise APIError if the sequences of this request may together need more than `max_bytes`.
+
+    `told_of_prompts`: numbers of alternatives beside each token of the prompt, for every place of
+    the answer that lists them; None: not listed there.
+    """
+    prompt_tokens = fields.num_samples * sum(map(len, prompts))
+    num_sequences = fields.num_samples * len(prompts)
+    told_bytes = sum(_told_bytes(num) for num in told_of_prompts)
+    echo = bool(getattr(fields, "echo", False))
+    num_ids = sum(map(len, (fields.allowed_token_ids or (), fields.logit_bias, *bad_words)))
+    arguments = sum(len(json.dumps(each.args)) for each in fields.logits_processors)
+    parts = {
+        "prompt_logprobs": prompt_tokens * told_bytes,
+        "prompt": prompt_tokens * (PROMPT_TOKEN_BYTES + echo * ECHOED_TOKEN_BYTES),
+        "max_tokens": num_sequences * max_tokens * TOKEN_BYTES,
+        "logprobs": num_sequences * max_tokens * _told_bytes(logprobs),
+        "allowed_token_ids": num_sequences * num_ids * PROMPT_TOKEN_BYTES,
+        "logits_processors": num_sequences * arguments * ARGUMENT_BYTES,
+    }
+    needed = sum(parts.values())
+    if needed > max_bytes:
+        raise _too_large(fields, parts, needed=needed, allowed=max_bytes)
+
+
+def _told_bytes(num_alternatives: int | None) -> int:
+    """What is told of one token; None: nothing."""
+    return 0 if num_alternatives is None else LOGPROB_BYTES + num_alternatives * ALTERNATIVE_BYTES
+
+
+def _too_large(
+    fields: SamplingFields, parts: dict[str, int], *, needed: int, allowed: int
+) -> APIError:
+    large = [name for name, size in parts.items() if size > needed / 10]
+    names: list[str] = []
+    if fields.num_samples > 1:
+        names.append("n" if fields.num_samples == fields.n else "best_of")
+    if "logprobs" in large and "max_tokens" not in large:
+        large.append("max_tokens")
+    is_chat = "messages" in type(fields).model_fields
+    chat_names = {"prompt": "messages", "max_tokens": "max_completion_tokens"}
+    if is_chat:
+        chat_names["logprobs"] = "top_logprobs"
+    elif "prompt_logprobs" in large and fields.prompt_logprobs is None:
+        large[large.index("prompt_logprobs")] = "logprobs"  # of an echo
+    names += [chat_names.get(name, name) if is_chat else name for name in large]
+    names = list(dict.fromkeys(names))
+    return invalid_value(
+        names[0],
+        f"The answer may need {needed:,} bytes of memory; this server gives a request at most "
+        f"{allowed:,} (server.max_answer_bytes). Lower {', '.join(names)}.",
+    )

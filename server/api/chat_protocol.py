@@ -1,0 +1,298 @@
+"""The JSON of chat completions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import from_json
+from typing_extensions import TypeAliasType
+
+from ..grammar.tool_choice import ToolChoice
+from .fields import (
+    MAX_LOGPROBS,
+    APIRequest,
+    Int,
+    UnknownField,
+    unknown_names,
+)
+from .protocol import (
+    APIResponse,
+    GenerationResponse,
+    PromptLogprobs,
+    SamplingFields,
+)
+
+
+class TextPart(APIRequest):
+    """The one kind of content part that a model of text can read."""
+
+    ignored_fields: ClassVar = frozenset({"prompt_cache_breakpoint"})
+
+    type: Literal["text"]
+    text: str
+
+
+TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
+
+
+def _content_kind(value: object) -> str | None:
+    """Tell the two apart, so that wrong content is reported once, not once a kind."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<parts>" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[TextParts, Tag("<parts>")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content_type",
+        custom_error_message="expected a string or a list of text parts",
+    ),
+]
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    """Checked, and otherwise left as it came: templates print tools with their keys in order."""
+    match value:
+        case {"type": "function", "function": {"name": str(name), **rest}} if name:
+            if isinstance(rest.get("parameters", {}), dict):
+                return value
+    raise ValueError('expected {"type": "function", "function": {"name": …, "parameters": {…}, …}}')
+
+
+def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
+    """Arguments come as a text with JSON, and templates expect the object that it says."""
+    match value:
+        case {"function": {"name": str(), "arguments": str(text)} as function}:
+            try:
+                arguments = from_json(text or "{}", allow_inf_nan=False)
+            except ValueError:
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise ValueError("function.arguments: expected a text that is a JSON object")
+            return value | {"function": function | {"arguments": arguments}}
+        case {"function": {"name": str()}}:
+            return value
+    raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
+
+
+def _function_schema(*, min_length: int, **fields: Any) -> dict[str, Any]:
+    """What the OpenAPI document tells of a dict that is passed on as it came."""
+    name = {"type": "string", "minLength": min_length}
+    return {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": name, **fields},
+            },
+        },
+    }
+
+
+Tool = Annotated[
+    dict[str, Any],
+    AfterValidator(_tool),
+    WithJsonSchema(_function_schema(min_length=1, parameters={"type": "object"})),
+]
+GivenToolCall = Annotated[
+    dict[str, Any],
+    AfterValidator(_tool_call),
+    WithJsonSchema(_function_schema(min_length=0, arguments={"type": "object"})),
+]
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[GivenToolCall], FailFast()])
+MAX_TOOLS = 1024  # each of n answers has them in a table of its own
+TOOL_FIELDS = frozenset({"type", "function"})
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return"})
+# Others are up to the template of the model.
+ROLES: list[JsonValue] = ["system", "developer", "user", "assistant", "tool"]
+
+
+class Message(APIRequest):
+    """A turn of the conversation; what else it has goes to the template as it is."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+            ]
+        }
+    )
+
+    role: str = Field(min_length=1, json_schema_extra={"anyOf": [{"enum": ROLES}, {}]})
+    content: Content | None = None
+    tool_calls: ToolCalls | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} needs content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """With its content as one text, which every template of a model of text can take."""
+        message = self.model_dump(exclude_unset=True)
+        if self.content is None and self.tool_calls:
+            message["content"] = ""  # many templates write it in any case
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(part.text for part in self.content)
+        return message
+
+    def unknown_fields(
+        self, path: str = "", ignored: frozenset[str] = frozenset()
+    ) -> Iterator[UnknownField]:
+        yield from self._unknown_inside(path)  # the rest is the template's to know
+
+
+class ChatFields(APIRequest):
+    """What becomes the prompt of a chat."""
+
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list, max_length=MAX_TOOLS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
+        yield from super()._unknown_inside(path)
+        for i, tool in enumerate(self.tools):
+            place = f"{path}tools[{i}]."
+            yield from unknown_names(tool, TOOL_FIELDS, path=place)
+            yield from unknown_names(tool["function"], FUNCTION_FIELDS, path=f"{place}function.")
+
+    @property
+    def prompts_an_answer(self) -> bool:
+        """Whether the prompt ends with the header of a new turn of the assistant."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+    @property
+    def has_two_ends(self) -> bool:
+        """Whether both kinds of end are asked for, one of them not just by default."""
+        asked = "add_generation_prompt" in self.model_fields_set
+        return asked and self.add_generation_prompt and self.continue_final_message
+
+
+class ChatCompletionRequest(SamplingFields, ChatFields):
+    max_completion_tokens: Int | None = Field(default=None, ge=1)
+    max_tokens: Int | None = Field(default=None, ge=1)  # the older name of the same
+    logprobs: bool = False
+    top_logprobs: Int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True  # where it is told apart
+    echo: bool = False
+    reasoning_effort: str | None = None
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: the turn of the assistant that it goes on with."""
+        last = self.messages[-1]
+        text = last.for_template().get("content") if last.role == "assistant" else None
+        return str(text or "") if self.echo else ""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | self.chat_template_kwargs
+
+
+# An answer may have hundreds of thousands of these: a model of pydantic takes ten times the memory.
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(APIResponse):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class FunctionCall(APIResponse):
+    name: str
+    arguments: str
+
+
+class ToolCall(APIResponse):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ToolCallChunk(ToolCall):
+    index: int
+
+
+class ChatMessage(APIResponse):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(APIResponse):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(GenerationResponse):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatDelta(APIResponse):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallChunk] | None = None
+
+
+class ChatChunkChoice(APIResponse):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(GenerationResponse):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None

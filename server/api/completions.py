@@ -1,0 +1,152 @@
+"""POST /v1/completions."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http.api_keys import request_key
+from ..http.errors import invalid_value, unsupported
+from ..text.detokenizer import Detokenizer
+from .answer import MIN_LOGPROB, Answer
+from .generation import Delta, Token
+from .protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from .service import Service
+
+
+async def create_completion(service: Service, body: CompletionRequest, http: Request) -> Response:
+    """Answer a completion request, as a stream or as a whole."""
+    service.check_request(body, http, num_prompts=len(body.prompts))
+    _check(body)
+    prompts = [
+        service.truncate(body, prompt, body.max_tokens)
+        for prompt in await service.tokenize(
+            body.prompts,
+            add_special_tokens=body.add_special_tokens,
+            must_fit="prompt" if body.truncate_prompt_tokens is None else None,
+        )
+    ]
+    ranks_samples = body.num_samples > body.n
+    samples = service.samples(
+        body,
+        prompts,
+        param="prompt",
+        max_tokens=body.max_tokens,
+        logprobs=0 if body.logprobs is None and ranks_samples else body.logprobs,
+        key=request_key(http),
+        told_of_prompts=[body.prompt_logprobs, body.logprobs if body.echo else None],
+        grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
+    )
+    # Off the event loop, because an echo decodes the prompts.
+    answer = await asyncio.to_thread(_CompletionAnswer, service, body, prompts)
+    return await answer.respond(http, samples)
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.num_samples < body.n:
+        raise invalid_value("best_of", f"best_of is {body.best_of}; n ({body.n}) needs as many.")
+    if body.num_samples > body.n and body.stream:
+        raise invalid_value("best_of", "best_of cannot be streamed: the best are known at the end.")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise invalid_value(
+            "max_tokens", "max_tokens must be at least 1, or 0 with echo or prompt_logprobs."
+        )
+    if body.suffix:
+        raise unsupported("suffix", "suffix is not supported: the model continues a prompt only.")
+
+
+class _CompletionAnswer(Answer):
+    def __init__(self, service: Service, body: CompletionRequest, prompts: list[list[int]]) -> None:
+        super().__init__(service, body, prompts, id_prefix="cmpl")
+        self._body = body
+        # Of each prompt, what goes before the text of its choices, and its tokens there.
+        self._echo = [""] * len(prompts)
+        self._echoed_tokens: list[list[Token]] = [[] for _ in prompts]
+        if body.echo:
+            skipped = service.tokenizer.special_ids if body.skip_special_tokens else frozenset()
+            for i, (given, prompt) in enumerate(zip(body.prompts, prompts, strict=True)):
+                text, tokens = _decoded(service, prompt, skipped)
+                if isinstance(given, str) and body.truncate_prompt_tokens is None:
+                    text = given
+                self._echo[i], self._echoed_tokens[i] = text, tokens
+
+    def _answer(self, choices: list[Any]) -> Completion:
+        return Completion(object="text_completion", choices=choices, **self._head)
+
+    def _choices(self, delta: Delta, *, first: bool) -> list[CompletionChoice]:
+        prompt_index = delta.index // self._n
+        choice = CompletionChoice(
+            index=delta.index,
+            text=self._echo[prompt_index] + delta.text if first else delta.text,
+            logprobs=None if self._body.logprobs is None else self._logprobs(delta, first=first),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        if not self._stream:  # as vLLM's clients look for them
+            choice.token_ids = choice.prompt_token_ids = choice.prompt_logprobs = None
+        if self._body.return_token_ids:
+            choice.token_ids = [token.id for token in delta.tokens]
+            if first:
+                choice.prompt_token_ids = self._prompts[prompt_index]
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = self._prompt_logprobs(delta, self._body.prompt_logprobs)
+        return [choice]
+
+    def _logprobs(self, delta: Delta, *, first: bool) -> CompletionLogprobs:
+        """Of the new tokens, behind those of the prompt where it is echoed."""
+        tokens: list[Token] = []
+        if self._body.echo and first:
+            echoed = self._echoed_tokens[delta.index // self._n]
+            tokens += (
+                replace(token, logprobs=entry)
+                for token, entry in zip(echoed, [None, *delta.prompt_logprobs], strict=True)
+            )
+        num_echoed_chars = len(self._echo[delta.index // self._n])
+        tokens += (
+            replace(token, text_offset=num_echoed_chars + token.text_offset)
+            for token in delta.tokens
+        )
+        return CompletionLogprobs(
+            text_offset=[token.text_offset for token in tokens],
+            token_logprobs=[
+                None if token.logprobs is None else max(token.logprobs.logprob, MIN_LOGPROB)
+                for token in tokens
+            ],
+            tokens=[self._token_text(token.id) for token in tokens],
+            top_logprobs=[self._alternatives(token) for token in tokens],
+        )
+
+    def _alternatives(self, token: Token) -> dict[str, float] | None:
+        """By text, the token itself first; ids stand for texts that several tokens have.
+
+        Clients call a token greedy if no value here is above its own.
+        """
+        if token.logprobs is None:
+            return None
+        entries = {self._token_text(token.id): max(token.logprobs.logprob, MIN_LOGPROB)}
+        for token_id, logprob in token.logprobs.top[: self._body.logprobs]:
+            if token_id != token.id:
+                text = self._token_text(token_id)
+                name = f"token_id:{token_id}" if text in entries else text
+                entries[name] = max(logprob, MIN_LOGPROB)
+        return entries
+
+
+def _decoded(
+    service: Service, prompt: list[int], skipped_ids: frozenset[int]
+) -> tuple[str, list[Token]]:
+    """A prompt's text, and where in it each of its tokens begins."""
+    detokenizer = Detokenizer(service.tokenizer, [], skipped_ids=skipped_ids)
+    tokens, pieces, num_chars = [], [], 0
+    for token_id in prompt:
+        tokens.append(Token(token_id, num_chars, None))
+        pieces.append(detokenizer.push(token_id))
+        num_chars += len(pieces[-1])
+    return "".join([*pieces, detokenizer.flush()]), tokens

@@ -1,0 +1,197 @@
+"""What fields of requests are made of: types that check and bound what comes."""
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
+from typing_extensions import TypeAliasType
+
+from ..config.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
+from ..http.errors import cut
+
+MAX_STOP_CHARS = 1024
+MAX_INT = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_BAD_WORD_CHARS = 256
+MAX_CACHE_SALT_CHARS = 1024
+MAX_LOGITS_PROCESSORS = 16
+MAX_NAME_CHARS = 64  # of an unknown field, that are shown
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _whole_number(value: object) -> object:
+    """JSON knows one kind of number, of any size: 16.0 is an integer, and 2**64 none of ours."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and value > MAX_INT:
+        raise PydanticKnownError("less_than_equal", {"le": MAX_INT})
+    if isinstance(value, int) and value < -MAX_INT - 1:
+        raise PydanticKnownError("greater_than_equal", {"ge": -MAX_INT - 1})
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_whole_number)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+# Lists and dicts stop at their first wrong item: a body of 4 MB has room for millions, and each
+# error that pydantic collects takes a kilobyte. Named, because a bare FailFast cannot be part of a
+# union.
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType(
+    "TokenIds", Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1)]
+)
+TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
+StopStrings = TypeAliasType(
+    "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
+)
+
+
+def _token_key(key: object) -> object:
+    """Keys of JSON objects are texts, also those that are token ids."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+LogitBias = TypeAliasType(
+    "LogitBias",
+    Annotated[
+        dict[Annotated[int, BeforeValidator(_token_key), Field(ge=0)], float],
+        FailFast(),
+        Field(
+            max_length=MAX_LOGIT_BIAS,
+            json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+        ),
+    ],
+)
+BadWords = TypeAliasType(
+    "BadWords",
+    Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+        FailFast(),
+        Field(max_length=MAX_BAD_WORDS),
+    ],
+)
+
+
+# Tags of unions stand in angle brackets: error messages leave them out of a field's path.
+def _prompt_kind(value: object) -> str | None:
+    """Judge by the first element, so that a wrong prompt is reported once, not once a kind."""
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return "<texts>"
+    return "<id_lists>" if isinstance(first, list) else "<ids>"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[TokenIdLists, Tag("<id_lists>")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="expected a string, a list of strings, a list of token ids, or a "
+        "list of lists of token ids",
+    ),
+]
+
+
+def _describe_fields(schema: dict[str, Any]) -> None:
+    """Null is as good as leaving a field out; and limits of optional numbers have names in JSON."""
+    for name, field in schema.get("properties", {}).items():
+        variants = field.get("anyOf", [])
+        for variant in variants:
+            for ours, theirs in (("ge", "minimum"), ("le", "maximum")):
+                if ours in variant:
+                    variant[theirs] = variant.pop(ours)
+        if name not in schema.get("required", ()) and {"type": "null"} not in variants:
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+
+
+class UnknownField(NamedTuple):
+    """A field that no part of the API knows, by its path in the body."""
+
+    path: str
+    nearest: str | None  # of the names that are known in its place
+
+
+class APIRequest(BaseModel):
+    """Fields keep their JSON types, null stands for a default, unknown fields are kept aside."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_describe_fields
+    )
+
+    # Fields that others know in such an object, and that ask for nothing here.
+    ignored_fields: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        if cls.model_config["extra"] == "forbid":
+            # Not left to pydantic, which would tell of each of a million unknown fields.
+            for unknown in unknown_names(given, _known_names(cls)):
+                raise ValueError(f"no such field: {unknown.path}{did_you_mean(unknown)}")
+        return given
+
+    def unknown_fields(
+        self, path: str = "", ignored: frozenset[str] = frozenset()
+    ) -> Iterator[UnknownField]:
+        """What was sent in this object, which is at `path`, or inside it, and nobody knows."""
+        ignored |= self.ignored_fields
+        yield from unknown_names(self.model_extra or (), _known_names(type(self)), ignored, path)
+        yield from self._unknown_inside(path)
+
+    def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, APIRequest):
+                yield from value.unknown_fields(f"{path}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], APIRequest):
+                for i, item in enumerate(value):
+                    yield from item.unknown_fields(f"{path}{name}[{i}].")
+
+
+def unknown_names(
+    given: Iterable[str],
+    known: frozenset[str],
+    ignored: frozenset[str] = frozenset(),
+    path: str = "",
+) -> Iterator[UnknownField]:
+    """Those of the given names that are neither known nor ignored, fit to be told: escaped, cut."""
+    for name in given:
+        if name not in known and name not in ignored:
+            nearest = difflib.get_close_matches(name[:MAX_NAME_CHARS], known, n=1)
+            yield UnknownField(path + _shown(name), nearest[0] if nearest else None)
+
+
+def did_you_mean(unknown: UnknownField) -> str:
+    return f" (did you mean {unknown.nearest}?)" if unknown.nearest else ""
+
+
+@functools.cache
+def _known_names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+def _shown(name: str) -> str:
+    """A name of the client's own making, safe in headers and log lines."""
+    return name if _PLAIN_NAME.fullmatch(name) else ascii(cut(name, MAX_NAME_CHARS))

@@ -1,0 +1,234 @@
+"""From the engine's tokens to text: what every endpoint that generates is built on."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
+from outrider.engine.processes.client import EngineClient, OutputStream
+
+from ..http.errors import dead_end, internal_error, timed_out, unavailable
+from ..observe.acceptance import Acceptance
+from ..observe.metrics import Metrics
+from ..text.detokenizer import Detokenizer, StopStrings
+from ..text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How the tokens of a request become text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    detokenize: bool = True
+    skipped_ids: frozenset[int] = frozenset()  # special tokens that are no text
+    spaces_between_special: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One emitted token; `text_offset` counts the characters of its sequence before it."""
+
+    id: int
+    text_offset: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What has been added to one sequence: text, and the tokens that it came from."""
+
+    index: int
+    text: str
+    tokens: list[Token]
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None
+    completion_tokens: int  # of this sequence, so far
+    cached_tokens: int  # of its prompt
+    prompt_logprobs: Sequence[TokenLogprobs]  # from the prompt's second token on, if asked for
+
+
+class Sample:
+    """One sequence of a request, on its way from token ids to text.
+
+    A stop string ends it behind the token that completes the string: tokens that the same step
+    brought after it are dropped, so that a speculative step ends where a plain one would.
+    """
+
+    def __init__(
+        self, index: int, request: NewRequest, tokenizer: Tokenizer, options: TextOptions
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.finished = False
+        self.acceptance = Acceptance()
+        self._options = options
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            request.prompt_token_ids,
+            skipped_ids=options.skipped_ids,
+            spaces_between_special=options.spaces_between_special,
+        )
+        self._stops = StopStrings(options.stop, include=options.include_stop)
+        self.queue_s = 0.0
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._pending: list[Token] = []  # taken, but their text is held back
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    def take(self, output: RequestOutput) -> Delta | None:
+        """Add a step's tokens; None where they have nothing to show yet."""
+        self.acceptance.observe(output)
+        self.queue_s = output.queue_s
+        self._prompt_logprobs += output.prompt_logprobs or ()
+        shown: list[str] = []
+        logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
+        last = len(output.token_ids) - 1
+        for position, (token_id, entry) in enumerate(zip(output.token_ids, logprobs, strict=True)):
+            self._num_tokens += 1
+            self._pending.append(Token(token_id, self._num_chars, entry))
+            hidden = (
+                output.stop_token_id is not None
+                and position == last
+                and not self._options.include_stop
+            )
+            if self._options.detokenize and not hidden:
+                shown.append(self._match(self._detokenizer.push(token_id)))
+            if self._stops.matched is not None:
+                break
+        else:
+            if output.finish_reason is not None:
+                shown.append(self._match(self._detokenizer.flush()))
+                shown.append(self._stops.flush())
+        return self._delta("".join(shown), output)
+
+    def _match(self, text: str) -> str:
+        self._num_chars += len(text)
+        may_stop = self._num_tokens > self.request.params.min_tokens
+        return self._stops.push(text, may_stop=may_stop)
+
+    def _delta(self, text: str, output: RequestOutput) -> Delta | None:
+        finish_reason: Literal["stop", "length"] | None = None
+        stop_reason: int | str | None = None
+        if self._stops.matched is not None:
+            finish_reason, stop_reason = "stop", self._stops.matched
+        elif output.finish_reason is not None:
+            finish_reason = "length" if output.finish_reason == "length" else "stop"
+            if output.stop_token_id in self.request.params.stop_token_ids:
+                stop_reason = output.stop_token_id
+        self.finished = finish_reason is not None
+        has_tokens = bool(self._pending) and not self._options.detokenize
+        if not (text or has_tokens or self.finished):
+            return None
+        tokens, self._pending = self._pending, []
+        return Delta(
+            index=self.index,
+            text=text,
+            tokens=tokens,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            completion_tokens=self._num_tokens,
+            cached_tokens=output.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+
+class Generation:
+    """The samples of one request, admitted by the engine; iterate once, and always `aclose`."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        outputs: OutputStream,
+        samples: Sequence[Sample],
+        clock: "_Clock",
+        timeout_s: float | None,
+    ) -> None:
+        self._client = client
+        self._outputs = outputs
+        self._timeout_s = timeout_s or 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.Task[None] | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+        self._samples = {sample.request.request_id: sample for sample in samples}
+        self._clock = clock
+
+    @classmethod
+    async def start(
+        cls,
+        client: EngineClient,
+        samples: Sequence[Sample],
+        metrics: Metrics,
+        timeout_s: float | None,
+    ) -> "Generation":
+        """Submit all samples together; raises what `EngineClient.generate` raises."""
+        clock = _Clock(metrics)
+        outputs = await client.generate([sample.request for sample in samples])
+        return cls(client, outputs, samples, clock, timeout_s)
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """From submission to the first token of any sample."""
+        return self._clock.first_token_s
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas of all samples, as they come; raises APIError or EngineUnavailableError."""
+        unfinished = len(self._samples)
+        async for output in self._outputs:
+            if output.finish_reason == "error":
+                error = dead_end if output.is_dead_end else internal_error
+                raise error(output.error or "The engine failed on this request.")
+            sample = self._samples[output.request_id]
+            if sample.finished:
+                continue
+            if output.finish_reason == "abort" and self._expiry is not None:
+                raise timed_out(self._timeout_s)
+            if output.finish_reason == "abort":
+                raise unavailable("The server stopped this request.", code="aborted")
+            self._clock.tick(output)
+            delta = sample.take(output)
+            if sample.finished:
+                unfinished -= 1
+                if output.finish_reason is None and unfinished:
+                    await self._client.abort([output.request_id])
+            if delta is not None:
+                yield delta
+            if not unfinished:
+                return
+        if unfinished:
+            raise internal_error("The engine ended this request before it was finished.")
+
+    async def aclose(self) -> None:
+        """Abort what the engine still has of this request."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._outputs.aclose()
+
+    def _expire(self) -> None:
+        self._expiry = asyncio.create_task(self._client.abort(list(self._samples)))
+
+
+class _Clock:
+    """Measures when tokens come."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start_s = time.perf_counter()
+        self._last_s: dict[str, float] = {}
+        self.first_token_s: float | None = None
+
+    def tick(self, output: RequestOutput) -> None:
+        if not output.token_ids:
+            return
+        now_s = time.perf_counter()
+        last_s = self._last_s.get(output.request_id)
+        if self.first_token_s is None:
+            self.first_token_s = now_s - self._start_s
+        if last_s is None:
+            self._metrics.time_to_first_token.observe(now_s - self._start_s)
+        else:
+            self._metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
+        self._last_s[output.request_id] = now_s

@@ -1,0 +1,267 @@
+"""The JSON of the OpenAI API, as this server reads and writes it."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from typing_extensions import TypeAliasType
+
+from outrider.engine.api import Verification
+
+from ..config.server_settings import MAX_STOP_TOKEN_IDS
+from ..grammar.structured_outputs import ResponseFormat, StructuredOutputs
+from .fields import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGITS_PROCESSORS,
+    MAX_LOGPROBS,
+    APIRequest,
+    BadWords,
+    Int,
+    LogitBias,
+    Prompt,
+    StopString,
+    StopStrings,
+    TokenIds,
+)
+
+
+class StreamOptions(APIRequest):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class Speculation(APIRequest):
+    """Speculation for one request: it changes how fast the answer comes, not what it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = True
+    num_speculative_tokens: Int | None = Field(default=None, ge=0)
+    verification: Verification | None = None
+    metrics: bool | None = None  # tell how many drafts were accepted; None: as the server is set
+
+
+class LogitsProcessor(APIRequest):
+    """A processor that the operator has registered, and what it is made with."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1)
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+def _by_name(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+LogitsProcessors = TypeAliasType(
+    "LogitsProcessors",
+    Annotated[
+        list[Annotated[LogitsProcessor, BeforeValidator(_by_name)]],
+        FailFast(),
+        Field(max_length=MAX_LOGITS_PROCESSORS),
+    ],
+)
+
+
+class SamplingFields(APIRequest):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: Int = Field(default=1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: Int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords = Field(default_factory=list)
+    min_tokens: Int = Field(default=0, ge=0)
+    logits_processors: LogitsProcessors = Field(default_factory=list)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    seed: Int | None = None
+    stop: StopString | StopStrings = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Int], FailFast()] = Field(
+        default_factory=list, max_length=MAX_STOP_TOKEN_IDS
+    )
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
+    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    priority: Int = 0
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    speculation: Speculation = Speculation()
+    user: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that each prompt is continued by."""
+        return self.n
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_obfuscation(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_obfuscation
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and (
+            self.stream_options is not None and self.stream_options.continuous_usage_stats
+        )
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Prompt
+    max_tokens: Int = Field(default=16, ge=0)
+    logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    best_of: Int | None = Field(default=None, ge=1)
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one: texts, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorBody
+
+
+class APIResponse(BaseModel):
+    """Written without the fields that were never set; None that was set is null."""
+
+    def to_json(self) -> str:
+        return self.model_dump_json(exclude_unset=True)
+
+
+class PromptTokensDetails(APIResponse):
+    cached_tokens: int
+
+
+class Usage(APIResponse):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class SpeculationMetrics(APIResponse):
+    """How the drafts of a sequence fared; steps without drafts are not counted."""
+
+    mean_acceptance_length: float  # tokens a step, the recovered or bonus token among them
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # [k + 1], index j: steps that accepted j drafts
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # k
+
+
+class RequestMetrics(APIResponse):
+    speculative_decoding: SpeculationMetrics
+
+
+class GenerationResponse(APIResponse):
+    """A whole answer, or one chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | None = None
+    metrics: RequestMetrics | None = None
+    obfuscation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:  # of which an answer may have hundreds of thousands
+    logprob: float
+    rank: int  # 1 is the most likely
+    decoded_token: str
+
+
+# By position, the prompt's token and the alternatives asked for, by token id; nothing tells of the
+# first token.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class CompletionLogprobs(APIResponse):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(APIResponse):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(GenerationResponse):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class Model(APIResponse):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(APIResponse):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(APIResponse):
+    status: str  # ok, draining, or the engine's state
+    reason: str | None = None

@@ -1,0 +1,104 @@
+"""From a request's fields to the engine's sampling parameters."""
+
+import secrets
+
+from outrider.engine.api import MAX_REPETITION_PENALTY, ProcessorChoice, SamplingParams
+
+from ..http.errors import cut, invalid_value
+from ..text.tokenizer import Tokenizer
+from .protocol import SamplingFields
+
+_MASK = 2**64 - 1
+
+# The limit of a smaller top_p is the best token alone, and no vocabulary is so large and flat
+# that this would let in a second one.
+MIN_TOP_P = 1e-7
+MAX_LOGIT_BIAS = 100.0  # bans or forces already; OpenAI's range
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The 64-bit seed of one of n samples: the first has the request's own.
+
+    The others take SplitMix64's output function (Steele et al., OOPSLA 2014) of both numbers.
+    """
+    return seed if sample == 0 else _mix(_mix(seed) ^ sample)
+
+
+def request_seed(seed: int | None) -> int:
+    """A request's seed as an unsigned number; a new one if it has none."""
+    return secrets.randbits(64) if seed is None else seed & _MASK
+
+
+def sampling_params(
+    fields: SamplingFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    seed: int,
+    bad_words: tuple[tuple[int, ...], ...],
+    grammar: str | None = None,
+) -> SamplingParams:
+    speculation = fields.speculation
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=fields.temperature,
+        top_k=max(fields.top_k, 0),
+        top_p=max(fields.top_p, MIN_TOP_P),
+        min_p=fields.min_p,
+        seed=seed,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=_clamp(
+            fields.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        ),
+        logit_bias={
+            token_id: _clamp(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            for token_id, bias in fields.logit_bias.items()
+        },
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+        bad_words=bad_words,
+        min_tokens=fields.min_tokens,
+        logits_processors=tuple(
+            ProcessorChoice(processor.name, processor.args)
+            for processor in fields.logits_processors
+        ),
+        stop_token_ids=tuple(fields.stop_token_ids),
+        ignore_eos=fields.ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
+        verification=speculation.verification or ("match" if fields.seed is not None else None),
+        grammar=grammar,
+    )
+
+
+def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of words, at the start of a text and behind a space.
+
+    vLLM takes the second form only where it is as long as the first, which lets a word through
+    that is one token behind a space and several without. Raises APIError for a word without tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for space in ("", " ")
+        )
+        if not bare:
+            raise invalid_value("bad_words", f"The bad word {cut(word)!r} has no tokens.")
+        sequences[bare] = None
+        if spaced[-len(bare) :] != bare:  # else the first form bans it already
+            sequences[spaced] = None
+    return tuple(sequences)
+
+
+def _clamp(value: float, lowest: float, highest: float) -> float:
+    return min(max(value, lowest), highest)
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,289 @@
+"""What all endpoints that generate share: the engine, the tokenizer, the limits."""
+
+import asyncio
+import ctypes
+import uuid
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from outrider.engine.api import EngineInfo, NewRequest
+from outrider.engine.processes.client import EngineClient, EngineUnavailableError
+
+from ..config.server_settings import ServerSettings
+from ..grammar.structured_outputs import GrammarChecker
+from ..http.api_keys import request_key
+from ..http.errors import (
+    context_length_exceeded,
+    forbidden,
+    invalid_value,
+    model_not_found,
+)
+from ..observe.metrics import Metrics
+from ..text.message_format import MessageFormat
+from ..text.tokenizer import Tokenizer
+from .answer_size import check_answer_size
+from .fields import APIRequest
+from .generation import Sample, TextOptions
+from .protocol import SamplingFields
+from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
+from .unknown_fields import check_unknown_fields
+
+# Below this many characters, tokenizing is quicker than handing it to a thread.
+INLINE_CHARS = 2048
+# Above so many, texts are tokenized one after the other: each takes a hundred times its size.
+LARGE_CHARS = 2**18
+
+
+def give_memory_back() -> None:
+    """Of what a large text took, glibc would keep half a gigabyte for the next one."""
+    with suppress(AttributeError):  # other libraries have no such call
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    client: EngineClient
+    tokenizer: Tokenizer
+    metrics: Metrics
+    message_format: MessageFormat
+    grammars: GrammarChecker
+    model_name: str
+    settings: ServerSettings
+    priority_keys: frozenset[str] | None  # digests of keys that may set it; None: no keys at all
+    large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """Raises EngineUnavailableError until the engine has been up."""
+        if self.client.info is None:
+            raise EngineUnavailableError(self.client.status_reason or "The engine is starting.")
+        return self.client.info
+
+    def check_model(self, given: str | None) -> None:
+        """Raise APIError for another model's name; without one, there is no doubt."""
+        if given and given != self.model_name:
+            raise model_not_found(given, self.model_name)
+
+    def check_fields(self, body: APIRequest, model: str | None, http: Request) -> None:
+        """Refuse another model's name and what is not served; raises APIError."""
+        self.check_model(model)
+        check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
+
+    def check_request(self, fields: SamplingFields, http: Request, *, num_prompts: int) -> None:
+        """Refuse what can be told before there are prompts; raises APIError."""
+        self.check_fields(fields, fields.model, http)
+        if fields.priority and not self._may_set_priority(http):
+            raise forbidden(
+                "priority",
+                "priority may be set with some API keys only (server.priority_api_keys), and this "
+                "is none of them: leave it out.",
+            )
+        name, n = (
+            ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)
+        )
+        if num_prompts * n > self.settings.max_prompts_times_n:
+            raise invalid_value(
+                name,
+                f"{num_prompts} prompts times {name} = {n} are {num_prompts * n} sequences; this "
+                f"server takes at most {self.settings.max_prompts_times_n} a request "
+                "(server.max_prompts_times_n).",
+            )
+        if fields.stop_strings and not fields.detokenize:
+            raise invalid_value(
+                "stop", "stop strings are found in text: they need detokenize: true."
+            )
+        if fields.prompt_logprobs is not None and fields.stream:
+            raise invalid_value("prompt_logprobs", "prompt_logprobs cannot be streamed.")
+        if fields.truncate_prompt_tokens == 0:
+            raise invalid_value(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens must be at least 1, or -1 for as many as fit.",
+            )
+        for param, given, limit in (
+            ("stop", fields.stop_strings, "max_stop_strings"),
+            ("stop_token_ids", fields.stop_token_ids, "max_stop_token_ids"),
+            ("logit_bias", fields.logit_bias, "max_logit_bias"),
+            ("bad_words", fields.bad_words, "max_bad_words"),
+        ):
+            if len(given) > (most := getattr(self.settings, limit)):
+                raise invalid_value(
+                    param,
+                    f"{param} has {len(given)} entries; this server takes at most {most} "
+                    f"(server.{limit}).",
+                )
+        if fields.stream_options is not None and not fields.stream:
+            raise invalid_value("stream_options", "stream_options needs stream: true.")
+
+    async def tokenize(
+        self,
+        prompts: list[str] | list[list[int]],
+        *,
+        add_special_tokens: bool,
+        must_fit: str | None = None,
+    ) -> list[list[int]]:
+        """Token ids of texts, off the event loop where it would hold others up; ids as they are.
+
+        `must_fit` names the field that they come from: raises APIError at once if a text is longer
+        than any that fits into the context.
+        """
+        if must_fit is not None:
+            self._check_length(prompts, param=must_fit)
+
+        def encode() -> list[list[int]]:
+            return [
+                self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        num_chars = sum(map(len, prompts))
+        if num_chars < INLINE_CHARS:
+            return encode()
+        if num_chars < LARGE_CHARS:
+            return await asyncio.to_thread(encode)
+        async with self.large_texts:
+            try:
+                return await asyncio.to_thread(encode)
+            finally:
+                give_memory_back()
+
+    def truncate(self, fields: SamplingFields, prompt: list[int], max_tokens: int) -> list[int]:
+        """The tokens of a prompt that the request wants kept: the last ones, or the first."""
+        limit = fields.truncate_prompt_tokens
+        if limit == -1:
+            limit = max(1, self.engine_info.max_model_len - max(1, max_tokens))
+        if limit is None:
+            return prompt
+        return prompt[:limit] if fields.truncation_side == "right" else prompt[-limit:]
+
+    def samples(
+        self,
+        fields: SamplingFields,
+        prompts: list[list[int]],
+        *,
+        param: str,
+        max_tokens: int,
+        logprobs: int | None,
+        told_of_prompts: Sequence[int | None],
+        key: str | None,
+        grammar: str | None = None,
+        shown_special_ids: frozenset[int] = frozenset(),
+    ) -> list[Sample]:
+        """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
+        `told_of_prompts` are numbers of alternatives, as in `check_answer_size`; `key` is the
+        digest of the API key;
+        `shown_special_ids` are part of the text in every case.
+
+        Raises APIError for what the engine could never run.
+        """
+        for prompt in prompts:
+            self._check_prompt(prompt, param=param, max_tokens=max_tokens)
+        self.check_token_ids(fields.stop_token_ids, "stop_token_ids")
+        self.check_token_ids(fields.logit_bias, "logit_bias")
+        self.check_token_ids(fields.allowed_token_ids or (), "allowed_token_ids")
+        if fields.min_tokens > max_tokens:
+            raise invalid_value(
+                "min_tokens",
+                f"min_tokens is {fields.min_tokens}, above max_tokens ({max_tokens}).",
+            )
+        options = TextOptions(
+            stop=fields.stop_strings,
+            include_stop=fields.include_stop_str_in_output,
+            detokenize=fields.detokenize,
+            spaces_between_special=fields.spaces_between_special_tokens,
+            skipped_ids=(
+                self.tokenizer.special_ids - shown_special_ids
+                if fields.skip_special_tokens
+                else frozenset()
+            ),
+        )
+        seed = request_seed(fields.seed)
+        bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
+        check_answer_size(
+            self.settings.max_answer_bytes,
+            fields,
+            prompts,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            told_of_prompts=told_of_prompts,
+            bad_words=bad_words,
+        )
+        prompt_logprobs = max((num for num in told_of_prompts if num is not None), default=None)
+        params = [
+            sampling_params(
+                fields,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                seed=sample_seed(seed, i),
+                bad_words=bad_words,
+                grammar=grammar,
+            )
+            for i in range(fields.num_samples)
+        ]
+        unique = uuid.uuid4().hex
+        return [
+            Sample(
+                index,
+                NewRequest(
+                    request_id=f"{unique}-{index}",
+                    prompt_token_ids=prompts[index // fields.num_samples],
+                    params=params[index % fields.num_samples],
+                    priority=fields.priority,
+                    cache_salt=self._cache_salt(fields, key),
+                ),
+                self.tokenizer,
+                options,
+            )
+            for index in range(len(prompts) * fields.num_samples)
+        ]
+
+    def _may_set_priority(self, http: Request) -> bool:
+        return self.priority_keys is None or request_key(http) in self.priority_keys
+
+    def _cache_salt(self, fields: SamplingFields, key: str | None) -> str:
+        """What requests must have in common to share cached prefixes."""
+        given = fields.cache_salt or ""
+        if key is None or self.settings.share_cache_between_keys:
+            return given
+        return f"{key}:{given}"  # digests are of one length: no key can name another's salt
+
+    def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
+        vocab_size = self.engine_info.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise invalid_value(
+                    param,
+                    f"Token id {token_id} is out of vocabulary: there are {vocab_size} tokens, "
+                    f"0 to {vocab_size - 1}.",
+                )
+
+    def _check_length(self, prompts: list[str] | list[list[int]], *, param: str) -> None:
+        max_model_len = self.engine_info.max_model_len
+        for prompt in prompts:
+            tokens = len(prompt) // self.tokenizer.longest_token  # at least
+            if isinstance(prompt, str) and tokens > max_model_len:
+                raise context_length_exceeded(
+                    max_model_len=max_model_len,
+                    prompt_tokens=tokens,
+                    max_tokens=0,
+                    param=param,
+                    at_least=True,
+                )
+
+    def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:
+        if not prompt:
+            raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
+        max_tokens = max(1, max_tokens)  # the engine draws one in any case
+        if len(prompt) + max_tokens > self.engine_info.max_model_len:
+            raise context_length_exceeded(
+                max_model_len=self.engine_info.max_model_len,
+                prompt_tokens=len(prompt),
+                max_tokens=max_tokens,
+                param=param,
+            )
+        self.check_token_ids(prompt, param)

@@ -1,0 +1,82 @@
+"""Work that ends with its client, awaited as a whole or sent as server-sent events."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..http.errors import from_exception
+
+log = logging.getLogger("outrider.server.api.streaming")
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await the work; if the client leaves first, cancel it and raise ClientDisconnect.
+
+    The request's body must have been read.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from JSON texts, closed by `[DONE]` only if all went well.
+
+    A failure under way becomes a last event with an error body. `close` is awaited at the end in
+    every case, also if the client leaves before the first event is asked for.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_all(scope, send))
+        except ClientDisconnect:
+            scope["state"]["outcome"] = "disconnected"
+        finally:
+            await self._close()
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        async def send_event(data: str) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await send_event(event)
+            await send_event("[DONE]")
+        except Exception as error:
+            answer = from_exception(error)
+            if answer.status_code == 500 and answer is not error:
+                log.exception("a stream failed")
+            scope["state"]["outcome"] = "error"
+            await send_event(json.dumps(answer.body()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

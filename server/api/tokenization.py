@@ -1,0 +1,91 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: for clients without a tokenizer."""
+
+import asyncio
+from typing import Annotated, Any
+
+from pydantic import Discriminator, FailFast, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .chat import chat_prompt
+from .chat_protocol import ChatFields
+from .fields import APIRequest
+from .protocol import APIResponse
+from .service import Service
+
+
+class TokenizeOptions(APIRequest):
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class TokenizePrompt(TokenizeOptions):
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeChat(TokenizeOptions, ChatFields):
+    """A chat, as /v1/chat/completions would make a prompt of it."""
+
+
+def _tokenize_kind(value: object) -> str:
+    return "<chat>" if isinstance(value, dict) and value.get("messages") is not None else "<prompt>"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizePrompt, Tag("<prompt>")] | Annotated[TokenizeChat, Tag("<chat>")],
+    Discriminator(_tokenize_kind),
+]
+
+
+class TokenizeResponse(APIResponse):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(APIRequest):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+
+
+class DetokenizeResponse(APIResponse):
+    prompt: str
+
+
+async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Response:
+    service.check_fields(body, body.model, http)
+    if isinstance(body, TokenizeChat):
+        tokens = (await chat_prompt(service, body, body.tools, body.chat_template_kwargs)).token_ids
+    else:
+        (tokens,) = await service.tokenize(
+            [body.prompt], add_special_tokens=body.add_special_tokens
+        )
+
+    def write() -> bytes:
+        answer = TokenizeResponse(
+            count=len(tokens),
+            max_model_len=service.engine_info.max_model_len,
+            tokens=tokens,
+            token_strs=service.tokenizer.pieces(tokens) if body.return_token_strs else None,
+        )
+        return answer.to_json().encode()
+
+    # Off the event loop, because a body has room for millions of tokens.
+    return Response(await asyncio.to_thread(write), media_type="application/json")
+
+
+async def detokenize(
+    service: Service, body: DetokenizeRequest, http: Request
+) -> DetokenizeResponse:
+    """The text of token ids, special tokens among it."""
+    service.check_fields(body, body.model, http)
+    service.check_token_ids(body.tokens, "tokens")
+    text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeResponse(prompt=text)
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """What a tokenizer_config.json would tell about the target's tokenizer."""
+    return service.tokenizer.info | {"model_max_length": service.engine_info.max_model_len}

@@ -1,0 +1,87 @@
+"""What becomes of fields that are not served: refused, ignored, or named as unknown."""
+
+import logging
+from collections.abc import Mapping
+from itertools import islice
+
+from starlette.requests import Request
+
+from ..http.errors import APIError, cut, unsupported
+from .fields import APIRequest, UnknownField, did_you_mean
+
+log = logging.getLogger("outrider.server.requests")
+
+MAX_NAMED = 8  # a body has room for a million
+
+# Parameters that are known and not served yet, with the values that ask for nothing.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "logprob_token_ids": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_embeds": (),
+    "stop_regex": (),
+    "structural_tag": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# How other servers are asked to follow a grammar.
+OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
+# OpenAI's own, about its accounts, its records and its caches: no answer here depends on them.
+IGNORED = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+
+def check_unknown_fields(body: APIRequest, http: Request, *, refuse: bool) -> None:
+    """Refuse what would change the answer if it were served; raises APIError.
+
+    Of a field that nobody knows, the log tells, and a header of the answer (`RequestId` writes it);
+    or it is refused, too.
+    """
+    for name, value in (body.model_extra or {}).items():
+        if name.startswith("guided_") or name in OTHER_GRAMMARS:
+            name = cut(name)
+            raise unsupported(
+                name,
+                f"{name} is no parameter of this API, and is not ignored: use "
+                "structured_outputs or response_format.",
+            )
+        if name in NEUTRAL_VALUES and value not in NEUTRAL_VALUES[name]:
+            raise unsupported(name, f"{name} is not supported by this server: leave it out.")
+    known = IGNORED | NEUTRAL_VALUES.keys()
+    unknown = list(islice(body.unknown_fields(ignored=known), MAX_NAMED))
+    if unknown and refuse:
+        raise _refused(unknown[0])
+    if unknown:
+        http.state.unknown_fields = [field.path for field in unknown]
+        told = ", ".join(field.path + did_you_mean(field) for field in unknown)
+        log.info("unknown fields are ignored: %s, %s", told, http.state.request_id)
+
+
+def _refused(unknown: UnknownField) -> APIError:
+    return APIError(
+        400,
+        f"This API has no field {unknown.path}{did_you_mean(unknown)}, and this server refuses "
+        "what it does not know (server.unknown_fields): leave it out.",
+        code="unknown_parameter",
+        param=unknown.path,
+    )

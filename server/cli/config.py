@@ -1,0 +1,94 @@
+"""`outrider config`: the effective settings, or a commented sample of all of them."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+
+from ..config.settings import Settings
+from ..config.settings_loader import SettingsError, load_settings
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", help="TOML file of settings, or the name of one of ours: `qwen3-8b`."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; repeatable."),
+]
+
+
+def settings_or_exit(
+    config: Path | None, assignments: list[str] | None, flags: dict[str, object] | None = None
+) -> Settings:
+    """Load the settings of a command; where they are wrong, say why and exit with 2."""
+    try:
+        return load_settings(config, assignments or (), flags)
+    except SettingsError as error:
+        typer.echo(f"outrider: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def config_command(
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Print every setting, described, at its default.")
+    ] = False,
+) -> None:
+    """Print the effective settings as TOML."""
+    if example:
+        typer.echo(to_toml(Settings(), described=True), nl=False)
+    else:
+        typer.echo(to_toml(settings_or_exit(config, assignments)), nl=False)
+
+
+def to_toml(settings: Settings, *, described: bool = False) -> str:
+    """Settings as a TOML file that loads to the same settings; api keys are masked.
+
+    What is unset appears as a comment, since TOML has no null.
+    """
+    parts = []
+    for section_name in Settings.model_fields:
+        section: BaseModel = getattr(settings, section_name)
+        lines = [f"[{section_name}]"]
+        if described:
+            lines = [f"# {(type(section).__doc__ or '').strip()}", *lines]
+        schemas = type(section).model_json_schema()["properties"]
+        for name, value in section.model_dump(mode="json").items():
+            if described:
+                lines += _comment(schemas[name])
+            lines.append(f"# {name} is unset" if value is None else f"{name} = {_to_toml(value)}")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _to_toml(value: object) -> str:
+    """A scalar or list; JSON writes those as TOML does, but for the DEL character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
+def _comment(schema: dict[str, Any]) -> list[str]:
+    lines = ["", "#"]
+    for word in f"{schema['description']}{_limits(schema)}".split():
+        if len(lines[-1]) + len(word) >= 100:
+            lines.append("#")
+        lines[-1] += f" {word}"
+    return lines
+
+
+def _limits(schema: dict[str, Any]) -> str:
+    """What is allowed, in words, from the setting's JSON schema."""
+    schema = {
+        key: value for part in schema.get("anyOf", []) for key, value in part.items()
+    } | schema
+    if "enum" in schema:
+        return f" One of: {', '.join(schema['enum'])}."
+    low = schema.get("minimum", f"more than {schema.get('exclusiveMinimum')}")
+    if "maximum" in schema:
+        return f" From {low} to {schema['maximum']}."
+    return f" At least {low}." if "minimum" in schema else ""

@@ -1,0 +1,102 @@
+"""What a person sees while the server runs: log lines, the start-up summary, the status line."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from outrider.engine.api import EngineInfo, EngineStats
+from outrider.engine.processes.client import EngineClient
+from outrider.engine.processes.log_lines import JSONFormatter, LineFormatter
+
+from ..config.settings import Settings
+
+log = logging.getLogger("outrider.server")
+
+PLAIN_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def configure_logging(level: str, log_format: str, console: Console) -> None:
+    """Log to the console: as JSON, or with colour on a terminal, else in plain lines."""
+    if log_format == "json":
+        handler: logging.Handler = logging.StreamHandler(console.file)
+        handler.setFormatter(JSONFormatter())
+    elif console.is_terminal:
+        handler = RichHandler(
+            console=console, show_path=False, log_time_format="[%X]", omit_repeated_times=False
+        )
+        handler.setFormatter(LineFormatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(LineFormatter(PLAIN_FORMAT))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(True)  # which may quote what clients send
+    logging.getLogger("outrider").setLevel(level.upper())
+
+
+def show_summary(settings: Settings, info: EngineInfo, url: str, console: Console) -> None:
+    """What came up: a table on a terminal, else log lines."""
+    rows = _summary(settings, info, url)
+    if not console.is_terminal:
+        for name, value in rows:
+            log.info("%s: %s", name, value)
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for name, value in rows:
+        table.add_row(f"[bold]{name}[/]", value)
+    console.print(table)
+
+
+def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, str]]:
+    k = info.num_speculative_tokens
+    if info.proposer is None or k == 0:
+        draft = "none: the target decodes plainly"
+    elif info.draft_dtype is None:
+        draft = f"{info.proposer}, k = {k}"
+    else:
+        draft = f"{settings.draft_model} ({info.draft_dtype}), k = {k}"
+    loaded = f"{info.load_s:.1f} s"
+    if info.device != "cpu":
+        loaded += f", of which {info.warm_up_s:.1f} s to measure memory and capture graphs"
+    cache_gib = info.cache_bytes / 2**30
+    return [
+        ("target", f"{settings.target.model} ({info.target_dtype})"),
+        ("draft", draft),
+        ("device", info.device),
+        ("pages", f"{info.num_pages} of {info.page_size_tokens} tokens ({cache_gib:.2f} GiB)"),
+        ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
+        ("loaded in", loaded),
+        ("serving", f"{settings.served_model_name} at {url}/v1"),
+    ]
+
+
+async def report_status(
+    client: EngineClient, interval_s: float, say: Callable[[str], None] = log.info
+) -> None:
+    """Say how it goes every few seconds, for as long as there is something going on."""
+    before, before_s = client.stats, time.perf_counter()
+    while True:
+        await asyncio.sleep(interval_s)
+        now, now_s = client.stats, time.perf_counter()
+        if now.num_running or now.num_waiting or now.steps != before.steps:
+            say(status_line(before, now, now_s - before_s))
+        before, before_s = now, now_s
+
+
+def status_line(before: EngineStats, now: EngineStats, elapsed_s: float) -> str:
+    """The gauges of now, and what the counters gained since before."""
+    generated = (now.generation_tokens - before.generation_tokens) / elapsed_s
+    prompt = (now.prompt_tokens - before.prompt_tokens) / elapsed_s
+    drafted = sum(now.drafted_per_position) - sum(before.drafted_per_position)
+    accepted = sum(now.accepted_per_position) - sum(before.accepted_per_position)
+    parts = [f"{now.num_running} running, {now.num_waiting} waiting", f"{generated:.1f} tokens/s"]
+    if prompt:
+        parts.append(f"{prompt:.1f} prompt tokens/s")
+    if drafted:
+        parts.append(f"{accepted / drafted:.0%} accepted")
+    parts.append(f"{now.pages_used}/{now.pages_total} pages")
+    return " | ".join(parts)

@@ -1,0 +1,194 @@
+"""`outrider evaluate`: what a pair is worth on this machine."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ..config.settings import Settings
+from .config import ConfigOption, SetOption, settings_or_exit
+from .progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from outrider.engine.api import EngineInfo, ReportProgress
+    from outrider.engine.config import EngineConfig
+
+    from ..evaluation.measure import Tallies
+    from ..text.tokenizer import Tokenizer
+
+
+def evaluate_command(
+    config: ConfigOption = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="Repeatable; left out: 0 and 0.8.")
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option("-k", min=1, help="Drafts a step to try; repeatable. Left out: 1, 2, 4, …"),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 96,
+    prompts_per_category: Annotated[
+        int | None, typer.Option(min=1, help="Take only the first ones; left out: all.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured there.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw a PNG there; needs the extra `plot`.")
+    ] = None,
+    check_exact: Annotated[
+        bool,
+        typer.Option(
+            "--check-exact",
+            help="Measure nothing: see whether greedy and seeded answers are the same to the bit "
+            "with every k, alone and all together, and show the first difference. "
+            "Exit status 1 if there is one.",
+        ),
+    ] = False,
+    assignments: SetOption = None,
+) -> None:
+    """Measure acceptance and speed of a pair, against plain decoding in the same minutes."""
+    settings = settings_or_exit(config, assignments)
+    files = [f for f in (json_file, plot_file) if f]
+    problem = _problem(settings, k, files, plot_file)
+    if check_exact and files:
+        problem = "--check-exact measures nothing that --json or --plot could keep"
+    if problem:
+        typer.echo(f"outrider: {problem}", err=True)
+        raise typer.Exit(2)
+    from outrider.engine.engine import Engine
+    from outrider.engine.models.admission import UnsupportedModelError
+    from outrider.engine.processes.client import EngineUnavailableError
+
+    from ..evaluation import exactness, measure, report
+    from ..models.pair import engine_config, prepare_pair
+    from ..models.store import ModelError
+    from ..text.tokenizer import Tokenizer
+
+    most = settings.speculation.num_speculative_tokens
+    ks: list[int | None] = [measure.PLAIN, *sorted(set(k or _powers_up_to(most)))]
+    if settings.speculation.adaptive:
+        ks.append(measure.OWN_CHOICE)
+    try:
+        with ProgressDisplay() as progress:
+            pair = prepare_pair(settings, progress)
+            tokenizer = Tokenizer.load(
+                pair.target, trust_remote_code=settings.target.trust_remote_code
+            )
+            prompts = {
+                category: [_encode(tokenizer, text) for text in texts[:prompts_per_category]]
+                for category, texts in measure.held_out_prompts().items()
+            }
+            told = engine_config(settings, pair)
+            # Measured without a prefix cache: every repetition of a prompt shall compute the same.
+            cache = replace(told.cache, prefix_caching=told.cache.prefix_caching and check_exact)
+            told = replace(told, cache=cache)
+            temperatures = temperature or [0.0, 0.8]
+            if check_exact:
+                engine = Engine(told, progress)
+                counted = partial(progress, "checking")
+                found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
+            else:
+                counted = partial(progress, "measuring")
+                info, tallies = asyncio.run(
+                    _measured(told, progress, prompts, temperatures, ks, max_tokens, counted)
+                )
+    except (
+        ModelError,
+        UnsupportedModelError,
+        EngineUnavailableError,
+        ValueError,
+        OSError,
+    ) as error:
+        typer.echo(f"outrider: {error}", err=True)
+        raise typer.Exit(1) from None
+    if check_exact:
+        typer.echo(exactness.told(found, lambda token_id: _text(tokenizer, token_id)))
+        raise typer.Exit(1 if found.differences else 0)
+    title = f"{settings.target.model} + {settings.draft_model or settings.speculation.proposer}"
+    report.print_tables(tallies, title, Console())
+    if json_file:
+        description = {
+            "target": settings.target.model,
+            "draft": settings.draft_model,
+            "proposer": settings.speculation.proposer,
+            "device": info.device,
+            "dtype": info.target_dtype,
+            "max_tokens": max_tokens,
+        }
+        json_file.write_text(json.dumps(report.as_json(tallies, description), indent=2) + "\n")
+    if plot_file:
+        report.plot(tallies, title, plot_file)
+
+
+async def _measured(
+    config: "EngineConfig",
+    progress: "ReportProgress",
+    prompts: dict[str, list[list[int]]],
+    temperatures: list[float],
+    ks: list[int | None],
+    max_tokens: int,
+    counted: Callable[[int, int], None],
+) -> "tuple[EngineInfo, Tallies]":
+    """What an engine in a process of its own gives."""
+    from outrider.engine.processes.process_engine import ProcessEngine
+
+    from ..evaluation.measure import measure
+
+    engine = ProcessEngine(config, progress)
+    try:
+        info = await engine.start()
+        return info, await measure(engine, prompts, temperatures, ks, max_tokens, counted)
+    finally:
+        await engine.stop()
+
+
+def _problem(
+    settings: Settings, ks: list[int] | None, files: list[Path], plot_file: Path | None
+) -> str | None:
+    """What keeps this from being measured, or its result from being kept; None: nothing."""
+    from ..evaluation.report import can_plot
+
+    most = settings.speculation.num_speculative_tokens
+    if settings.speculation.proposer == "none" or most == 0:
+        return (
+            "there is nothing to evaluate: speculation.proposer is none, or num_speculative_tokens "
+            "is 0"
+        )
+    if ks and max(ks) > most:
+        return f"-k {max(ks)} is more than speculation.num_speculative_tokens, which is {most}"
+    for file in files:
+        if not file.parent.is_dir():
+            return f"{file.parent} is no directory; make it first"
+    if plot_file and not can_plot():
+        return "--plot needs matplotlib: pip install 'outrider[plot]'"
+    return None
+
+
+def _powers_up_to(most: int) -> list[int]:
+    """1, 2, 4, … and `most` itself."""
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+
+
+def _text(tokenizer: "Tokenizer", token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
+    """The prompt of a first user turn, or the text itself where the model knows no turns."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text, add_special_tokens=True)
+    rendered = tokenizer.chat_template.render(
+        [{"role": "user", "content": text}],
+        tools=[],
+        add_generation_prompt=True,
+        continue_final_message=False,
+        variables={},
+    )
+    return tokenizer.encode(rendered, add_special_tokens=False)

@@ -1,0 +1,90 @@
+"""`outrider models`: see, fetch, find and remove models."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..models import builtin, resolve, store
+from ..models.pair import prepare_pair
+from ..models.store import ModelError
+from .config import ConfigOption, SetOption, settings_or_exit
+from .progress import ProgressDisplay
+
+models_app = typer.Typer(help="List, fetch, locate and remove models.", no_args_is_help=True)
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A built-in name, a directory, a GGUF file, or a hub id.")
+]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit, for hub ids only.")
+]
+
+
+@contextlib.contextmanager
+def _errors_told() -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        typer.echo(f"outrider: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@models_app.command("list")
+def list_models() -> None:
+    """List the built-in models and what is in the store; hub ids are in the hub's own cache."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("MODEL", no_wrap=True)
+    table.add_column("SIZE", no_wrap=True, justify="right")
+    table.add_column("WHAT IT IS")
+    stored = {entry.name: entry for entry in store.entries()}
+    for name in [*builtin.BUILTINS, *sorted(stored.keys() - builtin.BUILTINS.keys())]:
+        entry = stored.get(name)
+        known = builtin.BUILTINS.get(name)
+        table.add_row(
+            name,
+            f"{entry.size_bytes / 1e6:.0f} MB" if entry else "not fetched",
+            known.description if known else f"converted from {stored[name].source}",
+        )
+    Console().print(table)
+    typer.echo(f"\nin {store.home()}")
+
+
+@models_app.command("fetch")
+def fetch_models(
+    model: Annotated[
+        str | None, typer.Argument(help="As for `path`; left out: the pair of --config.")
+    ] = None,
+    revision: RevisionOption = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Fetch and convert one model, or the whole pair of a config file (the default pair's)."""
+    with _errors_told(), ProgressDisplay() as progress:
+        if model is not None:
+            typer.echo(resolve.resolve(model, revision, progress=progress))
+            return
+        pair = prepare_pair(settings_or_exit(config, assignments), progress)
+        typer.echo(pair.target)
+        if pair.draft is not None:
+            typer.echo(pair.draft)
+
+
+@models_app.command("path")
+def show_path(model: ModelArgument, revision: RevisionOption = None) -> None:
+    """Print the directory of a model that is on this machine; fetches nothing."""
+    with _errors_told():
+        typer.echo(resolve.find(model, revision))
+
+
+@models_app.command("remove")
+def remove_model(
+    name: Annotated[str, typer.Argument(help="A name that `outrider models list` shows.")],
+) -> None:
+    """Delete a model of the store; `hf cache rm` does that for hub ids."""
+    with _errors_told():
+        store.remove(name)
+    typer.echo(f"removed {name}")

@@ -1,0 +1,1 @@
+"""Settings: their schema, and where their values come from."""

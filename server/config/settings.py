@@ -1,0 +1,257 @@
+"""Every setting of Outrider, described; `settings_loader` reads them from their sources."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .server_settings import Section, ServerSettings
+
+DEFAULT_TARGET = "smollm2-135m-instruct"
+DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+
+class _ModelSettings(Section):
+    model: str | None = Field(default=None, min_length=1)  # described below, for each role
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit of a hub id; unset: its main branch.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python code that comes with the model. Only for models you trust.",
+    )
+
+
+class TargetSettings(_ModelSettings):
+    """The model whose output is served."""
+
+    model: str = Field(
+        default=DEFAULT_TARGET,
+        min_length=1,
+        description="A built-in name, a local directory, a GGUF file, or a hub id.",
+    )
+    dtype: Dtype = Field(
+        default="auto",
+        description="Weights and arithmetic; auto: on cuda the checkpoint's own, on cpu bfloat16 "
+        "where the processor has bfloat16 instructions, else float32.",
+    )
+    device: Device = Field(
+        default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
+    )
+
+
+class DraftSettings(_ModelSettings):
+    """The small model that runs ahead; read when speculation.proposer is draft_model."""
+
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="As target.model, with the same tokenizer. Unset: the default target's "
+        "own; any other target needs a draft of its own.",
+    )
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Unset: target.dtype. With auto, a draft on cpu also gets 8-bit weights where "
+        "that is faster; whatever it proposes, the target decides.",
+    )
+    device: Device | None = Field(
+        default=None, description="The target's, which it must equal: both share one page table."
+    )
+
+
+class SpeculationSettings(Section):
+    """How far, and by what, the target is run ahead of."""
+
+    proposer: Literal["draft_model", "ngram", "none"] = Field(
+        default="draft_model",
+        description="draft_model: the draft; ngram: prompt lookup, no second model; none: plain.",
+    )
+    num_speculative_tokens: int = Field(
+        default=4,
+        ge=0,
+        le=32,
+        description="Most drafts of a request in a step (k); 0 decodes plainly.",
+    )
+    adaptive: bool = Field(
+        default=True,
+        description="Draft fewer, down to none, where the measured cost of a step says that it "
+        "pays, and on a CPU none behind drafts that the draft model holds for unlikely.",
+    )
+    verification: Literal["token", "block", "match"] = Field(
+        default="token",
+        description="Which drafts stand. token: one by one; block: jointly, never fewer in "
+        "expectation; match: those that plain sampling with the same seed would have drawn, so "
+        "that a seeded answer is the same for every k. All keep the target's distribution. Of "
+        "requests that name neither a rule nor a seed; those with a seed get match.",
+    )
+    ngram_min_tokens: int = Field(
+        default=1, ge=1, description="ngram: shortest suffix that is looked up, in tokens."
+    )
+    ngram_max_tokens: int = Field(
+        default=4, ge=1, description="ngram: longest suffix that is looked up, in tokens."
+    )
+
+    @model_validator(mode="after")
+    def _ngram_range(self) -> Self:
+        if self.ngram_min_tokens > self.ngram_max_tokens:
+            raise ValueError(
+                f"ngram_min_tokens is {self.ngram_min_tokens}, above ngram_max_tokens "
+                f"({self.ngram_max_tokens}); it must not be larger"
+            )
+        return self
+
+
+class CacheSettings(Section):
+    """The paged KV cache."""
+
+    page_size_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens of one page.")
+    num_pages: int | None = Field(
+        default=None,
+        ge=2,
+        description="Pages of the pool; unset: as many as memory_fraction (on a CPU) or "
+        "engine.gpu_memory_utilization (on a GPU) leave room for.",
+    )
+    memory_fraction: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="On a CPU: share of the memory left after loading that pages may take.",
+    )
+    prefix_caching: bool = Field(
+        default=True, description="Keep pages of finished requests and share equal prefixes."
+    )
+    kv_events_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^(tcp|ipc)://.",
+        description="Where routers hear over ZeroMQ, as from vLLM, which prefixes are cached: "
+        "tcp://*:5557 listens, tcp://router:5557 connects. It tells token ids of prompts.",
+    )
+    kv_events_topic: str = Field(
+        default="", description="Topic of these events; llm-d reads kv@POD_IP:PORT@MODEL."
+    )
+
+
+class SchedulerSettings(Section):
+    """Who runs, and how much of it in one step."""
+
+    max_num_seqs: int = Field(default=32, ge=1, description="Sequences that run at once.")
+    max_num_batched_tokens: int = Field(
+        default=512, ge=1, description="Rows of one target forward, prefill and drafts together."
+    )
+    max_queue_len: int = Field(
+        default=256, ge=0, description="Sequences that may wait; more are turned away with 429."
+    )
+
+
+class EngineSettings(Section):
+    """The engine process."""
+
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens of prompt and output together; unset: what the target has.",
+    )
+    logits_processors: tuple[str, ...] = Field(
+        default=(),
+        description="Custom logits processors that requests may name: entry points of the group "
+        "outrider.logits_processors by `name`, or `name = module:attribute`.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="On cuda: share of the GPU's memory that this engine may take: weights, "
+        "graphs and the largest step as measured at start, and pages for the rest.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="On cuda: capture no CUDA graphs. Starts sooner, decodes several times slower.",
+    )
+    step_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="Seconds that a step may take before the engine counts as hung and is started "
+        "again; 0: as long as it likes.",
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of torch; unset: torch's own choice."
+    )
+
+
+class Settings(Section):
+    """All settings; `SECTION.KEY` in the file, `--set` and `OUTRIDER_SECTION__KEY` alike."""
+
+    server: ServerSettings = ServerSettings()
+    target: TargetSettings = TargetSettings()
+    draft: DraftSettings = DraftSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    engine: EngineSettings = EngineSettings()
+
+    @model_validator(mode="after")
+    def _draft_fits_target(self) -> Self:
+        if self.draft.device not in (None, self.target.device):
+            raise ValueError(
+                f"draft.device is {self.draft.device!r}, target.device {self.target.device!r}; "
+                "both models share one page table: leave draft.device out"
+            )
+        if self.speculates_with_draft and self.draft_model is None:
+            raise ValueError(
+                f"target.model is {self.target.model!r} and draft.model is not set; name a draft "
+                'with the same tokenizer, or set speculation.proposer to "ngram" or "none"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_have_room(self) -> Self:
+        num_rows, num_seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        if num_seqs > num_rows:
+            raise ValueError(
+                f"scheduler.max_num_seqs is {num_seqs}, but a step has scheduler."
+                f"max_num_batched_tokens ({num_rows}) rows, of which each sequence takes one at "
+                "least; lower the first or raise the second"
+            )
+        k = self.speculation.num_speculative_tokens
+        if self.speculation.proposer != "none" and k >= num_rows:
+            raise ValueError(
+                f"speculation.num_speculative_tokens is {k}, so that a sequence takes {k + 1} rows "
+                f"of a step, but scheduler.max_num_batched_tokens is {num_rows}; lower the first "
+                "or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cache_holds_a_sequence(self) -> Self:
+        num_pages, page_size = self.cache.num_pages, self.cache.page_size_tokens
+        longest = self.engine.max_model_len or 2
+        if num_pages is not None and (num_pages - 1) * page_size < longest:
+            raise ValueError(
+                f"cache.num_pages is {num_pages}, of cache.page_size_tokens ({page_size}) and one "
+                f"for padding: they hold {(num_pages - 1) * page_size} tokens, but a sequence may "
+                f"have {longest} (engine.max_model_len); raise the first or lower the last"
+            )
+        return self
+
+    @property
+    def speculates_with_draft(self) -> bool:
+        """Whether a draft model is to be loaded."""
+        return (
+            self.speculation.proposer == "draft_model"
+            and self.speculation.num_speculative_tokens > 0
+        )
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft's name, directory, file or hub id; the default pair's where both are left."""
+        if self.draft.model is None and self.target.model == DEFAULT_TARGET:
+            return DEFAULT_DRAFT
+        return self.draft.model
+
+    @property
+    def served_model_name(self) -> str:
+        return self.server.served_model_name or self.target.model

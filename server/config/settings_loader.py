@@ -1,0 +1,183 @@
+"""Where settings come from: flags over `--set` over environment over file over defaults."""
+
+import difflib
+import importlib.resources
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from .settings import Settings
+
+ENV_PREFIX = "OUTRIDER_"
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be used; says which, where they were given, and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One value, as its source gave it."""
+
+    value: object
+    source: str
+
+
+def load_settings(
+    config: Path | None = None,
+    assignments: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Merge all sources, the strongest last given: file, environment, `--set`, flags.
+
+    `config` is a file, or the name of one in configs/ without its suffix. `assignments` are
+    `section.key=value` texts, `flags` map `section.key` to a value, where None means not given.
+    Raises SettingsError.
+    """
+    given: dict[str, _Given] = {}
+    if config is not None:
+        given |= _from_file(config)
+    given |= _from_environment(os.environ if environ is None else environ)
+    given |= _from_assignments(assignments)
+    given |= _from_flags(flags or {})
+    sections: dict[str, dict[str, object]] = {}
+    for key, item in given.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = item.value
+    try:
+        return Settings.model_validate(sections)
+    except ValidationError as error:
+        raise SettingsError(_describe(error, given)) from None
+
+
+def setting_keys() -> dict[str, Any]:
+    """Every valid `section.key`, with its annotation, in the order of the models."""
+    return {
+        f"{section}.{name}": field.annotation
+        for section, model in Settings.model_fields.items()
+        for name, field in _section_fields(model.annotation).items()
+    }
+
+
+def _section_fields(model: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = model.model_fields
+    return fields
+
+
+def _shipped(name: str) -> Traversable:
+    """The file of configs/ that is called `name`; they travel with the package."""
+    files = importlib.resources.files("outrider.configs").iterdir()
+    ours = {file.name.removesuffix(".toml"): file for file in files if file.name.endswith(".toml")}
+    if name not in ours:
+        raise SettingsError(
+            f"there is no config file {name}, and none of ours is called that; ours are "
+            f"{', '.join(sorted(ours))}"
+        )
+    return ours[name]
+
+
+def _from_file(path: Path) -> dict[str, _Given]:
+    is_name = not path.exists() and path.name == str(path) and path.suffix != ".toml"
+    try:
+        with (_shipped(path.name) if is_name else path).open("rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"cannot read config file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"config file {path} is not valid TOML: {error}") from None
+    given = {}
+    for section, values in content.items():
+        if section not in Settings.model_fields:
+            raise SettingsError(f"{path}: {_unknown(section, Settings.model_fields, 'section')}")
+        if not isinstance(values, dict):
+            raise SettingsError(
+                f"{path}: `{section}` is a section: write [{section}] and its keys below it"
+            )
+        for name, value in values.items():
+            _check_key(f"{section}.{name}", str(path))
+            given[f"{section}.{name}"] = _Given(value, str(path))
+    return given
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    given = {}
+    for variable, text in environ.items():
+        # Only names with a `__` are ours: a Kubernetes service called "outrider" puts
+        # OUTRIDER_PORT=tcp://... and the like into the environment of every pod beside it.
+        if variable.startswith(ENV_PREFIX) and "__" in variable:
+            key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
+            _check_key(key, f"environment variable {variable}")
+            given[key] = _Given(_parse_text(key, text), f"environment variable {variable}")
+    return given
+
+
+def _from_assignments(assignments: Sequence[str]) -> dict[str, _Given]:
+    given = {}
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        source = f"--set {assignment}"
+        if not separator:
+            raise SettingsError(f"{source}: expected section.key=value")
+        _check_key(key.strip(), source)
+        given[key.strip()] = _Given(_parse_text(key.strip(), text.strip()), source)
+    return given
+
+
+def _from_flags(flags: Mapping[str, object]) -> dict[str, _Given]:
+    given = {}
+    for key, value in flags.items():
+        _check_key(key, "flag")
+        if value is not None:
+            given[key] = _Given(value, f"--{key.split('.')[1].replace('_', '-')}")
+    return given
+
+
+def _check_key(key: str, source: str) -> None:
+    if key not in (valid := setting_keys()):
+        raise SettingsError(f"{source}: {_unknown(key, valid, 'key')}")
+
+
+def _unknown(given: str, valid: Iterable[str], kind: str) -> str:
+    choices = list(valid)
+    # A right key in a wrong section is as likely as a misspelt one: compare the last part too.
+    same_name = [choice for choice in choices if choice.split(".")[-1] == given.split(".")[-1]]
+    nearest = same_name or difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
+    hint = f"did you mean `{nearest[0]}`?" if nearest else "`outrider config` prints all keys"
+    return f"unknown {kind} `{given}`; {hint}"
+
+
+def _parse_text(key: str, text: str) -> object:
+    """A value given as text; pydantic turns plain text into numbers and booleans itself."""
+    annotation = setting_keys()[key]
+    parts = get_args(annotation)
+    if type(None) in parts and text.lower() in ("", "none"):
+        return None
+    if Ellipsis in parts:
+        if text.startswith("["):
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError:
+                return text
+        return [item.strip() for item in text.split(",") if item.strip()]
+    return text
+
+
+def _describe(error: ValidationError, given: Mapping[str, _Given]) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        message = problem["msg"].removeprefix("Value error, ")
+        key = ".".join(str(part) for part in problem["loc"][:2])
+        if key in given:
+            shown = "" if "api_keys" in key else f" is {given[key].value!r}:"
+            lines.append(f"{given[key].source}: `{key}`{shown} {message}")
+        else:
+            lines.append(f"{key}: {message}" if key else message)
+    return "\n".join(lines)

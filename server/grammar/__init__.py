@@ -1,0 +1,1 @@
+"""From what a request asks of its answer's form to a grammar."""

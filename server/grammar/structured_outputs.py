@@ -1,0 +1,180 @@
+"""Output that must follow a JSON schema, a regex, a list of choices or a grammar."""
+
+import asyncio
+import json
+import re
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import from_json
+from typing_extensions import TypeAliasType
+
+from outrider.engine.grammars.grammar_compiler import MAX_COMPILES_AT_ONCE, GrammarCompiler
+from outrider.engine.grammars.grammar_process import Syntax
+
+from ..api.fields import APIRequest
+from ..http.errors import APIError, cut, invalid_value, unavailable, unsupported
+
+MAX_REASON_CHARS = 300
+_SOURCE_LINE = re.compile(r"^ *(\d+ \| .*|\^)$", re.MULTILINE)
+# JSON may be laid out, but a model that does not know how to go on shall not print spaces for ever.
+WHITESPACE = r"[ \t\r\n]{1,64}"
+
+
+def _parsed(value: object) -> object:
+    """A schema may come as a text that says it."""
+    return from_json(value) if isinstance(value, str) else value
+
+
+JSONSchema = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+Choices = TypeAliasType("Choices", Annotated[list[str], FailFast(), Field(min_length=1)])
+
+
+class GrammarText(NamedTuple):
+    syntax: Syntax
+    text: str
+
+
+def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
+    """A grammar of the JSON values that a schema admits."""
+    guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return GrammarText("lark", f"start: %json {json.dumps(guidance | schema)}")
+
+
+class StructuredOutputs(APIRequest):
+    """vLLM's spelling: one of these. Digits and words of a regex are ASCII, as in JSON Schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_schema: JSONSchema | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        asked = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(field is not None for field in asked) != 1:
+            raise ValueError("expected exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+    def grammar_text(self) -> GrammarText | None:
+        if self.json_schema is not None:
+            return lark_of_schema(self.json_schema)
+        if self.regex is not None:
+            return GrammarText("regex", self.regex)
+        if self.choice is not None:
+            return GrammarText("lark", "start: " + " | ".join(map(json.dumps, self.choice)))
+        if self.grammar is not None:
+            return GrammarText("gbnf" if "::=" in self.grammar else "lark", self.grammar)
+        return lark_of_schema({"type": "object"}) if self.json_object else None
+
+
+class NamedSchema(APIRequest):
+    ignored_fields: ClassVar = frozenset({"description", "strict"})
+
+    name: str | None = Field(default=None, min_length=1)
+    json_schema: JSONSchema = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(APIRequest):
+    """OpenAI's spelling, and llama.cpp's of a schema beside json_object. A schema is followed
+    whether `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    object_schema: JSONSchema | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be provided with type json_schema, and no other")
+        if self.object_schema is not None and self.type != "json_object":
+            raise ValueError("schema belongs to type json_object, and to no other")
+        return self
+
+    def grammar_text(self) -> GrammarText | None:
+        if self.json_schema is not None:
+            return lark_of_schema(self.json_schema.json_schema)
+        if self.type == "text":
+            return None
+        return lark_of_schema(self.object_schema or {"type": "object"})
+
+
+class GrammarChecker:
+    """Has grammars read before the engine sees them: what is wrong or vast is refused with the
+    field's name, what remains comes as Lark. Nothing in this process parses them."""
+
+    def __init__(
+        self, compiler: GrammarCompiler | None, *, max_bytes: int, timeout_s: float
+    ) -> None:
+        self._compiler = compiler
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(MAX_COMPILES_AT_ONCE)
+
+    async def grammar_of(
+        self,
+        response_format: ResponseFormat | None,
+        structured_outputs: StructuredOutputs | None,
+    ) -> str | None:
+        """What an answer must follow; raises APIError that names the field."""
+        texts: dict[str, GrammarText] = {}
+        for param, asked in (
+            ("response_format", response_format),
+            ("structured_outputs", structured_outputs),
+        ):
+            if asked is not None and (text := asked.grammar_text()) is not None:
+                texts[param] = text
+        if len(texts) > 1:
+            raise invalid_value(
+                "structured_outputs", "structured_outputs and response_format exclude each other."
+            )
+        for param, text in texts.items():
+            return await self.check(param, text)
+        return None
+
+    async def check(self, param: str, grammar: GrammarText) -> str:
+        """The grammar as Lark; raises APIError unless the engine can follow it. `param` is where
+        it is from."""
+        if self._compiler is None:
+            raise unsupported(param, f"{param} is not supported with this model's tokenizer.")
+        self._check_size(param, grammar.text)
+        try:
+            await asyncio.wait_for(self._slots.acquire(), self._timeout_s)
+        except TimeoutError:
+            raise unavailable(
+                "Other grammars are being compiled; try again.", code="grammars_busy"
+            ) from None
+        try:
+            compiling = self._compiler.check(*grammar, self._timeout_s)
+            verdict = await asyncio.wrap_future(compiling)
+        except OSError as error:
+            raise unavailable(f"No grammar can be compiled now: {error}") from None
+        finally:
+            self._slots.release()
+        if verdict.timed_out:
+            raise invalid_value(
+                param,
+                f"{param}: compiling it took longer than {self._timeout_s:g} s "
+                "(server.grammar_timeout_s); make it smaller.",
+            )
+        if verdict.error is not None:
+            raise _cannot_follow(param, verdict.error)
+        self._check_size(param, verdict.lark)
+        return verdict.lark
+
+    def _check_size(self, param: str, grammar: str) -> None:
+        if (num_bytes := len(grammar.encode(errors="replace"))) > self._max_bytes:
+            raise invalid_value(
+                param,
+                f"{param}: a grammar of {num_bytes} bytes is too large; this server takes at most "
+                f"{self._max_bytes} (server.max_grammar_bytes).",
+            )
+
+
+def _cannot_follow(param: str, reason: str) -> APIError:
+    """400, with the library's reason but not its copy of the grammar."""
+    said = " ".join(_SOURCE_LINE.sub("", reason).split())
+    return invalid_value(param, f"{param} cannot be followed: {cut(said, MAX_REASON_CHARS)}")

@@ -1,0 +1,1 @@
+"""Connections, keys, limits, routes and processes."""

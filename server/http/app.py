@@ -1,0 +1,265 @@
+"""The HTTP application over one engine."""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import from_json
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp
+
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.engine.processes.client import EngineClient
+
+from ..api.chat import create_chat_completion
+from ..api.chat_protocol import ChatCompletion, ChatCompletionRequest
+from ..api.completions import create_completion
+from ..api.protocol import (
+    Completion,
+    CompletionRequest,
+    ErrorResponse,
+    Health,
+    Model,
+    ModelList,
+)
+from ..api.service import Service
+from ..api.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
+from ..api.unknown_fields import IGNORED
+from ..config.server_settings import ServerSettings
+from ..grammar.structured_outputs import GrammarChecker
+from ..observe.metrics import Metrics
+from ..observe.tracing import make_trace
+from ..text.message_format import MessageFormat
+from ..text.tokenizer import Tokenizer
+from . import errors
+from .api_keys import ApiKeys, key_digest, request_key
+from .hosts import Hosts
+from .loads import add_load_routes
+from .middleware import (
+    BodyLimit,
+    Drain,
+    Gate,
+    MetricsPort,
+    Observe,
+    RequestId,
+)
+
+# What the OpenAPI document tells of answers beside the whole ones.
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": "An error."} for status in ("4XX", "5XX")
+}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, its chunks as server-sent events.",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+VERSION = importlib.metadata.version("outrider")
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    gate: Gate,
+    *,
+    model_name: str,
+    settings: ServerSettings,
+    compiler: GrammarCompiler | None = None,
+) -> ASGIApp:
+    """The application; it answers 503 unless the engine is ready and the gate open.
+
+    `compiler`: of grammars, as the engine has it; None: they are refused.
+    """
+    keys = settings.read_api_keys()
+    priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
+    service = Service(
+        client=client,
+        tokenizer=tokenizer,
+        metrics=Metrics(client, model_name),
+        message_format=MessageFormat(
+            str(tokenizer.info["chat_template"]),
+            tokenizer.response_template,
+            name=settings.tool_call_format,
+            reasoning=settings.reasoning_content,
+        ),
+        grammars=GrammarChecker(
+            compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
+        ),
+        model_name=model_name,
+        settings=settings,
+        priority_keys=priority_keys if keys else None,
+    )
+    api = FastAPI(
+        title="Outrider",
+        version=VERSION,
+        description="OpenAI-compatible completions and chat by speculative decoding. Accepted and "
+        f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. A field that "
+        "nobody knows is named in the header `x-unknown-fields`, or refused "
+        "(`server.unknown_fields`).",
+    )
+    errors.install(api)
+    openai = _openai_routes(service)
+    api.include_router(openai)
+    api.include_router(_tokenizer_routes(service))
+    api.include_router(_status_routes(service, gate))
+
+    app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
+    if keys:
+        app = ApiKeys(app, keys, service.metrics)
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-unknown-fields"],
+        )
+    app = Hosts(Drain(app, gate), settings)
+    if settings.metrics_port is not None:
+        app = MetricsPort(app, api, settings.metrics_port)
+    trace = make_trace(settings.otlp_endpoint, model_name)
+    app = Observe(app, service.metrics, _paths(openai), trace)
+    return RequestId(app)
+
+
+class _JSONRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+class _JSONRoute(APIRoute):
+    """Reads bodies more strictly than FastAPI: JSON by its content type, without NaN."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            content_type = request.headers.get("content-type", "").partition(";")[0].strip()
+            if request.method == "POST" and content_type.lower() != "application/json":
+                raise errors.APIError(
+                    400,
+                    f"The Content-Type is {errors.cut(content_type)!r}; send application/json.",
+                    code="invalid_content_type",
+                )
+            return await handle(_JSONRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+def _openai_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=_JSONRoute, prefix="/v1", responses=_ERRORS)
+    started = int(time.time())
+
+    @router.post("/completions", response_model=Completion, responses=_STREAM)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a prompt, or several; as a whole, or as server-sent events."""
+        return await create_completion(service, body, request)
+
+    @router.post("/chat/completions", response_model=ChatCompletion, responses=_STREAM)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answer a conversation; as a whole, or as server-sent events."""
+        return await create_chat_completion(service, body, request)
+
+    @router.get("/models")
+    async def models() -> ModelList:
+        """The model that is served."""
+        return ModelList(object="list", data=[_model(service, started)])
+
+    @router.get("/models/{model:path}")
+    async def model(model: str) -> Model:
+        service.check_model(model)
+        return _model(service, started)
+
+    return router
+
+
+def _model(service: Service, started: int) -> Model:
+    info = service.client.info
+    return Model(
+        id=service.model_name,
+        object="model",
+        created=started,
+        owned_by="outrider",
+        root=service.model_name,
+        max_model_len=info.max_model_len if info else None,
+    )
+
+
+def _tokenizer_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=_JSONRoute, responses=_ERRORS)
+
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokens_of_text(body: TokenizeRequest, request: Request) -> Response:
+        """Token ids of a prompt, or of a conversation as the chat template writes it."""
+        return await tokenize(service, body, request)
+
+    @router.post("/detokenize")
+    async def text_of_tokens(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+        """The text of token ids."""
+        return await detokenize(service, body, request)
+
+    @router.get("/tokenizer_info")
+    async def info() -> dict[str, Any]:
+        """The tokenizer's special tokens and chat template."""
+        return tokenizer_info(service)
+
+    return router
+
+
+def _status_routes(service: Service, gate: Gate) -> APIRouter:
+    router = APIRouter(responses=_ERRORS)
+    client = service.client
+
+    @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
+    @router.get("/health", response_model=Health, responses={503: {"model": Health}})
+    async def health(request: Request) -> JSONResponse:
+        """200 while requests are served; else 503 with the state, and to a key its reason."""
+        if not gate.open:
+            return JSONResponse({"status": "draining"}, 503)
+        if client.state == "ready":
+            return JSONResponse({"status": "ok"})
+        told: dict[str, str] = {"status": client.state}
+        if request_key(request) is not None:  # it may name files, and quote exceptions
+            told["reason"] = client.status_reason or ""
+        return JSONResponse(told, 503)
+
+    @router.get("/live", response_model=Health, responses={503: {"model": Health}})
+    async def live() -> JSONResponse:
+        """200 unless only a new start of the server could help: not while it loads or drains."""
+        if client.state == "failed":
+            return JSONResponse({"status": client.state}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    add_load_routes(router, client)
+    return router
+
+
+def _paths(router: APIRouter) -> frozenset[str]:
+    return frozenset(route.path for route in router.routes if isinstance(route, APIRoute))

@@ -1,0 +1,216 @@
+"""Every answer that is not a success: one body shape, from one exception type."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from outrider.engine.api import InvalidRequestError, QueueFullError
+from outrider.engine.processes.client import EngineUnavailableError
+
+MAX_PROBLEMS = 10
+MAX_VALUE_CHARS = 80
+RETRY_AFTER_S = 1
+
+
+class APIError(HTTPException):
+    """An error as OpenAI clients read it.
+
+    It is an HTTPException because FastAPI turns any other exception that is raised while the
+    body is read into a 400 of its own.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        if self.status_code == 429:
+            kind = "rate_limit_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def invalid_value(param: str | None, message: str) -> APIError:
+    """400: a field has a value that cannot be served."""
+    return APIError(400, message, code="invalid_value", param=param)
+
+
+def unsupported(param: str, message: str) -> APIError:
+    """400: a field asks for something that this server does not do."""
+    return APIError(400, message, code="unsupported_parameter", param=param)
+
+
+def forbidden(param: str, message: str) -> APIError:
+    """403: a field asks for something that this client may not have."""
+    return APIError(403, message, code="not_allowed", param=param)
+
+
+def model_not_found(given: str, served: str) -> APIError:
+    return APIError(
+        404,
+        f"The model {cut(given)!r} does not exist; this server serves {served!r}.",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def context_length_exceeded(
+    *, max_model_len: int, prompt_tokens: int, max_tokens: int, param: str, at_least: bool = False
+) -> APIError:
+    """`at_least`: the prompt is so long that its tokens were not even counted."""
+    # Clients look for the first sentence and for "However, you requested" word by word.
+    return APIError(
+        400,
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens ({prompt_tokens} in "
+        f"the {param}, {max_tokens} in the completion). Please shorten the {param} or ask for "
+        "fewer tokens.",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
+def unavailable(message: str, *, code: str = "engine_unavailable") -> APIError:
+    """503: the engine is not there, or leaves; clients may try again."""
+    return APIError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def queue_full(message: str) -> APIError:
+    """429: the engine is well and has no room; routers take a 503 for a replica that is down."""
+    return APIError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def timed_out(timeout_s: float) -> APIError:
+    return APIError(
+        504,
+        f"The request was not answered within {timeout_s:g} s, the most that this server gives it "
+        "(server.request_timeout_s).",
+        code="request_timeout",
+    )
+
+
+def dead_end(message: str) -> APIError:
+    """400: no token is left that the request's own parameters would allow; trying again is vain."""
+    return APIError(400, message, code="no_token_left")
+
+
+def internal_error(message: str = "The server failed to answer this request.") -> APIError:
+    return APIError(500, message, code="internal_error")
+
+
+def from_exception(error: BaseException) -> APIError:
+    """What an exception from below means to a client."""
+    match error:
+        case APIError():
+            return error
+        case QueueFullError():
+            return queue_full(str(error))
+        case EngineUnavailableError():
+            return unavailable(str(error))
+        case InvalidRequestError():
+            field, colon, _ = str(error).partition(": ")
+            return invalid_value(field if colon and field.isidentifier() else None, str(error))
+        case RequestValidationError():
+            return _from_validation(error.errors())
+        case HTTPException():
+            return _from_http(error)
+    return internal_error()
+
+
+def cut(value: object, max_chars: int = MAX_VALUE_CHARS) -> str:
+    """The value as text, short enough to be echoed."""
+    text = str(value)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}…"
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of the app's routes with an error body."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return from_exception(error).response()
+
+    for kind in (
+        HTTPException,
+        RequestValidationError,
+        QueueFullError,
+        EngineUnavailableError,
+        InvalidRequestError,
+        Exception,  # answered with 500, then raised again, so that it is logged with its traceback
+    ):
+        app.add_exception_handler(kind, answer)
+
+
+def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return APIError(
+            400, f"The body is not valid JSON: {first['ctx']['error']}", code="invalid_json"
+        )
+    lines = [_describe(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS} more problems")
+    missing = first["type"] == "missing"
+    return APIError(
+        400,
+        "; ".join(lines),
+        code="missing_required_parameter" if missing else "invalid_value",
+        param=_field_of(first),
+    )
+
+
+def _describe(problem: Mapping[str, Any]) -> str:
+    message = cut(problem["msg"].removeprefix("Value error, "))
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem))
+    where = f"{cut(path.removeprefix('.'))}: " if path else ""
+    given = problem.get("input")
+    shown = isinstance(given, str | int | float) and problem["type"] != "missing"
+    return f"{where}{message}" + (
+        f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
+    )
+
+
+def _field_of(problem: Mapping[str, Any]) -> str | None:
+    return next((str(part) for part in _path(problem)), None)
+
+
+def _path(problem: Mapping[str, Any]) -> list[int | str]:
+    """The field and what leads on inside it: list indices and names, no kinds of a union."""
+    return [
+        part
+        for part in problem["loc"][1:]
+        if isinstance(part, int) or (part.isidentifier() and part.islower())
+    ]
+
+
+def _from_http(error: HTTPException) -> APIError:
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    return APIError(
+        error.status_code,
+        str(error.detail),
+        code=codes.get(error.status_code, "invalid_request"),
+        headers=error.headers,
+    )

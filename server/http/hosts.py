@@ -1,0 +1,62 @@
+"""Which names a request may call this server by."""
+
+import ipaddress
+import re
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..config.server_settings import ServerSettings
+from .api_keys import OPEN_PATHS
+from .errors import APIError, cut
+
+_PORT = re.compile(r":\d*$")  # of a Host header; an IPv6 address stands in brackets there
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address, without a port, is this machine's own to itself alone."""
+    name = host.lower().rstrip(".")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+class Hosts:
+    """Refuse requests that were meant for another host.
+
+    A web page can make its reader's browser send requests to this machine, under the page's own
+    name, which its owner lets point here: to the browser these are no other site's, and it shows
+    the page the answers. Requests without a Host come from no browser,
+    and the paths of probes, which ask by address, tell nothing.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._names = tuple(name.lower().rstrip(".") for name in settings.allowed_hosts)
+        self._only_loopback = not self._names and is_loopback(settings.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/") not in OPEN_PATHS:
+            for given in Headers(scope=scope).getlist("host"):
+                if not self._admits(given):
+                    await self._refusal(given).response()(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _admits(self, given: str) -> bool:
+        name = _PORT.sub("", given.strip()).strip("[]").lower().rstrip(".")
+        if self._only_loopback:
+            return is_loopback(name)
+        return not self._names or any(
+            name.endswith(ours[1:]) if ours.startswith("*") else name == ours
+            for ours in self._names
+        )
+
+    def _refusal(self, given: str) -> APIError:
+        return APIError(
+            403,
+            f"The Host {cut(given)!r} is none of this server's; to let it in, add its name to "
+            "server.allowed_hosts.",
+            code="host_not_allowed",
+        )

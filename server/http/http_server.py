@@ -1,0 +1,126 @@
+"""Answering HTTP in one process: the application, and the server that drains before it leaves."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.engine.processes.client import EngineClient
+
+from ..config.server_settings import ServerSettings
+from ..config.settings import Settings
+from ..text.tokenizer import Tokenizer
+from .app import create_app
+from .connection import KEEP_ALIVE_S, Connection
+from .middleware import EarlyAnswer, Gate
+
+log = logging.getLogger("outrider.server")
+
+SWEEP_TICKS = 5  # of uvicorn's loop, 0.1 s each
+FAREWELL_S = 2  # for the last bytes to reach their clients once the engine has stopped
+
+
+async def load_app(
+    settings: Settings, config: EngineConfig, client: EngineClient, gate: Gate
+) -> ASGIApp:
+    """The application, with the tokenizer and the grammars of the engine's target."""
+    tokenizer = await asyncio.to_thread(
+        Tokenizer.load, Path(config.target.path), trust_remote_code=config.target.trust_remote_code
+    )
+    compiler = None
+    if config.token_table is not None and config.eos_token_ids and config.vocab_size is not None:
+        compiler = await asyncio.to_thread(
+            GrammarCompiler, config.token_table, config.eos_token_ids, config.vocab_size
+        )
+        compiler.warm_up()
+    return create_app(
+        client,
+        tokenizer,
+        gate,
+        model_name=settings.served_model_name,
+        settings=settings.server,
+        compiler=compiler,
+    )
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, but a signal first turns new requests away and lets running ones finish."""
+
+    def __init__(
+        self, app: ASGIApp, gate: Gate, client: EngineClient, settings: ServerSettings
+    ) -> None:
+        limits = {
+            "max_connections": settings.max_connections,
+            "send_timeout_s": settings.send_timeout_s,
+        }
+        super().__init__(
+            uvicorn.Config(
+                EarlyAnswer(app),
+                http=type("Connection", (Connection,), limits),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ssl_certfile=settings.tls_certificate,
+                ssl_keyfile=settings.tls_key,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=FAREWELL_S,
+            )
+        )
+        self._gate = gate
+        self._client = client
+        self._shutdown_timeout_s = settings.shutdown_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+        self._listening = asyncio.Event()
+
+    @property
+    def leaving(self) -> bool:
+        return self._draining is not None
+
+    async def listening(self) -> None:
+        """Wait until connections are taken."""
+        await self._listening.wait()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, Connection)
+                connection.sweep(self._loop.time())
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._leave, sig)
+
+    def drain(self) -> None:
+        """Take no new requests, let those under way finish, and leave."""
+        if self._draining is None:
+            self._draining = self._loop.create_task(self._drain())
+
+    def _leave(self, sig: int) -> None:
+        if not self.leaving:
+            log.info("shutting down: no new requests; Ctrl-C again leaves at once")
+        elif sig == signal.SIGINT:
+            os._exit(130)  # the engine process ends with this one
+        self.drain()
+
+    async def _drain(self) -> None:
+        self._gate.open = False
+        if not await self._gate.drained(self._shutdown_timeout_s):
+            log.warning("requests under way are ended after %g s", self._shutdown_timeout_s)
+        await self._client.stop()
+        await self._gate.drained(FAREWELL_S)
+        self.should_exit = True

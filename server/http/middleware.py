@@ -1,0 +1,309 @@
+"""What surrounds every request: its id, its outcome, the drain, the size of its body.
+
+Plain ASGI: Starlette's BaseHTTPMiddleware would hide the client's leaving from the routes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..observe.metrics import Metrics
+from ..observe.tracing import Trace
+from .errors import APIError, cut, unavailable
+
+log = logging.getLogger("outrider.server.requests")
+
+LINGER_S = 1.0
+LINGER_BYTES = 4 * 1024 * 1024
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Give every answer an `x-request-id`: the client's own if it is printable, else a new one.
+
+    And `x-unknown-fields` to an answer whose request had any.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if unknown := scope["state"].get("unknown_fields"):
+                    headers["x-unknown-fields"] = ", ".join(unknown)
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Observe:
+    """Count each API request by its outcome, time it, log it, and trace it.
+
+    A route that ends otherwise than its status says sets `outcome` in the scope's state; one that
+    generates sets `facts`, called at the end for what its log line tells.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, paths: Collection[str], trace: Trace | None
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._trace = trace
+        self._paths = paths  # one label each; others share one, as clients could invent any number
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        # Routers ask for /v1/loads every few seconds: that is no request to be counted and logged.
+        if scope["type"] != "http" or not path.startswith("/v1/") or path == "/v1/loads":
+            await self._app(scope, receive, send)
+            return
+        status = 500
+        start_s = time.perf_counter()
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting_status)
+        finally:
+            duration_s = time.perf_counter() - start_s
+            outcome = scope["state"].get("outcome") or _outcome(status)
+            label = path if path in self._paths else "other"
+            self._metrics.requests.labels(label, outcome).inc()
+            if outcome == "ok":
+                self._metrics.request_time.labels(label).observe(duration_s)
+            facts = {
+                "request_id": scope["state"]["request_id"],
+                "method": scope["method"],
+                "path": cut(scope["raw_path"].decode("latin-1")),  # as sent: %0a stays %0a
+                "status": status,
+                "outcome": outcome,
+                "duration_s": round(duration_s, 6),
+            }
+            if tell := scope["state"].get("facts"):
+                facts |= tell()
+                self._metrics.observe(facts)
+            log.info(access_line(facts), extra={"facts": facts})
+            if self._trace is not None:
+                self._trace(scope, facts)
+
+
+class Gate:
+    """Open while the server takes requests; knows how many are under way."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __enter__(self) -> None:
+        self._under_way += 1
+        self._idle.clear()
+
+    def __exit__(self, *exception: object) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait for the requests under way; whether the last one ended in time."""
+        if not self._under_way:
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+class Drain:
+    """Turn new requests away with 503 once the gate is closed."""
+
+    always_open = ("/health", "/live", "/ready", "/metrics")
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].rstrip("/") in self.always_open:
+            await self._app(scope, receive, send)
+        elif self._gate.open:
+            with self._gate:
+                await self._app(scope, receive, send)
+        else:
+            error = unavailable("The server is shutting down.", code="shutting_down")
+            await error.response()(scope, receive, send)
+
+
+class MetricsPort:
+    """Let whoever asks on this port read /metrics, without a key, and nothing else."""
+
+    def __init__(self, app: ASGIApp, api: ASGIApp, port: int) -> None:
+        self._app = app
+        self._api = api  # what `app` guards
+        self._port = port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The port of the socket that took the connection: nothing that a client says.
+        server = scope.get("server")
+        if scope["type"] != "http" or not server or server[1] != self._port:
+            await self._app(scope, receive, send)
+        elif scope["path"] == "/metrics":
+            await self._api(scope, receive, send)
+        else:
+            error = APIError(404, "Only /metrics is served on this port.", code="not_found")
+            await error.response()(scope, receive, send)
+
+
+class EarlyAnswer:
+    """Close the connection behind an answer that is given before its request has come whole.
+
+    What still comes is read and dropped for a moment: many clients read an answer only once they
+    have sent all, and a socket that is closed with bytes unread takes the answer back.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        whole = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        early = False
+
+        async def receive_noting() -> Message:
+            nonlocal whole
+            message = await receive()
+            whole = whole or not message.get("more_body", False)  # or the client has left
+            return message
+
+        async def drop_rest(timeout_s: float) -> None:
+            dropped_bytes = 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not whole and dropped_bytes < LINGER_BYTES:
+                        dropped_bytes += len((await receive_noting()).get("body", b""))
+
+        async def send_closing(message: Message) -> None:
+            nonlocal early
+            if message["type"] == "http.response.start" and not whole:
+                if "expect" not in headers:  # the client waits to be asked for its body
+                    await drop_rest(0)  # what is here already
+                early = not whole
+                if early:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            elif early and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await drop_rest(LINGER_S)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, receive_noting, send_closing)
+
+
+class BodyLimit:
+    """Refuse bodies above a size, by their declared length or as they are read, and those that do
+    not arrive in time."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float | None) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._max_body_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        read_bytes, more = 0, True
+        deadline_s = None
+        if self._timeout_s is not None:
+            deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+
+        async def receive_counting() -> Message:
+            nonlocal read_bytes, more
+            if not more:
+                return await receive()  # what comes behind the body is the client's leaving
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+            read_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if read_bytes > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, receive_counting, send)
+
+    def _too_slow(self) -> APIError:
+        return APIError(
+            408,
+            f"The request body did not arrive within {self._timeout_s:g} s, the most that this "
+            "server waits for it (server.body_timeout_s).",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )
+
+    def _too_large(self) -> APIError:
+        return APIError(
+            413,
+            f"The request body is larger than {self._max_body_bytes} bytes, the most this server "
+            "takes (server.max_body_bytes).",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _outcome(status: int) -> str:
+    if status < 400:
+        return "ok"
+    if status in (429, 503):
+        return "unavailable"
+    return "invalid" if status < 500 else "error"
+
+
+def access_line(facts: Mapping[str, Any]) -> str:
+    """A request as a person reads it: its path and its numbers, never its text."""
+    parts = [
+        f"{facts['method']} {facts['path']} {facts['status']} {facts['outcome']} "
+        f"in {facts['duration_s']:.3f} s"
+    ]
+    if "completion_tokens" in facts:
+        cached = f" ({facts['cached_tokens']} cached)" if facts["cached_tokens"] else ""
+        parts.append(f"{facts['prompt_tokens']}{cached} + {facts['completion_tokens']} tokens")
+    if "first_token_s" in facts:
+        parts.append(f"the first after {facts['first_token_s']:.3f} s")
+    if facts.get("draft_tokens"):
+        parts.append(f"{facts['accepted_tokens']} of {facts['draft_tokens']} drafts accepted")
+    return ", ".join([*parts, str(facts["request_id"])])

@@ -1,0 +1,171 @@
+"""`outrider serve`: bring the pair up, answer requests, drain and leave."""
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.processes.client import EngineUnavailableError
+from outrider.engine.processes.process_engine import ProcessEngine
+
+from ..cli.console import configure_logging, report_status, show_summary
+from ..cli.progress import ProgressDisplay
+from ..config.server_settings import ServerSettings
+from ..config.settings import Settings
+from ..models.pair import Pair, engine_config, prepare_pair
+from ..models.store import ModelError
+from ..observe.tracing import TracingError
+from .hosts import is_loopback
+from .http_server import Server, load_app
+from .middleware import Gate
+from .workers import WorkerError, Workers
+
+log = logging.getLogger("outrider.server")
+
+OTHER_FILES = 256  # that a process may have open beside its connections
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal; returns the exit code."""
+    # The stream itself, not whatever sys.stderr is later: conversions redirect that.
+    console = Console(file=sys.stderr)
+    configure_logging(settings.server.log_level, settings.server.log_format, console)
+    # Until uvicorn takes over; a container's first process would not even end of SIGTERM otherwise.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        prepare_for_clients(settings.server)
+        listeners = [bind(settings.server.host, settings.server.port)]
+        if settings.server.metrics_port is not None:
+            listeners.append(bind(settings.server.host, settings.server.metrics_port))
+        with ProgressDisplay(console) as progress:
+            pair = prepare_pair(settings, progress)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(settings, pair, listeners, console))
+    except (ModelError, TracingError, WorkerError, OSError) as error:
+        log.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def prepare_for_clients(settings: ServerSettings) -> None:
+    """Read the keys, as each process will for itself, say what is left open, and make sure that
+    there are files for all connections. Raises OSError."""
+    keys = settings.read_api_keys()
+    if not keys and not is_loopback(settings.host):
+        log.warning(
+            "whoever can reach %s may use this server: it asks for no key (server.api_key_file, "
+            "server.api_keys), and listens beyond this machine (server.host)",
+            settings.host,
+        )
+    wanted = settings.max_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning(
+            "%d connections (server.max_connections) need some %d open files, and this process may "
+            "have %d: lower the one, or raise the other (ulimit -n)",
+            settings.max_connections,
+            wanted,
+            hard,
+        )
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # children have it, too
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening address, taken before anything slow is done. Raises OSError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose others with --host "
+            "and --port"
+        ) from None
+    return listener
+
+
+def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
+    """So many sockets of one address, among which the kernel spreads connections.
+
+    Processes that accept from one socket would take whole bursts of them, each in its turn.
+    """
+    # Set after the first has been bound, so that another server's port still counts as taken.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listeners = [listener]
+    for _ in range(num_sockets - 1):
+        listeners.append(socket.socket(listener.family, listener.type, listener.proto))
+        listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listeners[-1].bind(listener.getsockname())
+    return listeners
+
+
+async def _serve(
+    settings: Settings, pair: Pair, listeners: list[socket.socket], console: Console
+) -> int:
+    progress = ProgressDisplay(console)
+    config = engine_config(settings, pair)
+    engine = ProcessEngine(
+        config,
+        progress,
+        step_timeout_s=settings.engine.step_timeout_s or None,
+        log_format=settings.server.log_format,
+    )
+    tasks: list[asyncio.Future[Any]] = [starting := asyncio.create_task(engine.start())]
+    try:
+        front = await _front(settings, config, engine)
+        shared = [share(listener, settings.server.api_workers) for listener in listeners]
+        sockets = [own for process in zip(*shared, strict=True) for own in process]
+        serving: asyncio.Future[Any] = asyncio.create_task(front.serve(sockets))
+        up: asyncio.Future[Any] = asyncio.gather(starting, front.listening())
+        tasks += serving, up
+        with progress:
+            await asyncio.wait({up, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if up.done():
+            try:
+                info, _ = await up
+            except EngineUnavailableError as error:
+                if not front.leaving:
+                    log.error("%s", error)
+                    return 1
+            else:
+                show_summary(settings, info, _url(listeners[0], settings.server), console)
+                if settings.server.status_interval_s:
+                    reporting = report_status(engine, settings.server.status_interval_s)
+                    tasks.append(asyncio.create_task(reporting))
+        await serving
+        return 0
+    finally:
+        await engine.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _front(
+    settings: Settings, config: EngineConfig, engine: ProcessEngine
+) -> Server | Workers:
+    """What answers HTTP: this process, or so many beside it."""
+    if settings.server.api_workers > 1:
+        return Workers(settings, config, engine)
+    gate = Gate()
+    return Server(await load_app(settings, config, engine, gate), gate, engine, settings.server)
+
+
+def _url(listener: socket.socket, settings: ServerSettings) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.tls_key is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,153 @@
+"""HTTP processes around one engine: started, watched, drained. Each runs `worker.py`."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+import msgspec
+import zmq.asyncio
+from pydantic import SecretStr
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.processes.child_process import ChildProcess, Restarts, describe_exit
+from outrider.engine.processes.process_engine import ProcessEngine
+from outrider.engine.processes.relay import Sharer
+
+from ..config.settings import Settings
+from .http_server import FAREWELL_S
+
+log = logging.getLogger("outrider.server")
+
+BACKLOG = 2048
+
+
+class WorkerError(RuntimeError):
+    """HTTP processes do not stay up."""
+
+
+class Workers:
+    """Processes that share this process's engine.
+
+    One that dies is started again, the first time at once: its requests are freed, its connections
+    are gone, and new ones wait for its successor. `serve` raises WorkerError after three deaths in
+    a row, or if one cannot start at all.
+    """
+
+    def __init__(self, settings: Settings, config: EngineConfig, engine: ProcessEngine) -> None:
+        self.leaving = False
+        self._settings = settings
+        self._lines = [to_json(settings), msgspec.json.encode(config)]
+        self._engine = engine
+        self._context = zmq.asyncio.Context()
+        self._living: dict[ChildProcess, Sharer] = {}
+        self._up = [asyncio.Event() for _ in range(settings.server.api_workers)]
+
+    async def listening(self) -> None:
+        """Wait until each of them has come up."""
+        await asyncio.gather(*(up.wait() for up in self._up))
+
+    async def serve(self, sockets: list[socket.socket]) -> None:
+        """Keep them up until a signal, then let them finish and leave.
+
+        `sockets`: as many for each, those of one behind those of another.
+        """
+        for listener in sockets:
+            listener.listen(BACKLOG)  # connections wait for their process to come up
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sig, self._leave, sig)
+        # prometheus-client adds up what the processes count, those that have gone among them.
+        with tempfile.TemporaryDirectory(prefix="outrider-metrics-") as metrics:
+            environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": metrics}
+            num_each = len(sockets) // len(self._up)
+            tasks = [
+                asyncio.create_task(
+                    self._keep_up(up, sockets[i * num_each : (i + 1) * num_each], environment)
+                )
+                for i, up in enumerate(self._up)
+            ]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                self._context.destroy(linger=0)
+
+    async def _keep_up(
+        self, up: asyncio.Event, listeners: list[socket.socket], environment: dict[str, str]
+    ) -> None:
+        restarts = Restarts()
+        while not self.leaving:
+            started_s = time.monotonic()
+            cause = describe_exit(await self._run(up, listeners, environment))
+            if self.leaving:
+                return
+            log.error("an HTTP process died: %s", cause)
+            if not up.is_set():
+                raise WorkerError(f"an HTTP process could not start: {cause}")
+            delay_s = restarts.delay_s(time.monotonic() - started_s)
+            if delay_s is None:
+                raise WorkerError(f"an HTTP process keeps dying: {cause}")
+            await asyncio.sleep(delay_s)
+
+    async def _run(
+        self, up: asyncio.Event, listeners: list[socket.socket], environment: dict[str, str]
+    ) -> int:
+        """Start one and hear it out to its end; returns its exit code."""
+
+        def hear(data: bytes) -> None:
+            sharer.hear(data)
+            if sharer.is_up:
+                up.set()
+
+        child = ChildProcess(
+            self._context,
+            (sys.executable, "-P", "-m", "outrider.server.http.worker"),
+            [str(listener.fileno()) for listener in listeners],
+            lines=self._lines,
+            hear=hear,
+            environment=environment,
+            pass_fds=[listener.fileno() for listener in listeners],
+        )
+        sharer = self._living[child] = Sharer(self._engine, child.send)
+        try:
+            return await child.run()
+        finally:
+            del self._living[child]
+            sharer.close()
+
+    def _leave(self, sig: int) -> None:
+        if self.leaving:
+            if sig == signal.SIGINT:
+                os._exit(130)  # all the others end with this one
+            return
+        self.leaving = True
+        log.info("shutting down: no new requests; Ctrl-C again leaves at once")
+        for child, sharer in self._living.items():
+            if sharer.is_up:
+                sharer.shut_down()
+            else:
+                child.kill()
+        patience_s = self._settings.server.shutdown_timeout_s + 3 * FAREWELL_S
+        asyncio.get_running_loop().call_later(patience_s, self._kill, list(self._living))
+
+    def _kill(self, children: Sequence[ChildProcess]) -> None:
+        for child in children:
+            child.kill()
+
+
+def to_json(settings: Settings) -> bytes:
+    """With their secrets: this goes to a process of ours, by a pipe."""
+
+    def plain(value: object) -> str:
+        return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+
+    return json.dumps(settings.model_dump(), default=plain).encode()

@@ -1,0 +1,41 @@
+"""How many drafts of a sequence were accepted, step by step."""
+
+from outrider.engine.api import RequestOutput
+
+from ..api.protocol import SpeculationMetrics
+
+
+class Acceptance:
+    """Counts of one sequence, from the totals that come with its outputs."""
+
+    def __init__(self) -> None:
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self._num_steps = 0
+        self._num_steps_accepting: dict[int, int] = {}
+
+    def observe(self, output: RequestOutput) -> None:
+        """Take in one step."""
+        if output.num_draft_tokens > self.num_draft_tokens:
+            num_accepted = output.num_accepted_tokens - self.num_accepted_tokens
+            steps = self._num_steps_accepting
+            steps[num_accepted] = steps.get(num_accepted, 0) + 1
+            self._num_steps += 1
+        self.num_draft_tokens = output.num_draft_tokens
+        self.num_accepted_tokens = output.num_accepted_tokens
+
+    def metrics(self, num_speculative_tokens: int) -> SpeculationMetrics | None:
+        """As vLLM tells it; None if nothing was drafted."""
+        if not self._num_steps:
+            return None
+        return SpeculationMetrics(
+            mean_acceptance_length=1 + self.num_accepted_tokens / self._num_steps,
+            draft_acceptance_rate=self.num_accepted_tokens / self.num_draft_tokens,
+            acceptance_histogram=[
+                self._num_steps_accepting.get(j, 0) for j in range(num_speculative_tokens + 1)
+            ],
+            num_spec_steps=self._num_steps,
+            num_accepted_draft_tokens=self.num_accepted_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_spec_tokens=num_speculative_tokens,
+        )

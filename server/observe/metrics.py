@@ -1,0 +1,141 @@
+"""What /metrics says: counts and times of the server, and the engine's own statistics."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from outrider.engine.processes.client import EngineClient
+
+from .vllm_names import VLLMNames
+
+TOKEN_TIMES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 5.0)
+FIRST_TOKEN_TIMES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+REQUEST_TIMES_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+QUEUE_TIMES_S = (0.001, 0.01, 0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
+TOKEN_COUNTS = tuple(float(n * 10**i) for i in range(6) for n in (1, 2, 5))
+
+
+class Metrics:
+    """A registry of its own, so that several servers can live in one process.
+
+    Where prometheus-client is set to count for several processes (PROMETHEUS_MULTIPROC_DIR), each
+    of them tells what all have counted.
+    """
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        own = CollectorRegistry()
+        self.registry = own
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self.registry = CollectorRegistry()
+            MultiProcessCollector(self.registry)  # type: ignore[no-untyped-call]
+        self.requests = Counter(
+            "outrider_requests",
+            "Requests answered, by outcome: ok, invalid (4xx), unavailable (429, 503), error, "
+            "disconnected (the client left).",
+            ["path", "outcome"],
+            registry=own,
+        )
+        self.failed_keys = Counter(
+            "outrider_failed_keys",
+            "Requests without one of the keys, on any route: missing or wrong; probes need none, "
+            "and count if theirs is wrong.",
+            ["reason"],
+            registry=own,
+        )
+        self.request_time = Histogram(
+            "outrider_request_duration_seconds",
+            "From a request's arrival to the end of its answer, of those with outcome ok.",
+            ["path"],
+            registry=own,
+            buckets=REQUEST_TIMES_S,
+        )
+        self.time_to_first_token = Histogram(
+            "outrider_time_to_first_token_seconds",
+            "From submission to a sequence's first token.",
+            registry=own,
+            buckets=FIRST_TOKEN_TIMES_S,
+        )
+        self.inter_token_latency = Histogram(
+            "outrider_inter_token_latency_seconds",
+            "Time between steps of a sequence, divided by the tokens that the step brought.",
+            registry=own,
+            buckets=TOKEN_TIMES_S,
+        )
+        self._of_requests = {
+            fact: Histogram(f"outrider_request_{name}", text, registry=own, buckets=buckets)
+            for fact, name, text, buckets in (
+                ("prompt_tokens", "prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNTS),
+                ("completion_tokens", "generation_tokens", "Its tokens generated.", TOKEN_COUNTS),
+                ("queue_s", "queue_time_seconds", "Its time in the queue.", QUEUE_TIMES_S),
+            )
+        }
+        self.registry.register(_EngineCollector(client))
+        self._vllm = CollectorRegistry()
+        self._vllm.register(VLLMNames(self.registry, client, model_name))
+
+    def observe(self, facts: Mapping[str, Any]) -> None:
+        """Count what a request's log line tells, if it has generated."""
+        for fact, histogram in self._of_requests.items():
+            if fact in facts:
+                histogram.observe(facts[fact])
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry) + generate_latest(self._vllm)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing is read from the engine at registration
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        gauges = {
+            "outrider_engine_ready": ("1 while the engine answers.", self._client.state == "ready"),
+            "outrider_requests_running": ("Sequences in the batch.", stats.num_running),
+            "outrider_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
+            "outrider_pages_used": ("KV cache pages held by live sequences.", stats.pages_used),
+            "outrider_pages_total": ("KV cache pages there are.", stats.pages_total),
+            "outrider_kv_cache_usage_ratio": (
+                "KV cache pages held by live sequences, of those there are: 0 to 1.",
+                stats.pages_used / max(1, stats.pages_total),
+            ),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)
+        drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
+        counters = {
+            "outrider_prompt_tokens": ("Prompt tokens taken in.", stats.prompt_tokens),
+            "outrider_cached_prompt_tokens": (
+                "Prompt tokens found in the prefix cache.",
+                stats.cached_tokens,
+            ),
+            "outrider_generation_tokens": ("Tokens generated.", stats.generation_tokens),
+            "outrider_steps": ("Steps of the engine.", stats.steps),
+            "outrider_preemptions": ("Sequences put back for want of pages.", stats.preemptions),
+            "outrider_drafts": ("Times that a sequence was drafted for.", sum(drafted[:1])),
+            "outrider_draft_tokens": ("Tokens drafted.", sum(drafted)),
+            "outrider_accepted_tokens": ("Drafted tokens accepted.", sum(accepted)),
+        }
+        for name, (text, count) in counters.items():
+            yield CounterMetricFamily(name, text, value=count)
+        per_position = {
+            "outrider_draft_tokens_per_position": ("Tokens drafted, by position.", drafted),
+            "outrider_accepted_tokens_per_position": (
+                "Drafted tokens accepted, by position.",
+                accepted,
+            ),
+        }
+        for name, (text, counts) in per_position.items():
+            family = CounterMetricFamily(name, text, labels=["position"])
+            for position, count in enumerate(counts):
+                family.add_metric([str(position)], count)
+            yield family

@@ -1,0 +1,75 @@
+"""Our metrics under vLLM's names too, for the dashboards and routers that know those."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from outrider.engine.processes.client import EngineClient
+
+# A series of ours by each; counters without their `_total`. What vLLM counts otherwise has no name
+# here: request_success, for one, is by the reason of each sequence's end.
+NAMES = {
+    "vllm:num_requests_running": "outrider_requests_running",
+    "vllm:num_requests_waiting": "outrider_requests_waiting",
+    "vllm:kv_cache_usage_perc": "outrider_kv_cache_usage_ratio",
+    "vllm:num_preemptions": "outrider_preemptions",
+    "vllm:prompt_tokens": "outrider_prompt_tokens",
+    "vllm:generation_tokens": "outrider_generation_tokens",
+    "vllm:prefix_cache_queries": "outrider_prompt_tokens",
+    "vllm:prefix_cache_hits": "outrider_cached_prompt_tokens",
+    "vllm:spec_decode_num_drafts": "outrider_drafts",
+    "vllm:spec_decode_num_draft_tokens": "outrider_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "outrider_accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "outrider_accepted_tokens_per_position",
+    "vllm:time_to_first_token_seconds": "outrider_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "outrider_inter_token_latency_seconds",
+    "vllm:request_queue_time_seconds": "outrider_request_queue_time_seconds",
+    "vllm:request_prompt_tokens": "outrider_request_prompt_tokens",
+    "vllm:request_generation_tokens": "outrider_request_generation_tokens",
+    "vllm:e2e_request_latency_seconds": "outrider_request_duration_seconds",
+}
+
+
+class VLLMNames(Collector):
+    """Shows what a registry has once more, by vLLM's names and with its labels."""
+
+    def __init__(self, registry: CollectorRegistry, client: EngineClient, model_name: str) -> None:
+        self._registry = registry
+        self._client = client
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing is read at registration
+
+    def collect(self) -> Iterator[Metric]:
+        ours = {metric.name: metric for metric in self._registry.collect()}
+        for name, our_name in NAMES.items():
+            if our_name in ours:
+                yield self._renamed(ours[our_name], name)
+        if info := self._client.info:
+            config = GaugeMetricFamily(
+                "vllm:cache_config_info",
+                "The KV cache, in labels.",
+                labels=["block_size", "num_gpu_blocks", *self._labels],
+            )
+            sizes = [str(info.page_size_tokens), str(info.num_pages)]
+            config.add_metric([*sizes, *self._labels.values()], 1)
+            yield config
+
+    def _renamed(self, metric: Metric, name: str) -> Metric:
+        renamed = Metric(name, metric.documentation, metric.type)
+        renamed.samples = [
+            Sample(
+                name + sample.name.removeprefix(metric.name),
+                sample.labels | self._labels,
+                sample.value,
+                sample.timestamp,
+            )
+            for sample in metric.samples
+            # vLLM times requests that generate, and no others.
+            if sample.labels.get("path", "completions").endswith("completions")
+        ]
+        return renamed

@@ -1,0 +1,1 @@
+"""Between text and token ids, and what text means in a chat."""

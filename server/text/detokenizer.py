@@ -1,0 +1,182 @@
+"""Token ids to text, one token at a time, up to the first stop string."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ..config.server_settings import MAX_STOP_STRINGS
+from .tokenizer import INCOMPLETE, Tokenizer
+
+# Tokens of the prompt that the first new token is decoded with. A character spans at most four;
+# one more gives a clean place to start.
+MAX_CONTEXT_TOKENS = 5
+# Tokens that are decoded together before the oldest are let go.
+MAX_WINDOW_TOKENS = 16
+# An unfinished character has at most three bytes; each is a token, and reads as U+FFFD, at worst.
+MAX_UNFINISHED = 3
+# Of more tokens than these that end in no whole character, only the first and the last are kept:
+# the first because a run of bytes that they break stays broken, the last because what is
+# unfinished lies within them (three U+FFFD of three bytes each, behind a part of another).
+MAX_BROKEN_TOKENS = 24
+FIRST_BROKEN_TOKENS, LAST_BROKEN_TOKENS = 4, 12
+
+
+class Detokenizer:
+    """Text of a growing sequence, character by whole character.
+
+    The pieces of all `push` calls and of `flush` make up what decoding the sequence at once gives,
+    with one exception: a byte-fallback decoder shows a run of byte tokens as U+FFFD throughout if
+    its bytes are no text, and takes back characters of the run that have been shown before.
+
+    Tokens are decoded within a window that begins before them, since many tokenizers strip the
+    space at the start of a text. It is short whatever the tokens, and with it the work for each.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skipped_ids: frozenset[int],
+        spaces_between_special: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped_ids
+        # Of these, two in a row are shown as they are written, whatever the decoder would add.
+        self._joined = frozenset() if spaces_between_special else tokenizer.special_ids
+        self._last_id: int | None = None
+        self._window = _context(tokenizer, prompt_token_ids)
+        self._shown_chars = len(self._decode())  # of the window's text
+        self._boundary = len(self._window)  # tokens of the window up to its last clean end
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        if token_id in self._skipped:
+            return ""
+        joins = self._last_id in self._joined and token_id in self._joined
+        self._last_id = token_id
+        self._window.append(token_id)
+        text = self._decode()
+        # An unfinished character decodes to replacement characters, and only at the end: what is
+        # before them stays as it is, whatever follows.
+        whole_chars = len(text.rstrip(INCOMPLETE))
+        if whole_chars < len(text) and self._spells_replacement_character(text):
+            whole_chars = len(text)
+        is_broken = len(self._window) - self._boundary > MAX_BROKEN_TOKENS
+        if is_broken:  # these tokens are more than an unfinished character
+            whole_chars = max(whole_chars, len(text) - MAX_UNFINISHED)
+        piece = text[self._shown_chars : whole_chars]
+        self._shown_chars = max(self._shown_chars, whole_chars)
+        if whole_chars == len(text):
+            if len(self._window) > MAX_WINDOW_TOKENS:
+                del self._window[: self._boundary]
+                self._shown_chars = len(self._decode())
+            self._boundary = len(self._window)
+        elif is_broken:
+            num_held = len(text) - self._shown_chars
+            del self._window[self._boundary + FIRST_BROKEN_TOKENS : -LAST_BROKEN_TOKENS]
+            self._shown_chars = len(self._decode()) - num_held
+        return self._tokenizer.pieces([token_id])[0] if joins else piece
+
+    def flush(self) -> str:
+        """What is held of a character that will not be completed."""
+        return self._decode()[self._shown_chars :]
+
+    def _spells_replacement_character(self, text: str) -> bool:
+        """Whether the U+FFFD that the window's text ends in is what its tokens say."""
+        tail = b""
+        for num_tokens in range(1, min(len(self._window), len(INCOMPLETE.encode())) + 1):
+            tail = self._tokenizer.token_bytes(self._window[-num_tokens]) + tail
+            if tail.endswith(INCOMPLETE.encode()):
+                # In a run that is no text, each of its bytes would read as one.
+                before = self._window[:-num_tokens]
+                rest = self._tokenizer.decode(before, skip_special_tokens=False)
+                return len(text) - len(rest) == len(tail.decode(errors="replace"))
+        return False
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+class StopStrings:
+    """Text up to the stop string that is complete first; of several, the one that starts first.
+
+    Holds back exactly what could still become a stop string. Each stop string is matched as Knuth,
+    Morris and Pratt do it: a character is looked at twice at most, however long the strings.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = tuple(stops)
+        self._num_matched = [0] * len(stops)  # of each, characters that the text ends with
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """What may be shown now that `text` has come; after a match, nothing more.
+
+        A stop string that `text` completes counts only if it `may_stop`.
+        """
+        if not self._stops or self.matched is not None:
+            return text if self.matched is None else ""
+        num_held = len(self._held)
+        matches = []
+        for i, stop in enumerate(self._stops):
+            end = self._follow(i, text, may_stop=may_stop)
+            if end is not None:
+                end += num_held
+                matches.append((end, end - len(stop), stop))
+        text = self._held + text
+        if matches:
+            end, start, self.matched = min(matches)
+            self._held = ""
+            return text[: end if self._include else start]
+        shown = len(text) - max(self._num_matched)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """What was held back, once nothing can follow it."""
+        text, self._held = self._held, ""
+        return text
+
+    def _follow(self, i: int, text: str, *, may_stop: bool) -> int | None:
+        """Where in the text the i-th stop string is complete, if it counts."""
+        stop, matched, at = self._stops[i], self._num_matched[i], 0
+        restarts = _restarts(stop)
+        while at < len(text):
+            if not matched and (at := text.find(stop[0], at)) < 0:
+                break
+            while matched and stop[matched] != text[at]:
+                matched = restarts[matched]
+            matched += stop[matched] == text[at]
+            at += 1
+            if matched == len(stop):
+                if may_stop:
+                    return at
+                matched = restarts[matched]
+        self._num_matched[i] = matched
+        return None
+
+
+@lru_cache(maxsize=MAX_STOP_STRINGS)
+def _restarts(stop: str) -> list[int]:
+    """After n characters of the stop string: how many it begins with are also their end."""
+    restarts = [0, 0]
+    for char in stop[1:]:
+        matched = restarts[-1]
+        while matched and stop[matched] != char:
+            matched = restarts[matched]
+        restarts.append(matched + (stop[matched] == char))
+    return restarts
+
+
+def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
+    """The fewest last tokens of the prompt that end in a whole character; none if none do."""
+    context: list[int] = []
+    for token_id in reversed(prompt_token_ids[-MAX_CONTEXT_TOKENS:]):
+        if token_id not in tokenizer.special_ids:
+            context.insert(0, token_id)
+            text = tokenizer.decode(context, skip_special_tokens=False)
+            if text and not text.endswith(INCOMPLETE):
+                return context
+    return []

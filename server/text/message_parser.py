@@ -1,0 +1,185 @@
+"""What a model says, taken apart as it comes: content, reasoning, and calls of tools."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, calls_of_field
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    reasoning: bool = False
+
+
+Part = Text | ToolCall
+
+
+class MessageParser(ABC):
+    """Takes a growing text apart. The parts are the same however the text is cut into pieces.
+
+    Text that looks like a call and is none, or is cut off, is content. The work is in proportion
+    to the text.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[dict[str, Any]],
+        calls: Callable[[Any, dict[str, Any]], list[ToolCall]],
+    ) -> None:
+        self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
+        self._calls = calls
+        self._blanks: list[str] = []  # held: next to a call, blanks are no content
+        self._after_call = False
+
+    @abstractmethod
+    def push(self, text: str) -> list[Part]: ...
+
+    @abstractmethod
+    def flush(self) -> list[Part]: ...
+
+    def _called(self, value: Any, written: str) -> list[Part]:
+        """The calls that `value` says; `written` as content if it says none."""
+        try:
+            calls = self._calls(value, self._tools)
+        except NOT_A_CALL:
+            return self._content(written)
+        self._blanks, self._after_call = [], True
+        return [*calls]
+
+    def _content(self, text: str) -> list[Part]:
+        if self._after_call and (not text or text.isspace()):
+            self._blanks.append(text)
+            return []
+        return self._with_blanks(text)
+
+    def _with_blanks(self, text: str) -> list[Part]:
+        text, self._blanks, self._after_call = "".join([*self._blanks, text]), [], False
+        return [Text(text)] if text else []
+
+
+class _State(Enum):
+    START = auto()  # of an answer that may be calls as a whole
+    CONTENT = auto()
+    REASONING = auto()
+    CALL = auto()
+
+
+class MarkerParser(MessageParser):
+    """Of the formats that we know, whose markers are fixed texts.
+
+    `reasoning`: texts between <think> and </think> are told apart; the prompt may have `begun` one.
+    """
+
+    def __init__(
+        self,
+        form: CallFormat | None,
+        tools: Sequence[dict[str, Any]],
+        *,
+        reasoning: bool = False,
+        begun: bool = False,
+    ) -> None:
+        super().__init__(tools, form.calls if form else calls_of_field)
+        self._open = form.open if form else ()
+        self._close = (form.close if form else None) or ""
+        self._may_call_within = form is not None and not form.at_start
+        self._state = _State.CONTENT
+        if begun:
+            self._state = _State.REASONING
+        elif form is not None and form.at_start:
+            self._state = _State.START
+        opening = self._open if self._may_call_within else ()
+        self._ends: dict[_State, tuple[str, ...]] = {
+            _State.CONTENT: (*opening, THINK) if reasoning else opening,
+            _State.REASONING: (END_THINK,),
+            _State.CALL: (self._close,) if self._close else (),
+        }
+        # No marker has the first character of another within it, so that none overlap.
+        self._markers = {marker for markers in self._ends.values() for marker in markers}
+        self._pattern = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
+        self._call: list[str] = []  # what has been written of it
+        self._tail = ""  # what may be the beginning of a marker
+
+    def push(self, text: str) -> list[Part]:
+        return self._read(text, ended=False)
+
+    def flush(self) -> list[Part]:
+        parts = self._read("", ended=True)
+        if self._state is _State.CALL:
+            written, self._call = "".join(self._call), []
+            parts += self._called(written, written)
+        return parts if self._after_call else [*parts, *self._with_blanks("")]
+
+    def _read(self, text: str, *, ended: bool) -> list[Part]:
+        text, self._tail = self._tail + text, ""
+        if self._state is _State.START:
+            text = self._begin(text, ended=ended)
+            if self._state is _State.START:
+                self._tail = text
+                return []
+        parts, at = list[Part](), 0
+        for marker in self._pattern.finditer(text):
+            if marker[0] in self._ends[self._state]:
+                parts += self._add(text[at : marker.start()])
+                parts += self._turn(marker[0])
+                at = marker.end()
+        end = len(text) if ended else max(at, _start_of_tail(text, self._markers))
+        self._tail = text[end:]
+        return parts + self._add(text[at:end])
+
+    def _begin(self, text: str, *, ended: bool) -> str:
+        """Decide by the first characters; returns what of them is no blank."""
+        said = text.lstrip()
+        self._blanks.append(text[: len(text) - len(said)])
+        if said.startswith(self._open):
+            self._state = _State.CALL
+        elif ended or (said and not any(marker.startswith(said) for marker in self._open)):
+            self._state = _State.CONTENT
+        return said
+
+    def _add(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        if self._state is _State.CALL:
+            self._call.append(text)
+            return []
+        if self._state is _State.REASONING:
+            return [Text(text, reasoning=True)]
+        return self._content(text)
+
+    def _turn(self, marker: str) -> list[Part]:
+        if self._state is _State.CALL:
+            self._state = _State.CONTENT
+            written, self._call = "".join(self._call), []
+            return self._called(written, written + marker)
+        if self._state is _State.REASONING:
+            self._state = _State.CONTENT
+            return []
+        if marker == THINK:
+            self._state = _State.REASONING
+            return [] if self._after_call else self._with_blanks("")
+        self._state, self._call = _State.CALL, [marker]
+        return []
+
+    def _content(self, text: str) -> list[Part]:
+        if not self._may_call_within:
+            return super()._content(text)
+        said = text.rstrip()
+        parts = self._with_blanks(said) if said else []
+        self._blanks.append(text[len(said) :])
+        return parts
+
+
+def _start_of_tail(text: str, markers: set[str]) -> int:
+    """Where the longest end of the text starts that a marker begins with."""
+    longest = max(map(len, markers), default=1) - 1
+    for start in range(max(0, len(text) - longest), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return start
+    return len(text)

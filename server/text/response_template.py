@@ -1,0 +1,201 @@
+"""Answers read by the response template that a model comes with.
+
+The template is the operator's, the text is the model's: whatever the text, a delimiter is looked
+for within a bounded stretch of it, and once.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import regex
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, parse_content
+
+from .message_parser import MessageParser, Part, Text
+from .tool_calls import NOT_A_CALL, calls_of_field
+
+log = logging.getLogger("outrider.server.text.response_template")
+
+# A delimiter may be a pattern that matches texts of any length, as white space before a marker.
+MAX_DELIMITER_CHARS = 512
+# As much is searched at a time; a pattern may take the square of it.
+MAX_PIECE_CHARS = 1024
+# Of text that has been read, for patterns that look back.
+KEPT_CHARS = 256
+# Processor time for the tags of one call: their pattern goes over the whole call.
+MAX_TAGS_S = 0.25
+
+_CALLS, _REASONING = "tool_calls", ("reasoning_content", "reasoning", "thinking")
+
+
+class TemplateParser(MessageParser):
+    """transformers' parser of response templates, held to work in proportion to the text.
+
+    Its own buffers are cut as it goes: it would keep the whole answer, and copy it for every token.
+    If it fails, the rest is content.
+    """
+
+    def __init__(
+        self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]]
+    ) -> None:
+        super().__init__(tools, calls_of_field)
+        fields = {name: _bounded(field) for name, field in template["fields"].items()}
+        self._parser: ResponseParser | None = ResponseParser(
+            template | {"fields": fields}, prefix=prompt, tools=list(tools)
+        )
+        calls = template["fields"].get(_CALLS, {})
+        self._closes_by_pattern = "close_pattern" in calls
+        close = calls.get("close") or ""
+        self._close = close if isinstance(close, str) else close[0]
+        self._call: list[str] = []  # what has been written of it
+        self._num_call_chars = 0
+        self._unread: list[str] = []  # within a long call, not given to the parser yet
+        self._num_unread_chars = 0
+
+    def push(self, text: str) -> list[Part]:
+        self._unread.append(text)
+        self._num_unread_chars += len(text)
+        return [] if self._num_unread_chars < self._least_chars() else self._read(ended=False)
+
+    def flush(self) -> list[Part]:
+        return self._read(ended=True)
+
+    def _read(self, *, ended: bool) -> list[Part]:
+        text, self._unread, self._num_unread_chars = "".join(self._unread), [], 0
+        parts, start = list[Part](), 0
+        while start < len(text):
+            end = start + max(MAX_PIECE_CHARS, self._least_chars())
+            parts += self._feed(text[start:end])
+            start = end
+        return parts + self._feed(None) if ended else parts
+
+    def _least_chars(self) -> int:
+        """Worth giving to the parser, which copies all that it has of a call each time."""
+        share = self._num_call_chars // 16
+        return min(share, MAX_PIECE_CHARS) if self._closes_by_pattern else share
+
+    def _feed(self, text: str | None) -> list[Part]:
+        """One piece, or the end."""
+        parser = self._parser
+        if parser is None:
+            return [Text(text)] if text else []
+        held = parser._buffer[parser._pos :]
+        try:
+            events = parser.finalize()[1] if text is None else parser.feed(text)
+            if len(parser._buffer) - parser._pos > MAX_DELIMITER_CHARS and text is not None:
+                raise ValueError(f"no delimiter has more than {MAX_DELIMITER_CHARS} characters")
+        except NOT_A_CALL as error:
+            # Not the error's text: the model's is part of it.
+            log.warning("the response template of the model failed (%s)", type(error).__name__)
+            self._parser = None
+            rest = "".join([*self._blanks, *self._call, held, text or ""])
+            return [Text(rest)] if rest else []
+        self._forget(parser)
+        return [part for event in events for part in self._parts(event, ended=text is None)]
+
+    def _forget(self, parser: ResponseParser) -> None:
+        """What the parser does not need any more."""
+        if parser._pos > MAX_PIECE_CHARS + KEPT_CHARS:
+            parser._buffer = parser._buffer[parser._pos - KEPT_CHARS :]
+            parser._pos = KEPT_CHARS
+        name = parser._current
+        if name not in (None, _CALLS) and parser._spec.fields[name].content == "text":
+            parser._body = ""  # has been told, chunk by chunk
+
+    def _parts(self, event: dict[str, Any], *, ended: bool) -> list[Part]:
+        field, kind = event["field"], event["type"]
+        if field == _CALLS and kind == "region_chunk":
+            self._call.append(event["text"])
+            self._num_call_chars += len(event["text"])
+        elif field == _CALLS and kind == "region_close":
+            written, self._call, self._num_call_chars = "".join(self._call), [], 0
+            return self._called(event["value"], written + ("" if ended else self._close))
+        elif kind == "region_chunk" and field in _REASONING:
+            return [Text(event["text"], reasoning=True)]
+        elif kind == "region_chunk" and field == "content":
+            return self._content(event["text"])
+        return []
+
+
+def _bounded(field: dict[str, Any]) -> dict[str, Any]:
+    """The field, its content read by parsers of ours where those of transformers are quadratic."""
+    content, args = field.get("content", "text"), field.get("content_args", {})
+    return field | {"content": _ours(content), "content_args": _bounded_args(args)}
+
+
+def _bounded_args(args: dict[str, Any]) -> dict[str, Any]:
+    given = args.get("value_parser")
+    if not given:
+        return args
+    value_parser = {
+        "name": _ours(given.get("name", "text")),
+        "args": _bounded_args(given.get("args", {})),
+    }
+    return args | {"value_parser": value_parser}
+
+
+def _ours(name: str) -> str:
+    return _PREFIX + name if _PREFIX + name in CONTENT_PARSERS else name
+
+
+def _json(text: str, args: dict[str, Any]) -> Any:
+    """As transformers has it, with strings that may have delimiters of their own."""
+    delims = args.get("string_delims", [])
+    if delims and ("\x01" in text or "\x02" in text):
+        raise ValueError("the text has characters that stand for strings here")
+    working, strings = text, list[str]()
+    for opening, closing in delims:
+        pieces, at = list[str](), 0
+        while (start := working.find(opening, at)) >= 0:
+            end = working.find(closing, start + len(opening))
+            if end < 0:
+                break
+            pieces += [working[at:start], f"\x01{len(strings)}\x02"]
+            strings.append(working[start + len(opening) : end])
+            at = end + len(closing)
+        working = "".join([*pieces, working[at:]])
+    if args.get("unquoted_keys", False):
+        working = _BARE_KEY.sub(r'"\1":', working)
+    if strings:
+        working = _PLACE.sub(lambda place: json.dumps(strings[int(place[1])]), working)
+    try:
+        return json.loads(working)
+    except json.JSONDecodeError:
+        if args.get("allow_non_json"):
+            return parse_content(text, "text", args)
+        raise
+
+
+_BARE_KEY = regex.compile(r"(?<=[{,])(\w+):")
+_PLACE = regex.compile(r"\x01(\d+)\x02")
+
+
+def _xml_inline(text: str, args: dict[str, Any]) -> dict[str, Any]:
+    """As transformers has it, for as long as its pattern may take."""
+    values: dict[str, Any] = {}
+    value_parser = args.get("value_parser") or {"name": "text", "args": {"strip": False}}
+    try:
+        for tag in regex.finditer(
+            args["tag_pattern"], text, flags=regex.DOTALL, timeout=MAX_TAGS_S
+        ):
+            groups = tag.groupdict()
+            key = groups["key"]
+            value = parse_content(
+                groups.get("value", ""), value_parser.get("name", "text"), value_parser["args"]
+            )
+            if key in values and args.get("merge_duplicates", False):
+                earlier = values[key]
+                values[key] = earlier if isinstance(earlier, list) else [earlier]
+                values[key].append(value)
+            else:
+                values[key] = value
+    except TimeoutError:
+        raise ValueError(f"the pattern of the tags takes more than {MAX_TAGS_S} s") from None
+    return values
+
+
+_PREFIX = "outrider-"
+CONTENT_PARSERS[_PREFIX + "json"] = _json
+CONTENT_PARSERS[_PREFIX + "xml-inline"] = _xml_inline

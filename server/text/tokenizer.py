@@ -1,0 +1,124 @@
+"""Text to token ids and back, with the target's own tokenizer."""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer as Backend
+
+from outrider.engine.config import TokenTable
+
+from .chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands in a text for part of a character
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones as themselves, others from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class Tokenizer:
+    """The target's tokenizer, reduced to what can be called from any thread.
+
+    It works on the backend of the transformers tokenizer: the wrapper sets padding and truncation
+    on the shared backend at every call, which fails when two threads meet there.
+    """
+
+    def __init__(self, wrapper: "PreTrainedTokenizerBase") -> None:
+        backend: Backend | None = getattr(wrapper, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(
+                f"the tokenizer is a {type(wrapper).__name__}, which has no `tokenizers` backend; "
+                "use a model whose directory has a tokenizer.json"
+            )
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self.chat_template = ChatTemplate(wrapper) if wrapper.chat_template is not None else None
+        self.info: dict[str, Any] = {
+            "tokenizer_class": type(wrapper).__name__,
+            **wrapper.special_tokens_map,
+            "chat_template": wrapper.chat_template,
+        }
+        self.response_template: dict[str, Any] | None = getattr(wrapper, "response_template", None)
+        # In characters of the text, or in bytes, which are no fewer.
+        self.longest_token = max(map(len, backend.get_vocab()))
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, directory: Path, *, trust_remote_code: bool = False) -> "Tokenizer":
+        from transformers import AutoTokenizer  # brings in torch, which takes seconds
+
+        wrapper = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        return cls(wrapper)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: `encode` would hold the GIL throughout, and with it the event loop.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def special_ids_of(self, texts: Collection[str] | None) -> frozenset[int]:
+        """Those of the special tokens that are written like this; None: all."""
+        if texts is None:
+            return self.special_ids
+        return frozenset(i for i in self.special_ids if self.backend.id_to_token(i) in texts)
+
+    def token_table(self, size: int) -> TokenTable:
+        """What the first `size` token ids stand for in the middle of a text."""
+        # Not `token_bytes`: by itself a token may lose the space that it begins with.
+        tokenizer = LLTokenizer(self.backend.to_str(), slices=[])
+        known = range(min(size, tokenizer.vocab_size))
+        token_bytes = [tokenizer.decode_bytes([token_id]) for token_id in known]
+        return TokenTable(
+            token_bytes=(*token_bytes, *[b""] * (size - len(known))),
+            special_token_ids=tuple(filter(tokenizer.is_special_token, known)),
+        )
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Tokens of the vocabulary, as it writes them."""
+        pieces = [self.backend.id_to_token(token_id) for token_id in token_ids]
+        return cast(list[str], pieces)
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, as `logprobs` names it; part of a character reads as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, also where they are only part of a character."""
+        text = self.token_text(token_id)
+        piece = self.backend.id_to_token(token_id)
+        if INCOMPLETE in text and piece is not None:
+            if found := _BYTE_PIECE.fullmatch(piece):
+                return bytes.fromhex(found[1])
+            if all(char in _BYTE_OF_CHAR for char in piece):
+                return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        return text.encode()
