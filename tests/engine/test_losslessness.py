@@ -62,7 +62,11 @@ class FollowsTheLastStep(AdaptiveSpeculation):
         return self._last % (self._max_k + 1)
 
     def observe(
-        self, wanted: Sequence[int], accepted: Sequence[int], elapsed_s: float | None
+        self,
+        wanted: Sequence[int],
+        accepted: Sequence[int],
+        elapsed_s: float | None,
+        is_open: Sequence[bool] | None = None,
     ) -> None:
         self._last = 1 + sum(wanted) + 2 * sum(accepted)
 

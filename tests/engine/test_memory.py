@@ -9,12 +9,12 @@ import torch
 from engines import GREEDY, engine_config, prompts, run
 from tiny_models import DEVICE, VOCAB
 
+from outrider.engine import memory
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes, run_largest_step
 from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.scheduling import scheduler
-from outrider.engine.state import memory
 from outrider.engine.state.batch import HostBatch
 
 Tiny = Callable[..., Path]

@@ -41,7 +41,8 @@ def test_logprobs() -> None:
         gather_logprobs(near, ints(1, 2, 3), 4, VOCAB),
         strict=True,
     ):
-        assert torch.equal(x, y)
+        # A row that begins elsewhere is read, and so summed, in other vectors.
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=0)
 
 
 def test_edits_of_logits() -> None:

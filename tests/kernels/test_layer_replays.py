@@ -9,7 +9,7 @@ from torch import Tensor
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model.attention_items import list_items
-from outrider.kernels.model.attention_reference import attention_mask, paged_attention_reference
+from outrider.kernels.model.attention_reference import paged_attention_reference, whole_block
 from outrider.kernels.model.linear import add_linear, linear, linear_reference
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
@@ -114,9 +114,9 @@ class Layer:
             if count:
                 pages = self.block_table[slot, : -(-lens[i] // PAGE)]
                 group = NUM_HEADS // NUM_KV_HEADS
-                mask = attention_mask(count, lens[i], None, group, torch.float32, DEVICE)
+                blocks = whole_block(count, lens[i], None, group, torch.float32, DEVICE)
                 attended[cu[i] : cu[i + 1]] = paged_attention_reference(
-                    query[cu[i] : cu[i + 1]], k_cache, v_cache, pages, lens[i], mask, HEAD_DIM**-0.5
+                    query[cu[i] : cu[i + 1]], k_cache, v_cache, pages, blocks, HEAD_DIM**-0.5
                 ).flatten(1)
         residual = residual + attended @ self.out.float().t()
         normed = rms_norm_reference(residual, norms[1])

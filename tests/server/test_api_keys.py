@@ -26,7 +26,7 @@ def ask(path: str, authorization: str, keys: tuple[str, ...] = ("one", "zwölf")
         await JSONResponse(request_key(Request(scope)))(scope, receive, send)
 
     async def run() -> Any:
-        app = ApiKeys(tell, keys, Metrics(ScriptedClient(lambda _: (), vocab_size=1)))
+        app = ApiKeys(tell, keys, Metrics(ScriptedClient(lambda _: (), vocab_size=1), "tiny"))
         call = Call(app, "GET", path, [b""], {"authorization": authorization})
         await call.finished
         return call.reply.json()

@@ -268,8 +268,7 @@ def test_killed_engine_ends_its_streams_and_comes_back(server: RunningServer) ->
         *_, last = events
         assert "signal 9" in json.loads(last)["error"]["message"]
     health = httpx.get(f"{server.url}/health")
-    assert (health.status_code, health.json()["status"]) == (503, "restarting")
-    assert "signal 9" in health.json()["reason"]
+    assert (health.status_code, health.json()) == (503, {"status": "restarting"})
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
     server.wait_for("outrider_engine_ready 1", timeout_s=120)
     answer = httpx.post(

@@ -101,7 +101,7 @@ def test_a_killed_build_leaves_nothing_that_counts(home: Path) -> None:
 
 
 def test_two_processes_build_once_and_both_get_it_whole(home: Path) -> None:
-    first = build_elsewhere(home, sleep_s=0.5)
+    first = build_elsewhere(home, sleep_s=5)  # until the second has come up, however slowly
     wait_for(home / "builds")
     second = build_elsewhere(home, sleep_s=0.5)
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]

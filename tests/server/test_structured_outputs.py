@@ -149,7 +149,7 @@ def test_openai_client_parses_its_own_models(tiny: Serve, model: type[BaseModel]
                 model="tiny",
                 messages=[{"role": "user", "content": "Which animal?"}],
                 response_format=model,
-                seed=1,
+                seed=3,
                 temperature=0.3,
                 max_completion_tokens=200,
             )
@@ -165,7 +165,7 @@ def test_openai_client_streams_the_same(tiny: Serve) -> None:
                 "model": "tiny",
                 "messages": [{"role": "user", "content": "Which animal?"}],
                 "response_format": Animal,
-                "seed": 5,
+                "seed": 3,
                 "max_completion_tokens": 100,
             }
             whole = await client.chat.completions.parse(**asked)

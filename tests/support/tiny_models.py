@@ -23,7 +23,7 @@ TINY: dict[str, dict[str, object]] = {
             "rope_theta": 1e4,
             "factor": 4.0,
             "original_max_position_embeddings": 16,
-            "llama_4_scaling_beta": 0.5,
+            "llama_4_scaling_beta": 0.1,
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
             "beta_fast": 32.0,
