@@ -140,7 +140,7 @@ def child_environment() -> dict[str, str]:
     """Ours, and CPU threads that wait briefly before they sleep, unless the user says otherwise.
 
     OpenMP's threads spin at barriers for milliseconds. On a machine with neighbours the spinning
-    thread takes the core from the very thread it waits for (benchmarks/LOG.md: 34 to 1 tokens/s);
+    thread takes the core from the very thread it waits for (benchmarks/log/cpu.md: 34 to 1 tokens/s);
     without any spinning every barrier costs a system call (34 to 24).
     """
     environment = dict(os.environ)

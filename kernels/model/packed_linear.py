@@ -1,7 +1,7 @@
 """Linear layers as a CPU reads them best: what makes few rows cheap.
 
 torch's linear hands a plain weight to the BLAS at every call. Reordered once at load by oneDNN, the
-same product took 0.5 of the time at one row and 0.2 to 0.5 at five (benchmarks/LOG.md), and the
+same product took 0.5 of the time at one row and 0.2 to 0.5 at five (benchmarks/log/cpu.md), and the
 rows of a verification are exactly such a few.
 
 How oneDNN sums can hang on how many rows it is handed: one row, or more than 32, differ from the
