@@ -40,7 +40,7 @@ LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-a
 	--custom-compile-command "make lock"
 
 .PHONY: gpu gpu-set-up lock $(GPU_PARTS) \
-	help serve test deep sweep clients scale check format-check lint types mutate format clean
+	help serve test deep sweep clients scale check format-check lint types mutate docs format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -102,6 +102,10 @@ lock: .make/uv ## pin what the images install, each file by its hash (constraint
 	echo setuptools | $(LOCK) - --output-file docker/build.lock
 	$(LOCK) --extra tracing pyproject.toml --output-file docker/requirements.lock
 
+docs: .make/docs ## build the pages of docs/ into build/docs
+	$(BIN)/python scripts/settings_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 format: .make/dev ## format and sort the code in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -133,6 +137,11 @@ clean: ## remove what was installed and built here (converted models stay)
 .make/dev: .make/runtime
 	@echo "Installing the tools for tests and checks"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.make/docs: .make/runtime
+	@echo "Installing what builds the docs"
+	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 .make/uv: .make/venv

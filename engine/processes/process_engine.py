@@ -140,8 +140,8 @@ def child_environment() -> dict[str, str]:
     """Ours, and CPU threads that wait briefly before they sleep, unless the user says otherwise.
 
     OpenMP's threads spin at barriers for milliseconds. On a machine with neighbours the spinning
-    thread takes the core from the very thread it waits for (benchmarks/log/cpu.md: 34 to 1 tokens/s);
-    without any spinning every barrier costs a system call (34 to 24).
+    thread takes the core from the very thread it waits for (34 to 1 tokens/s); without any spinning
+    every barrier costs a system call (34 to 24): benchmarks/log/cpu.md.
     """
     environment = dict(os.environ)
     if environment.keys().isdisjoint({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}):

@@ -74,15 +74,15 @@ def _to_toml(value: object) -> str:
 
 def _comment(schema: dict[str, Any]) -> list[str]:
     lines = ["", "#"]
-    for word in f"{schema['description']}{_limits(schema)}".split():
+    for word in f"{schema['description']}{allowed_values(schema)}".split():
         if len(lines[-1]) + len(word) >= 100:
             lines.append("#")
         lines[-1] += f" {word}"
     return lines
 
 
-def _limits(schema: dict[str, Any]) -> str:
-    """What is allowed, in words, from the setting's JSON schema."""
+def allowed_values(schema: dict[str, Any]) -> str:
+    """What a setting may be, in words, from its JSON schema; "" if its type says it all."""
     schema = {
         key: value for part in schema.get("anyOf", []) for key, value in part.items()
     } | schema
