@@ -167,3 +167,12 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_figures_of_readme_are_those_of_the_page_on_performance() -> None:
+    rows = re.findall(r"^\|(.+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    cells = {cell.strip(" *") for row in rows for cell in row.split("|")}
+    figures = {cell for cell in cells if re.fullmatch(r"[\d,.–]+", cell)}
+    measured = (ROOT / "docs/performance.md").read_text()
+    assert len(figures) > 20
+    assert [figure for figure in figures if not re.search(rf"\b{figure}\b", measured)] == []
