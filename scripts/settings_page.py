@@ -6,14 +6,14 @@
 import json
 from pathlib import Path
 
-from outrider.server.cli_config import allowed_values
-from outrider.server.settings import Settings
+from outrider.server.cli.config import allowed_values
+from outrider.server.config.settings import Settings
 
 PAGE = Path(__file__).parents[1] / "docs/settings.md"
 HEAD = """\
 # Every setting
 
-This page is generated: `make docs` writes it from `server/settings.py`.
+This page is generated: `make docs` writes it from `server/config`.
 `outrider config --example` prints the same as TOML. [How to set one](configuration.md).
 """
 

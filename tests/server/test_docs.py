@@ -14,10 +14,10 @@ from asgi import get
 from served import Served
 from typer.main import get_command
 
-from outrider.server.chat_protocol import ChatCompletionRequest
+from outrider.server.api.chat_protocol import ChatCompletionRequest
+from outrider.server.api.protocol import CompletionRequest, Speculation
 from outrider.server.cli import app
-from outrider.server.protocol import CompletionRequest, Speculation
-from outrider.server.settings_loader import load_settings, setting_keys
+from outrider.server.config.settings_loader import load_settings, setting_keys
 
 Serve = Callable[..., Served]
 ROOT = Path(__file__).parents[2]
