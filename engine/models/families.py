@@ -85,7 +85,8 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     """Why this model is none of the families that `build` knows; None if it is."""
     if config.model_type not in FAMILIES:
         return "its architecture has no decoder here"
-    given = {key for key, value in config.to_dict().items() if value not in (None, False)}
+    told = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
+    given = {key for key, value in told.items() if value not in (None, False)}
     if unknown := sorted(given - _IMPLEMENTED - _NEUTRAL):
         return f"its config has {', '.join(unknown)}"
     rope = config.rope_parameters or {}

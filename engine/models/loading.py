@@ -19,7 +19,7 @@ from .admission import (
     resolve_dtype,
 )
 from .checkpoint import Checkpoint
-from .families import build, why_unknown
+from .families import FAMILIES, build, why_unknown
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .packed_modules import pack_linears
@@ -73,6 +73,7 @@ def _own_decoder(
 ) -> Network | None:
     """Our decoder, if we have one for this structure and it computes what transformers does."""
     reason = why_unknown(hf_config)
+    level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
     if reason is None:
         try:
             original = Original(hf_config, dtype, device)
@@ -90,8 +91,8 @@ def _own_decoder(
                     decoder.pack(rounds=is_draft and config.dtype == "auto")
                     decoder.may_use_one_thread = is_draft
                 return decoder
-            log.warning("%s computes %s differently here", config.path, reason)
-    log.info("%s runs as transformers has it: %s", config.path, reason)
+            reason = f"our decoder computes {reason} differently"
+    log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
     return None
 
 

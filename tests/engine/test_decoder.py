@@ -96,7 +96,13 @@ def test_variants_of_a_known_structure(overrides: dict[str, Any], own_copy: Tiny
 
 
 def test_what_says_nothing_of_the_forward_pass_changes_nothing(tiny_model: Tiny) -> None:
-    told = {"eos_token_id": [1, 2], "bos_token_id": 3, "pad_token_id": 2, "rope_theta": 1e4}
+    told = {
+        "_model_name_or_path": "Any",
+        "eos_token_id": [1, 2],
+        "bos_token_id": 3,
+        "pad_token_id": 2,
+        "rope_theta": 1e4,
+    }
     assert isinstance(load(tiny_model("qwen3", tokenizer_class="Any", **told)), Decoder)
 
 

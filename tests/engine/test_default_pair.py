@@ -4,10 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engines import GREEDY, engine_config, generate, run, tokens
 from transformers import AutoTokenizer
 
+from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.loading import load_network
 from outrider.server.cli.progress import ignore_progress
 from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
@@ -68,6 +72,12 @@ def test_sixteen_at_once_give_what_generate_gives(
         pair[0], draft, proposer=proposer, k=k, page_size=16, max_num_batched_tokens=256
     )
     assert [tokens(o) for o in run(Engine(config), prompts, PARAMS)] == truth
+
+
+def test_our_decoder_runs_both_of_them(pair: tuple[Path, Path]) -> None:
+    for i, path in enumerate(pair):
+        network, _ = load_network(ModelConfig(str(path)), torch.device("cpu"), is_draft=i == 1)
+        assert isinstance(network, Decoder)
 
 
 def test_preemption_changes_nothing(
