@@ -1,0 +1,5 @@
+"""Where `Engine` was before: kept for programs that import it from here."""
+
+from .engine import Engine
+
+__all__ = ["Engine"]
