@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from engines import engine_config, prompts, run, tokens
 from tiny_models import DEVICE
-from verification import HAS_KERNELS
+from verification import HAS_AMX, HAS_KERNELS
 
 from outrider.engine.api import RequestOutput, SamplingParams
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(
-    DEVICE.type != "cpu" or HAS_KERNELS, reason="a promise of the CPU's own path"
+    DEVICE.type != "cpu" or HAS_KERNELS or HAS_AMX,
+    reason="a promise of the CPU's own path, and not yet of processors with AMX",
 )
 
 VOCAB = 512

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from verification import HAS_KERNELS
+from verification import HAS_AMX, HAS_KERNELS
 
 from outrider.kernels.model import packed_linear as module
 from outrider.kernels.model.attention_reference import paged_attention_reference, row_blocks
@@ -24,6 +24,7 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.mark.skipif(HAS_AMX, reason="not yet on processors with AMX")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "window", "softcap", "with_sinks"),
