@@ -76,7 +76,7 @@ def test_sixteen_at_once_give_what_generate_gives(
 
 def test_our_decoder_runs_both_of_them(pair: tuple[Path, Path]) -> None:
     for i, path in enumerate(pair):
-        network, _ = load_network(ModelConfig(str(path)), torch.device("cpu"), is_draft=i == 1)
+        network, _ = load_network(ModelConfig(path=str(path)), torch.device("cpu"), is_draft=i == 1)
         assert isinstance(network, Decoder)
 
 
