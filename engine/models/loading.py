@@ -63,6 +63,11 @@ def load_network(
         ) from None
 
 
+def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:
+    """Whether a CPU may round the weights: any draft is lossless, and its dtype was left open."""
+    return is_draft and config.dtype == "auto"
+
+
 def _own_decoder(
     config: ModelConfig,
     hf_config: PreTrainedConfig,
@@ -88,7 +93,7 @@ def _own_decoder(
             del original  # and with it the views of weights that are packed now
             if reason is None:
                 if device.type == "cpu":
-                    decoder.pack(rounds=is_draft and config.dtype == "auto")
+                    decoder.pack(rounds=rounds_weights(config, is_draft))
                     decoder.may_use_one_thread = is_draft
                 return decoder
             reason = f"our decoder computes {reason} differently"
@@ -119,7 +124,7 @@ def _whole_model(
 
     network = HuggingFaceModel(load)
     if device.type == "cpu":
-        pack_linears(network.model, rounds=is_draft and config.dtype == "auto")
+        pack_linears(network.model, rounds=rounds_weights(config, is_draft))
     return network
 
 

@@ -15,7 +15,7 @@ from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
 from .attention import KVPages, PagedAttention, PassContext
-from .loading import load_network
+from .loading import load_network, rounds_weights
 from .network import Pass
 
 # Prompts beside decodes are captured by so many rows. A GPU takes longer for more of them than the
@@ -41,7 +41,7 @@ class PagedModel:
         self.network, hf_config = load_network(config, device, progress, is_draft=is_draft)
         self._same_bits = not is_draft
         # Not where few rows have products of their own, of rounded weights.
-        self._pads_rows = device.type == "cpu" and not (is_draft and config.dtype == "auto")
+        self._pads_rows = device.type == "cpu" and not rounds_weights(config, is_draft)
         self._name = hf_config.model_type
         self.max_positions = max_positions(hf_config)
         self.dtype = self.network.dtype

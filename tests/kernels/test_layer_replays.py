@@ -58,7 +58,7 @@ class Layer:
         generator = torch.Generator().manual_seed(seed)
         slots = first_slot + torch.randperm(NUM_REQS, generator=generator)
         lens = torch.tensor(rows) + torch.tensor(contexts) * (torch.tensor(rows) > 0)
-        mapping = torch.zeros(NUM_ROWS, dtype=torch.int64)  # of padded rows: the page of nobody
+        mapping = torch.zeros(NUM_ROWS, dtype=torch.int64)  # padded rows write to page 0
         row = 0
         for slot, count, length in zip(slots.tolist(), rows, lens.tolist(), strict=True):
             for position in range(length - count, length):

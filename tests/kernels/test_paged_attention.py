@@ -84,8 +84,8 @@ def check(
 
     num_rows = sum(rows for rows, _ in batch)
     seq_lens = [rows + context for rows, context in batch]
-    # What is past a sequence's end holds NaN, as a page of a broken sequence may; so does the page
-    # of nobody, where padding writes.
+    # What is past a sequence's end holds NaN, as a page of a broken sequence may; so does page 0,
+    # where padding writes.
     k_cache = randn(96, PAGE, num_kv_heads, head_dim)
     v_cache = randn(96, PAGE, num_kv_heads, value_dim)
     k_cache[0] = v_cache[0] = float("nan")
