@@ -150,11 +150,9 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
     current = ""
     replay = torch.cuda.CUDAGraph.replay
     calls: list[tuple[Any, str, str]] = [
-        (engine.proposer, "propose", "draft"),
-        (engine.proposer, "propose_ahead", "draft"),
-        (engine.target, "score", "target"),
-        (engine.target, "score_ahead", "target"),
-        (engine.verifier, "verify", "verify"),
+        (engine.worker.proposer, "propose", "draft"),
+        (engine.worker.scorer, "score", "target"),
+        (engine.worker.verifier, "verify", "verify"),
     ]
 
     def labelled(call: Call, part: str) -> Call:
@@ -199,8 +197,8 @@ def main() -> None:
     args = parser.parse_args()
 
     engine = build(args)
-    target_bytes = engine.target._model.network.weight_bytes
-    draft = getattr(engine.proposer, "_draft", None)
+    target_bytes = engine.worker.scorer._model.network.weight_bytes
+    draft = getattr(engine.worker.proposer, "_draft", None)
     draft_bytes = draft.network.weight_bytes if draft else 0
     info = engine.info
     print(f"ready in {info.load_s:.1f} s, {info.warm_up_s:.1f} s of them to warm up")

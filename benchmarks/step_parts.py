@@ -32,12 +32,10 @@ def timed_parts(engine: Engine) -> Iterator[dict[str, list[float]]]:
     in_step = dict.fromkeys(PARTS, 0.0)
     calls: list[tuple[Any, str, str]] = [
         (engine.scheduler, "schedule", "schedule"),
-        (engine.proposer, "propose", "propose"),
-        (engine.target, "score", "score"),
-        (engine.verifier, "verify", "verify"),
-        (engine.proposer, "propose_ahead", "propose"),
-        (engine.target, "score_ahead", "score"),
-        (engine.verifier, "read", "verify"),
+        (engine.worker.proposer, "propose", "propose"),
+        (engine.worker.scorer, "score", "score"),
+        (engine.worker.verifier, "verify", "verify"),
+        (engine.worker.verifier, "read", "verify"),
         (engine.scheduler, "commit", "commit"),
         (engine, "step", "step"),
     ]

@@ -139,7 +139,7 @@ def run(
     after = engine.stats()
     accepted = sum(after.accepted_per_position) - sum(before.accepted_per_position)
     drafted = sum(after.drafted_per_position) - sum(before.drafted_per_position)
-    vars(engine.proposer).pop("_edit", None)
+    vars(engine.worker.proposer).pop("_edit", None)
     return [
         f"{accepted / max(drafted, 1):.3f}",
         f"{num_tokens / num_steps:.2f}",
@@ -162,7 +162,7 @@ def timed_masks() -> list[float]:
 
 def unmask(engine: Engine) -> None:
     """Let drafts leave the grammar, as if only the target knew it."""
-    vars(engine.proposer)["_edit"] = lambda logits, slots_np, positions_np: None
+    vars(engine.worker.proposer)["_edit"] = lambda logits, slots_np, drafts_np: None
 
 
 def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:

@@ -20,22 +20,18 @@ from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
 from .memory import measure_pages
 from .models.paged_model import PagedModel
-from .models.pair import ModelPair
-from .proposers import build_proposer
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.kv_cache import KVCacheManager, PageEvent
+from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
-from .scoring.scorer import Target
-from .scoring.verifier import Verifier
-from .state.compiling import compile_together
-from .state.slots import Slots
 from .validation import check_request
+from .worker import Step, Worker
 
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
 
-_IDLE_S = 0.005  # to wait for a grammar where nothing else can run
+_IDLE_S = 0.005  # to wait for a grammar if nothing else can run
 
 
 class Engine:
@@ -43,35 +39,18 @@ class Engine:
 
     def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
         start_s = time.perf_counter()
-        processors = ProcessorRegistry(config.logits_processors)  # before minutes of loading
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        device = torch.device(config.device)
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # Triton launches on the current device
-        k = config.speculation.num_speculative_tokens
-        proposer = config.speculation.proposer if k > 0 else "none"
-        k = 0 if proposer == "none" else k
+        self._processors = ProcessorRegistry(config.logits_processors)  # before minutes of loading
         report = progress or (lambda stage, done, total: None)
-        pair = ModelPair(config, proposer, report)
-        self._config, self._pair = config, pair
-        self._slots = Slots(
-            config.scheduler.max_num_seqs,
-            pair.max_model_len,
-            k,
-            pair.page_size,
-            pair.vocab_size,
-            device,
-            config.speculation.verification,
-        )
-        self.proposer = build_proposer(proposer, config, self._slots, pair)
-        self.target = Target(pair.target, pair.vocab_size)
-        self.verifier = Verifier(self._slots, pair.vocab_size)
-        self._processors = processors
+        self._config = config
+        self.worker = worker = Worker(config, report)
+        pair, is_gpu = worker.pair, worker.device.type == "cuda"
         self._eos_token_ids = config.eos_token_ids
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._requests: dict[str, Request] = {}
-
+        self._in_flight: Step | None = None  # launched, not read
+        # Steps that are launched before the host has read the one before: on a CPU nothing would
+        # overlap.
+        self._lag = 1 if is_gpu else 0
         self.info = EngineInfo(
             device=config.device,
             target_dtype=dtype_name(pair.target),
@@ -82,87 +61,104 @@ class Engine:
             page_size_tokens=pair.page_size,
             cache_bytes=0,
             max_num_seqs=config.scheduler.max_num_seqs,
-            num_speculative_tokens=k,
-            proposer=None if proposer == "none" else proposer,
+            num_speculative_tokens=worker.max_drafts,
+            proposer=None if worker.proposer_name == "none" else worker.proposer_name,
             load_s=0.0,
             warm_up_s=0.0,
             pid=os.getpid(),
         )
         loaded_s = time.perf_counter()
-        if device.type == "cuda":
-            report("compiling kernels", 0, 1)
-            self._compile()
         num_pages = config.cache.num_pages
         if num_pages is None:
             num_pages = measure_pages(self, pair, config, report)
         report("allocating the KV cache", 0, 1)
         self.allocate(num_pages, pair.longest_sequence(num_pages, config))
-        if device.type == "cuda" and not config.enforce_eager:
+        if is_gpu and not config.enforce_eager:
             self.capture(report)
         report("ready", 1, 1)
         ready_s = time.perf_counter()
         self.info = replace(self.info, load_s=ready_s - start_s, warm_up_s=ready_s - loaded_s)
 
-    def _compile(self) -> None:
-        """Compile the kernels of drawing and verification, which take longest."""
-        target, device = self._pair.target, self._slots.device
-        num_rows = 2 * (self._slots.max_drafts + 1)
-        logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=device)
-        verifications = self.verifier.warm_ups(logits, self.proposer.distributions)
-        compile_together([*self.proposer.warm_ups(), *verifications], device)
+    @property
+    def lag(self) -> int:
+        """Steps that are launched before the host has read the one before: 0 or 1."""
+        return self._lag
+
+    @lag.setter
+    def lag(self, lag: int) -> None:
+        self._lag = self.scheduler.lag = lag
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the pages, in place of those there are, and begin to schedule over them."""
-        config, pair, k = self._config, self._pair, self.info.num_speculative_tokens
-        pair.bind(num_pages, self._slots)
+        config, k = self._config, self.worker.max_drafts
+        self._in_flight = None
+        self.worker.allocate(num_pages)
         self._kv_cache = KVCacheManager(
             num_pages,
-            pair.page_size,
+            self.info.page_size_tokens,
             config.cache.prefix_caching,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
         self.scheduler = Scheduler(
-            config.scheduler, self._kv_cache, self._slots, k, max_model_len, adaptive
+            config.scheduler, self._kv_cache, self.worker, k, max_model_len, adaptive
         )
-        # On a CPU nothing would overlap.
-        self.scheduler.plans_ahead = self._slots.device.type == "cuda"
+        self.scheduler.lag = self._lag
         self.info = replace(
             self.info,
             max_model_len=max_model_len,
             num_pages=self._kv_cache.num_usable_pages,
-            cache_bytes=num_pages * pair.page_bytes,
+            cache_bytes=num_pages * self.worker.pair.page_bytes,
         )
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
         gc.collect()  # an engine of before gives its memory back
-        self.proposer.capture(report)
-        most_rows = self._config.scheduler.max_num_batched_tokens
-        logits = self.target.capture(self._slots.max_drafts, most_rows, report)
-        self.verifier.capture(logits, self.proposer.distributions)
+        self.worker.capture(report)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one step of the batch."""
-        if failed := self.scheduler.take_uncompiled():
-            return self._finished(failed)
+        """Launch a step of the batch, and read the one before it; on a CPU, this one.
+
+        The device counts from what it knows, so a step need not wait until the host has read the
+        one before. What turns out to be void then, because a sequence ended, is thrown away.
+        """
+        outputs = self.scheduler.take_uncompiled()
+        if self.scheduler.must_know():
+            outputs += self._commit()
         plan = self.scheduler.schedule()
         if not plan:
-            self.scheduler.wait_for_grammars(_IDLE_S)
+            outputs += self._commit()
+            if not outputs:
+                self.scheduler.wait_for_grammars(_IDLE_S)
+            return self._finished(outputs)
+        is_behind = self._in_flight is not None
+        if not is_behind:
+            _follow(plan)
+        step = self.worker.launch(plan)
+        if is_behind:
+            outputs += self._commit()
+            _follow(plan)
+        self.worker.verify(step)
+        self.scheduler.launched(plan)
+        self._in_flight = step
+        if self._lag == 0:
+            outputs += self._commit()
+        return self._finished(outputs)
+
+    def _commit(self) -> list[RequestOutput]:
+        """Read the step in flight, if there is one, and advance its sequences."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             return []
-        proposals = self.proposer.propose(plan)
-        logits = self.target.score(plan, proposals)
-        drawn = self.verifier.verify(plan, proposals, logits)
-        self.proposer.propose_ahead(plan)  # a GPU goes on while the host reads and commits
-        self.target.score_ahead(plan)
-        verified = self.verifier.read(plan, proposals, drawn)
-        return self._finished(self.scheduler.commit(plan, verified))
+        return self.scheduler.commit(step.plan, self.worker.read(step))
 
     def _finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs:
             if output.finish_reason is not None:
                 del self._requests[output.request_id]
+        if not self._requests:
+            self._in_flight = None  # what it draws is nobody's
         return outputs
 
     def submit(self, requests: list[NewRequest]) -> None:
@@ -230,7 +226,15 @@ class Engine:
     def check_integrity(self) -> None:
         """Account for every page and seat; raises RuntimeError on a leak. Cheap; run when idle."""
         self._kv_cache.check_integrity(self.scheduler.running)
-        self._slots.check_integrity(self.scheduler.running)
+        self.worker.slots.check_integrity(self.scheduler.running)
+
+
+def _follow(plan: Plan) -> None:
+    """Bring the grammars to where the known tokens end."""
+    for scheduled in plan.sampled:
+        if not scheduled.is_void:
+            scheduled.request.follow_grammar()
+            scheduled.request.edit_error = None  # one behind a rejected draft is of no account
 
 
 def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":

@@ -50,8 +50,9 @@ class Request:
         scores_prompt = new.params.prompt_logprobs is not None
         self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
         self.num_draft_computed_tokens = 0
-        self.num_drafts_ahead = 0  # drawn before the host knew the tokens in front of them
-        self.row_ahead: int | None = None  # of the logits that were scored before that
+        # Drafts of the step that was launched for it and that the host has not read yet.
+        self.num_drafts_in_flight: int | None = None
+        self.epoch = 0  # counts up when what was launched for it no longer holds
         self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
         self._first_parent_hash = _salt_hash(new.cache_salt)
         self.is_salted = bool(new.cache_salt)
@@ -78,6 +79,26 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step draws tokens for it that the host has not read yet."""
+        return self.num_drafts_in_flight is not None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all its known tokens are computed but the last."""
+        return self.is_in_flight or self.num_uncomputed_tokens == 1
+
+    @property
+    def least_tokens(self) -> int:
+        """What the device knows of it, or will: these at least."""
+        return self.num_tokens + self.is_in_flight
+
+    @property
+    def most_tokens(self) -> int:
+        """What the device knows of it, or will: these at most."""
+        return self.least_tokens + (self.num_drafts_in_flight or 0)
 
     @property
     def can_reach_a_dead_end(self) -> bool:
@@ -160,9 +181,14 @@ class Request:
     def forget_computed(self) -> None:
         """All pages are gone: the sequence must be computed again from its tokens."""
         self.pages.clear()
-        self.num_computed_tokens = self.num_draft_computed_tokens = self.num_drafts_ahead = 0
+        self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.num_recorded_pages = self.num_recorded_draft_pages = 0
-        self.row_ahead = None
+        self.void_flight()
+
+    def void_flight(self) -> None:
+        """What was launched for it no longer holds: it goes on from what the host knows."""
+        self.num_drafts_in_flight = None
+        self.epoch += 1
 
 
 def _salt_hash(cache_salt: str) -> bytes:

@@ -33,23 +33,25 @@ class LogitEdits:
     in verification. What is banned stays banned: no later edit makes -inf finite.
     """
 
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        """token_ids: [num_slots, width] int32, the sequences in their slots."""
-        self._chain: tuple[LogitEdit, ...] = (
-            Grammars(token_ids, vocab_size),
-            AllowedTokens(token_ids, vocab_size),
-            BadWords(token_ids, vocab_size),
-            TokenBias(token_ids, vocab_size),
-            CustomProcessors(token_ids, vocab_size),
-            Penalties(token_ids, vocab_size),
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        """token_ids: [num_slots, width] int32, the sequences in their slots; num_tokens:
+        [num_slots], how many of them are known.
+        """
+        edits = (Grammars, AllowedTokens, BadWords, TokenBias, CustomProcessors, Penalties)
+        self._chain: tuple[LogitEdit, ...] = tuple(
+            edit(token_ids, num_tokens, vocab_size) for edit in edits
         )
         # [edits, num_slots] which of them each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
-        self._slots: set[int] = set()  # whose request asks for any
 
-    def __contains__(self, slot: int | None) -> bool:
-        """Whether a slot's request asks for any."""
-        return slot in self._slots
+    def need_host(self, slot: int | None) -> bool:
+        """Whether the host has to know the tokens of a slot's request before it can edit behind
+        them.
+        """
+        return any(
+            edit.needs_host and asked_np[slot]
+            for edit, asked_np in zip(self._chain, self._asked_np, strict=True)
+        )
 
     def asked_by(self, slots_np: np.ndarray) -> np.ndarray:
         """Which of these slots' requests ask for any. Shape: [B] -> [B] bool."""
@@ -62,14 +64,12 @@ class LogitEdits:
         for i, edit in enumerate(self._chain):
             if edit.is_asked_by(request.params):
                 self._asked_np[i, request.slot] = True
-                self._slots.add(request.slot)
                 edit.seat(request)
 
     def unseat(self, slot: int) -> None:
         for edit in self._chain:
             edit.unseat(slot)
         self._asked_np[:, slot] = False
-        self._slots.discard(slot)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
         """The logits as these rows' requests want them, all of whom ask for edits.

@@ -12,8 +12,8 @@ from .base import LogitEdit, RequestRows
 
 
 class AllowedTokens(LogitEdit):
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, num_tokens, vocab_size)
         self._bitmask = self._table(num_words(vocab_size), dtype=torch.int32, fill=-1)
 
     def is_asked_by(self, params: SamplingParams) -> bool:
@@ -24,5 +24,5 @@ class AllowedTokens(LogitEdit):
         self._bitmask[request.slot] = pack_bitmask(allowed, self._vocab_size)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        at = rows.on(self._device)
+        at = rows.behind(self._num_tokens)
         apply_bitmask(logits, at.row, self._bitmask, at.slot, self._vocab_size)

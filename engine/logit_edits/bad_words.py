@@ -15,8 +15,8 @@ MAX_TOKENS = 2048  # of all words together
 
 
 class BadWords(LogitEdit):
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, num_tokens, vocab_size)
         self._state = kernel.BadWords(
             token_ids=self._table(MAX_TOKENS, dtype=torch.int32),
             end=self._table(MAX_WORDS, dtype=torch.int32),
@@ -37,4 +37,4 @@ class BadWords(LogitEdit):
         self._state.output_start[slot] = request.num_prompt_tokens
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        kernel.apply_bad_words(logits, rows.on(self._device), self._state, self._token_ids)
+        kernel.apply_bad_words(logits, rows.behind(self._num_tokens), self._state, self._token_ids)

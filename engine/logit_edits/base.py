@@ -20,25 +20,25 @@ from ..state.ragged import aligned, ragged_arange
 @dataclass(slots=True)
 class RequestRows:
     """Rows of logits of B requests; request i has `num_rows[i]` rows, one after another, the first
-    of them for the token at `first_positions[i]`. All: [B].
+    of them behind `first_drafts[i]` drafts. All: [B].
     """
 
     slots_np: np.ndarray
     first_rows_np: np.ndarray
     num_rows_np: np.ndarray
-    first_positions_np: np.ndarray
+    first_drafts_np: np.ndarray
 
     @staticmethod
-    def one_each(slots_np: np.ndarray, positions_np: np.ndarray) -> "RequestRows":
-        """Row i is request i's."""
-        return RequestRows(slots_np, np.arange(len(slots_np)), np.ones_like(slots_np), positions_np)
+    def one_each(slots_np: np.ndarray, drafts_np: np.ndarray) -> "RequestRows":
+        """Row i is request i's, behind so many drafts."""
+        return RequestRows(slots_np, np.arange(len(slots_np)), np.ones_like(slots_np), drafts_np)
 
     def take(self, index_np: np.ndarray) -> "RequestRows":
         return RequestRows(
             self.slots_np[index_np],
             self.first_rows_np[index_np],
             self.num_rows_np[index_np],
-            self.first_positions_np[index_np],
+            self.first_drafts_np[index_np],
         )
 
     def packed(self) -> "RequestRows":
@@ -47,29 +47,39 @@ class RequestRows:
         return replace(self, first_rows_np=ends_np - self.num_rows_np)
 
     def each_np(self) -> np.ndarray:
-        """Row, slot and position of every single row. Shape: [3, M]."""
+        """Of every single row its number, its slot and the drafts before it. Shape: [3, M]."""
         each = (
             ragged_arange(self.first_rows_np, self.num_rows_np),
             np.repeat(self.slots_np, self.num_rows_np),
-            ragged_arange(self.first_positions_np, self.num_rows_np),
+            ragged_arange(self.first_drafts_np, self.num_rows_np),
         )
         return np.stack(each)
 
-    def on(self, device: torch.device) -> EditRows:
-        """Row by row, as kernels take them, in one copy to the device."""
+    def behind(self, num_tokens: Tensor) -> EditRows:
+        """Row by row, as kernels take them, behind what the device knows: one copy to it.
+
+        Shape: num_tokens [num_slots].
+        """
         each_np = self.each_np()
         num_rows = each_np.shape[1]
         packed_np = np.zeros((3, aligned(num_rows)), dtype=np.int64)
         packed_np[:, :num_rows] = each_np
-        return EditRows(*uploaded(packed_np, device)[:, :num_rows])
+        row, slot, drafts = uploaded(packed_np, num_tokens.device)[:, :num_rows]
+        return EditRows(row, slot, num_tokens[slot] + drafts)
 
 
 class LogitEdit(ABC):
     """One edit: its state by slot, and its kernel."""
 
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        """token_ids: [num_slots, width] int32, the sequences in their slots."""
+    # Whether the host has to know a request's tokens before it can edit the logits behind them.
+    needs_host = False
+
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        """token_ids: [num_slots, width] int32, the sequences in their slots; num_tokens:
+        [num_slots], how many of them are known.
+        """
         self._token_ids = token_ids
+        self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._device = token_ids.device
 

@@ -15,8 +15,10 @@ log = logging.getLogger(__name__)
 class CustomProcessors(LogitEdit):
     """Calls them row by row. One that fails ends its own request, whose rows become NaN."""
 
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    needs_host = True
+
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, num_tokens, vocab_size)
         self._requests: dict[int, Request] = {}  # by slot
 
     def is_asked_by(self, params: SamplingParams) -> bool:
@@ -30,11 +32,12 @@ class CustomProcessors(LogitEdit):
         self._requests.pop(slot, None)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        for row, slot, position in zip(*rows.each_np().tolist(), strict=True):
-            prefix = self._token_ids[None, slot, :position].long()
+        for row, slot, num_drafts in zip(*rows.each_np().tolist(), strict=True):
+            request = self._requests[slot]
+            prefix = self._token_ids[None, slot, : request.num_tokens + num_drafts].long()
             # Tokens that are none may have any logit; processors shall not choose among them.
             scores = logits[None, row, : self._vocab_size]
-            scores.copy_(self._processed(self._requests[slot], prefix, scores.clone()))
+            scores.copy_(self._processed(request, prefix, scores.clone()))
 
     def _processed(self, request: Request, prefix: Tensor, scores: Tensor) -> Tensor:
         banned = scores == -torch.inf

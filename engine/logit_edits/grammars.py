@@ -19,8 +19,10 @@ class Grammars(LogitEdit):
     Each mask is computed once a step; the target's rows find those that the draft's left.
     """
 
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    needs_host = True
+
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, num_tokens, vocab_size)
         self._request_of: dict[int, Request] = {}  # by slot
 
     def is_asked_by(self, params: SamplingParams) -> bool:
@@ -37,7 +39,7 @@ class Grammars(LogitEdit):
         requests = [self._request_of[slot] for slot in rows.slots_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]
         known_np = np.array([request.num_tokens for request in requests])
-        first_np = rows.first_positions_np - known_np  # drafts before each request's first row
+        first_np = rows.first_drafts_np
         last_np = first_np + rows.num_rows_np - 1
         self._learn_drafts(grammars, rows.slots_np, known_np, last_np)
         for num_drafts in range(int(last_np.max()) + 1):
@@ -51,7 +53,7 @@ class Grammars(LogitEdit):
         )
         apply_bitmask(
             logits,
-            rows.on(self._device).row,
+            rows.behind(self._num_tokens).row,
             uploaded(masks_np, self._device),
             torch.arange(len(masks_np), device=self._device),
             self._vocab_size,

@@ -14,8 +14,8 @@ from .base import LogitEdit, RequestRows
 
 
 class Penalties(LogitEdit):
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, num_tokens, vocab_size)
         self._state = kernel.Penalties(
             repetition=self._table(dtype=torch.float32, fill=1),
             frequency=self._table(dtype=torch.float32),
@@ -42,13 +42,14 @@ class Penalties(LogitEdit):
         self._state.presence[slot] = request.params.presence_penalty
         seen = self._state.seen[slot]
         seen.zero_()
-        seen[self._token_ids[slot, :num_prompt_tokens].long()] = 1
+        # An assignment would wait for the GPU.
+        seen.index_fill_(0, self._token_ids[slot, :num_prompt_tokens].long(), 1)
         self._state.num_counted[slot] = self._num_counted_np[slot] = num_prompt_tokens
         self._count(np.array([slot]))
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         self._count(rows.slots_np)
-        kernel.apply_penalties(logits, rows.on(self._device), self._state, self._token_ids)
+        kernel.apply_penalties(logits, rows.behind(self._num_tokens), self._state, self._token_ids)
 
     def _count(self, slots_np: np.ndarray) -> None:
         """Bring the tables up to date with the known tokens, so that rows have little to add."""

@@ -14,8 +14,8 @@ MAX_ENTRIES = 1280  # tokens of logit_bias, and of those that end a sequence, to
 
 
 class TokenBias(LogitEdit):
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, num_tokens, vocab_size)
         self._state = kernel.TokenBias(
             token_ids=self._table(MAX_ENTRIES, dtype=torch.int32),
             bias=self._table(MAX_ENTRIES, dtype=torch.float32),
@@ -39,4 +39,4 @@ class TokenBias(LogitEdit):
         self._state.num_entries[request.slot] = len(token_ids)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        kernel.apply_token_bias(logits, rows.on(self._device), self._state)
+        kernel.apply_token_bias(logits, rows.behind(self._num_tokens), self._state)

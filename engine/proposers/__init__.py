@@ -3,18 +3,21 @@
 from collections.abc import Callable
 
 from ..config import EngineConfig
+from ..logit_edits import LogitEdits
 from ..models.pair import ModelPair
 from ..state.slots import Slots
-from .base import NoProposer, Proposals, Proposer
+from .base import NoProposer, Proposer
 from .ngram import NgramProposer
 from .top1 import Top1Proposer
 
-__all__ = ["PROPOSERS", "Proposals", "Proposer", "build_proposer"]
+__all__ = ["PROPOSERS", "Proposer", "build_proposer"]
 
-Factory = Callable[[EngineConfig, Slots, ModelPair], Proposer]
+Factory = Callable[[EngineConfig, Slots, LogitEdits, ModelPair], Proposer]
 
 
-def _draft_model(config: EngineConfig, slots: Slots, pair: ModelPair) -> Proposer:
+def _draft_model(
+    config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
+) -> Proposer:
     if pair.draft is None:
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"
@@ -22,6 +25,7 @@ def _draft_model(config: EngineConfig, slots: Slots, pair: ModelPair) -> Propose
     return Top1Proposer(
         pair.draft,
         slots,
+        edits,
         pair.vocab_size,
         config.scheduler.max_num_batched_tokens,
         stops_early=config.speculation.adaptive and slots.device.type == "cpu",
@@ -30,13 +34,15 @@ def _draft_model(config: EngineConfig, slots: Slots, pair: ModelPair) -> Propose
 
 PROPOSERS: dict[str, Factory] = {
     "draft_model": _draft_model,
-    "ngram": lambda config, slots, pair: NgramProposer(config.speculation, slots),
-    "none": lambda config, slots, pair: NoProposer(),
+    "ngram": lambda config, slots, edits, pair: NgramProposer(config.speculation, slots),
+    "none": lambda config, slots, edits, pair: NoProposer(),
 }
 
 
-def build_proposer(name: str, config: EngineConfig, slots: Slots, pair: ModelPair) -> Proposer:
+def build_proposer(
+    name: str, config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
+) -> Proposer:
     """The proposer of that name; raises ValueError naming the known ones."""
     if name not in PROPOSERS:
         raise ValueError(f"unknown proposer {name!r}; known: {', '.join(sorted(PROPOSERS))}")
-    return PROPOSERS[name](config, slots, pair)
+    return PROPOSERS[name](config, slots, edits, pair)

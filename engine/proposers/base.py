@@ -3,10 +3,8 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,48 +44,25 @@ class DraftDistributions(NamedTuple):
         )
 
 
-@dataclass(slots=True)
-class Proposals:
-    """Drafts of a plan's sampled sequences; their tokens lie in the slots, behind the known ones.
-
-    `distributions` is what each draft was drawn from, or None where drafts are one-hot.
-    """
-
-    # [B] k_i, at most what the plan asked for
-    num_drafts_np: np.ndarray
-    distributions: DraftDistributions | None = None
-
-    @staticmethod
-    def none(plan: Plan) -> "Proposals":
-        return Proposals(np.zeros(len(plan.sampled), dtype=np.int64))
-
-
 class Proposer(ABC):
-    """Proposes up to `num_drafts` tokens for each sampled sequence of a plan, in the plan's order.
+    """Proposes up to `num_drafts` tokens for each sampled sequence of a plan.
 
-    Proposing fewer, or none, is always allowed: those sequences decode plainly in the same step.
-    `distributions` is that of all its proposals.
+    The drafts go into the slots, behind the known tokens, and the plan's `num_drafts` come down to
+    how many they are. To propose fewer, or none, is always allowed: those sequences decode plainly
+    in the same step. `distributions` is what drafts were drawn from; None: they are one-hot.
     """
 
     distributions: DraftDistributions | None = None
+    needs_host = False  # whether it can draft only behind tokens that the host knows
 
-    def propose(self, plan: Plan) -> Proposals:
+    def propose(self, plan: Plan) -> None:
         """Draft for the plan. A proposer that fails costs nobody more than its drafts."""
         try:
-            return self._propose(plan)
+            self._propose(plan)
         except Exception:
             log.exception("drafting failed; this step decodes plainly")
-            return Proposals.none(plan)
-
-    def propose_ahead(self, plan: Plan) -> None:
-        """Draft for the step after this plan's while the host does not know yet what it drew.
-
-        What comes of it is proposed by the next `propose`, where it still fits.
-        """
-        try:
-            self._propose_ahead(plan)
-        except Exception:
-            log.exception("drafting ahead failed; the next step drafts later")
+            for scheduled in plan.scheduled:
+                scheduled.num_drafts = 0
 
     def warm_ups(self) -> Iterable[Callable[[], Tensor]]:
         """Draws of nobody that launch every sampling kernel between them."""
@@ -98,14 +73,12 @@ class Proposer(ABC):
         return
 
     @abstractmethod
-    def _propose(self, plan: Plan) -> Proposals: ...
-
-    def _propose_ahead(self, plan: Plan) -> None:
-        return
+    def _propose(self, plan: Plan) -> None: ...
 
 
 class NoProposer(Proposer):
     """Plain decoding."""
 
-    def _propose(self, plan: Plan) -> Proposals:
-        return Proposals.none(plan)
+    def _propose(self, plan: Plan) -> None:
+        for scheduled in plan.scheduled:
+            scheduled.num_drafts = 0

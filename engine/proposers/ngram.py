@@ -8,7 +8,7 @@ from ..config import SpeculationConfig
 from ..request import Request
 from ..scheduling.plan import Plan
 from ..state.slots import Slots
-from .base import Proposals, Proposer
+from .base import Proposer
 
 
 class NgramLookup:
@@ -52,15 +52,15 @@ class NgramLookup:
 class NgramProposer(Proposer):
     """One-hot drafts from each sequence's own text (prompt lookup decoding)."""
 
+    needs_host = True
+
     def __init__(self, config: SpeculationConfig, slots: Slots) -> None:
         self._config = config
         self._slots = slots
         self._text_of: WeakKeyDictionary[Request, NgramLookup] = WeakKeyDictionary()
 
-    def _propose(self, plan: Plan) -> Proposals:
-        sampled = plan.sampled
-        num_drafts_np = np.zeros(len(sampled), dtype=np.int64)
-        for i, scheduled in enumerate(sampled):
+    def _propose(self, plan: Plan) -> None:
+        for scheduled in plan.sampled:
             if scheduled.num_drafts == 0:
                 continue
             request = scheduled.request
@@ -72,5 +72,4 @@ class NgramProposer(Proposer):
             if request.grammar is not None:
                 found = request.grammar.fitting(found)
             self._slots.write_tokens(request, request.num_tokens, found)
-            num_drafts_np[i] = len(found)
-        return Proposals(num_drafts_np)
+            scheduled.num_drafts = len(found)

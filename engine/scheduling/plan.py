@@ -16,25 +16,36 @@ class ScheduledRequest:
 
     request: Request
     num_new_tokens: int  # known tokens that the target computes
-    num_drafts: int = 0  # at most this many proposals are scored behind them
-    is_drafted_for: bool = False  # in this step or, where its prompt goes on, in later ones
-    # It may go on, and there is room for the next step's drafts behind whatever this one draws.
-    has_room_ahead: bool = False
-    num_next_drafts: int = 0  # that the next step will want
+    num_drafts: int = 0  # that the target scores behind them: as many as wanted, then as proposed
+    is_drafted_for: bool = False  # in this step or, while its prompt goes on, in later ones
     # Of the prompt tokens that this step scores: on their way to the host, then there.
     prompt_scores: HostCopy | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    end: int = field(init=False)  # position behind the last known token that this step computes
+    slot: int | None = field(init=False)
+    epoch: int = field(init=False)
+    start: int = field(init=False)  # the first new token; the last known one is at -1
+    # The highest position, and one more, that the known tokens of this step may have.
+    end: int = field(init=False)
     samples: bool = field(init=False)  # reaches the last known token, so that new ones are drawn
     # Rows, the last ones of the prompt's, that tell the next prompt token's logprob.
     num_prompt_logits: int = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
-        self.end = request.num_computed_tokens + self.num_new_tokens
-        self.samples = self.end == request.num_tokens
+        self.slot, self.epoch = request.slot, request.epoch
+        self.start = (
+            -1 if request.is_in_flight else request.num_computed_tokens - request.num_tokens
+        )
+        self.end = request.most_tokens + self.start + self.num_new_tokens
+        self.samples = self.start + self.num_new_tokens == 0
         first = max(request.num_computed_tokens, request.num_scored_tokens)
-        self.num_prompt_logits = max(0, min(self.end, request.num_prompt_tokens - 1) - first)
+        last = min(self.end, request.num_prompt_tokens - 1)
+        self.num_prompt_logits = 0 if request.is_in_flight else max(0, last - first)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the sequence was started over, or left, since this was launched."""
+        return self.epoch != self.request.epoch
 
     @property
     def has_nan(self) -> bool:
@@ -48,8 +59,7 @@ class Plan:
     """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
-    # The target may score what this step draws before the host knows it.
-    scores_ahead: bool = False
+    is_timed: bool = False  # it begins when the step before it ends
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -60,9 +70,9 @@ class Plan:
         return [s for s in self.scheduled if s.samples]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether each sequence draws one token."""
-        return all(s.samples and s.num_drafts == s.num_next_drafts == 0 for s in self.scheduled)
+    def num_drafts_np(self) -> np.ndarray:
+        """k_i of each sampled sequence. Shape: [B]."""
+        return np.array([s.num_drafts for s in self.sampled], dtype=np.int64)
 
     @property
     def num_prompt_logits(self) -> int:
@@ -71,7 +81,7 @@ class Plan:
 
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
     """[B], batch_idx -> slot."""
-    return np.array([s.request.slot for s in scheduled], dtype=np.int64)
+    return np.array([s.slot for s in scheduled], dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -79,6 +89,9 @@ class Verified:
     """What a step drew, on the host; row i is the plan's i-th sampled sequence."""
 
     token_ids: list[list[int]]  # accepted drafts, then one recovered or bonus token
-    num_drafts: list[int]
     is_bad: list[bool]  # no finite logit, or a NaN
     logprobs: list[list[TokenLogprobs] | None]
+
+    @staticmethod
+    def nothing() -> "Verified":
+        return Verified([], [], [])

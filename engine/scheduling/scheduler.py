@@ -5,11 +5,11 @@ import time
 from bisect import insort
 from itertools import count
 from operator import attrgetter
+from typing import Protocol
 
-from ..api import InvalidRequestError, QueueFullError, RequestOutput
+from ..api import InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
 from ..config import SchedulerConfig
 from ..request import Request
-from ..state.slots import Slots
 from .adaptive_speculation import AdaptiveSpeculation
 from .counters import Counters
 from .kv_cache import KVCacheManager
@@ -20,6 +20,25 @@ from .plan import Plan, ScheduledRequest, Verified
 MAX_PROMPT_LOGITS = 512
 
 _TURN = attrgetter("turn")
+
+
+class Seats(Protocol):
+    """Where the sequences that run are seated; what the scheduler asks of a worker."""
+
+    @property
+    def num_free(self) -> int: ...
+
+    def seat(self, request: Request) -> None: ...
+
+    def unseat(self, request: Request) -> None: ...
+
+    def rewind(self, request: Request) -> None: ...
+
+    def write_pages(self, grown: list[tuple[Request, int]]) -> None: ...
+
+    def draws_are_fixed(self, params: SamplingParams) -> bool: ...
+
+    def must_know(self, request: Request) -> bool: ...
 
 
 class Scheduler:
@@ -37,28 +56,25 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv_cache: KVCacheManager,
-        slots: Slots,
+        seats: Seats,
         num_speculative_tokens: int,
         max_model_len: int,
         adaptive: AdaptiveSpeculation | None = None,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
-        self._slots = slots
+        self._seats = seats
         self._max_speculative_tokens = num_speculative_tokens
         self._num_speculative_tokens = num_speculative_tokens  # of requests that leave it open
         self._adaptive = adaptive
         self._max_model_len = max_model_len
-        self.plans_ahead = False  # whether plans leave room for the step after
+        self.lag = 0  # steps that are launched before the host has read the one before
         # Since the last step, and from which page on; the device does not know them yet.
         self._grown: list[tuple[Request, int]] = []
         self.waiting: list[Request] = []  # the next first
         self.running: list[Request] = []
         self._arrivals = count()
-        self._step_start_s = 0.0
-        # What the last step tells the choice of k, but for the time until the next one begins.
-        self._observed: tuple[list[int], list[int], list[bool]] | None = None
-        self._is_timed = False
+        self._last_commit_s = 0.0
         self.counters = Counters(num_speculative_tokens)
 
     def add(self, requests: list[Request]) -> None:
@@ -81,12 +97,11 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Choose this step's sequences and make sure that each has the pages it needs."""
-        self._tell_adaptive()
-        plan = Plan()
+        plan = Plan(is_timed=bool(self.running))
         budget = self._config.max_num_batched_tokens
-        decoding = [r for r in self.running if r.num_uncomputed_tokens == 1]
-        prefilling = [r for r in self.running if r.num_uncomputed_tokens > 1]
-        num_seatable = min(len(self.waiting), self._slots.num_free)
+        decoding = [r for r in self.running if r.decodes]
+        prefilling = [r for r in self.running if not r.decodes]
+        num_seatable = min(len(self.waiting), self._seats.num_free)
         if self._adaptive is not None:
             if not self.running:
                 self._adaptive.expect_change()
@@ -112,7 +127,7 @@ class Scheduler:
                 budget -= scheduled.num_new_tokens + scheduled.num_drafts
         prefilling = [r for r in prefilling if r.slot is not None]
         for request in startable:
-            if budget == 0 or self._slots.num_free == 0:
+            if budget == 0 or self._seats.num_free == 0:
                 break
             if self._should_wait(request, prefilling, plan):
                 continue
@@ -122,14 +137,18 @@ class Scheduler:
             plan.scheduled.append(scheduled)
             prefilling.append(request)
             budget -= scheduled.num_new_tokens + scheduled.num_drafts
-        if self.plans_ahead:
-            for scheduled in plan.sampled:
-                scheduled.has_room_ahead = self._has_room_ahead(scheduled)
-            # Who waits is served sooner by the step after, and in one pass with the others.
-            plan.scores_ahead = not self.waiting and plan.is_plain
-        self._slots.write_pages(self._grown)
+        self._seats.write_pages(self._grown)
         self._grown.clear()
         return plan
+
+    def must_know(self) -> bool:
+        """Whether the next step can only be planned once the host has read the one in flight."""
+        return any(
+            request.is_in_flight
+            and self._num_drafts_wanted(request) > 0
+            and self._seats.must_know(request)
+            for request in self.running
+        )
 
     def take_uncompiled(self) -> list[RequestOutput]:
         """End the sequences whose grammars could not be compiled, through no fault of theirs."""
@@ -145,27 +164,43 @@ class Scheduler:
         compiling = [r.compiling for r in self.waiting if r.compiling is not None]
         concurrent.futures.wait(compiling, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
+    def launched(self, plan: Plan) -> None:
+        """Take note of what a step computes, once the one before is committed; what it draws comes
+        with its own commit.
+        """
+        for scheduled in plan.scheduled:
+            request = scheduled.request
+            if scheduled.is_void:
+                continue
+            if scheduled.samples:
+                request.num_drafts_in_flight = scheduled.num_drafts
+            else:
+                request.num_computed_tokens = scheduled.end
+                if scheduled.num_prompt_logits:
+                    request.num_scored_tokens = scheduled.end
+                self._kv_cache.record_computed(request)
+
     def commit(self, plan: Plan, verified: Verified) -> list[RequestOutput]:
-        """Advance every sequence by what the step computed and drew; free what is done."""
+        """Advance every sequence by what a step drew; free what is done, pass over what is void."""
         self.counters.num_steps += 1
         self._observe(plan, verified)
         outputs = []
         sampled_idx = 0
         for scheduled in plan.scheduled:
-            if scheduled.samples:
+            if not scheduled.samples:
+                if output := self._commit_chunk(scheduled):
+                    outputs.append(output)
+                continue
+            if not scheduled.is_void:
                 outputs.append(self._commit_drawn(scheduled, verified, sampled_idx))
-                sampled_idx += 1
-            elif output := self._commit_chunk(scheduled):
-                outputs.append(output)
+            sampled_idx += 1
         return outputs
 
     def finish(self, request: Request) -> None:
         """Remove a sequence wherever it is, and free what it holds. Unknown ones are ignored."""
         if request in self.running:
-            # Until somebody is seated the engine may idle, which is no part of a step's time.
-            self._is_timed = self._is_timed and len(self.running) > 1
             self.running.remove(request)
-            self._slots.unseat(request)
+            self._seats.unseat(request)
             self._kv_cache.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -173,62 +208,56 @@ class Scheduler:
             request.compiling.cancel()
 
     def _observe(self, plan: Plan, verified: Verified) -> None:
-        """Keep what this step tells the choice of k: how many drafts stood."""
+        """Tell the choice of k how many drafts stood, and how long the step took."""
+        last_commit_s, self._last_commit_s = self._last_commit_s, time.perf_counter()
         sampled = plan.sampled
         if self._adaptive is None or not sampled:
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
-        self._is_timed = _decodes(num_prefill_rows, len(sampled))
-        self._observed = (
+        is_timed = plan.is_timed and _decodes(num_prefill_rows, len(sampled))
+        self._adaptive.observe(
             [s.num_drafts for s in sampled],
             [len(drawn) - 1 for drawn in verified.token_ids],
+            self._last_commit_s - last_commit_s if is_timed else None,
             [s.request.params.num_speculative_tokens is None for s in sampled],
         )
 
-    def _tell_adaptive(self) -> None:
-        """Tell the choice of k of the last step, which takes until this one begins."""
-        last_start_s, self._step_start_s = self._step_start_s, time.perf_counter()
-        if self._adaptive is not None and self._observed is not None:
-            wanted, accepted, is_open = self._observed
-            elapsed_s = self._step_start_s - last_start_s if self._is_timed else None
-            self._adaptive.observe(wanted, accepted, elapsed_s, is_open)
-            self._observed = None
-
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
         request = scheduled.request
+        # One that was preempted since then does not score these prompt tokens again.
+        if scheduled.is_void and request not in self.waiting:
+            return None
         if scheduled.has_nan:
             return self._commit_bad(request, is_dead_end=False)
-        request.num_computed_tokens = scheduled.end
-        self._kv_cache.record_computed(request)
         if scheduled.prompt_logprobs is None:
             return None
-        request.num_scored_tokens = request.num_computed_tokens
         return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
 
     def _commit_drawn(
         self, scheduled: ScheduledRequest, verified: Verified, i: int
     ) -> RequestOutput:
-        request = scheduled.request
+        request, num_drafts = scheduled.request, scheduled.num_drafts
+        request.num_drafts_in_flight = None
         drawn = verified.token_ids[i]
-        num_drafts, num_accepted = verified.num_drafts[i], len(drawn) - 1
-        if verified.is_bad[i] or scheduled.has_nan:
+        num_accepted = len(drawn) - 1
+        if is_bad := verified.is_bad[i] or scheduled.has_nan:
             if num_drafts == 0:
                 is_dead_end = request.can_reach_a_dead_end and not scheduled.has_nan
                 return self._commit_bad(request, is_dead_end=is_dead_end)
             request.speculates = False
-            fixed = self._slots.draws_are_fixed(request.params)
+            fixed = self._seats.draws_are_fixed(request.params)
             if num_accepted == 0 or fixed or scheduled.has_nan:
                 # A draft that the target turns into NaN spoils the rows before it too (0 * NaN in
                 # the attention). Without drafts the same step may well be sound: compute it again.
-                request.num_draft_computed_tokens = min(
-                    request.num_draft_computed_tokens, request.num_tokens
-                )
+                self._start_over(request)
                 return request.output([])
             # The accepted drafts lead to where nothing is left. They stand, as they would without
             # speculation: to draw again would favour whatever leads elsewhere.
             drawn = drawn[:num_accepted]
         if num_drafts:
             self.counters.count_drafts(num_drafts, num_accepted)
+            num_seen = request.num_tokens + min(num_accepted, num_drafts - 1)
+            request.num_draft_computed_tokens = num_seen
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         # KV is right for all known tokens and the accepted drafts; behind them it is overwritten.
@@ -242,6 +271,8 @@ class Scheduler:
         request.num_computed_tokens = num_valid
         request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, num_valid)
         self._kv_cache.record_computed(request)
+        if is_bad:
+            self._start_over(request)
 
         logprobs = verified.logprobs[i]
         output = request.output(
@@ -252,6 +283,14 @@ class Scheduler:
         if request.finish_reason is not None:
             self.finish(request)
         return output
+
+    def _start_over(self, request: Request) -> None:
+        """Have the device go on from what the host knows; what it was about to draw is void."""
+        request.num_draft_computed_tokens = min(
+            request.num_draft_computed_tokens, request.num_tokens
+        )
+        request.void_flight()
+        self._seats.rewind(request)
 
     def _commit_bad(self, request: Request, *, is_dead_end: bool) -> RequestOutput:
         request.finish_reason = "error"
@@ -283,6 +322,8 @@ class Scheduler:
     def _schedule_running(
         self, request: Request, budget: int, plan: Plan
     ) -> ScheduledRequest | None:
+        if not self._may_go_on(request):
+            return None
         scheduled = self._share(request, budget, plan)
         if scheduled.num_new_tokens == 0:
             return None
@@ -290,11 +331,23 @@ class Scheduler:
             if scheduled.num_drafts:
                 scheduled.num_drafts = 0  # drafts are never worth a neighbour's pages
                 continue
+            if request.is_in_flight:
+                return None  # once that step is read it may want fewer
             victim = max(self.running, key=_TURN)
             self._preempt(victim, plan)
             if victim is request:
                 return None
         return scheduled
+
+    def _may_go_on(self, request: Request) -> bool:
+        """Whether a step may follow the one in flight, if any: not if that one ends the sequence
+        for certain, or may fill it to its end.
+        """
+        num_output_tokens = request.least_tokens - request.num_prompt_tokens
+        return not request.is_in_flight or (
+            num_output_tokens < request.params.max_tokens
+            and request.most_tokens <= self._max_model_len
+        )
 
     def _num_rows_of_short(
         self, startable: list[Request], prefilling: list[Request], most: int
@@ -302,7 +355,7 @@ class Scheduler:
         """Rows, up to `most`, that a prompt in chunks leaves to short ones that need no second
         step: those may take seats that nobody else can use yet.
         """
-        num_rows, num_seats = 0, self._slots.num_free
+        num_rows, num_seats = 0, self._seats.num_free
         for request in startable:
             wanted = num_rows + request.num_uncomputed_tokens
             if num_seats == 0:
@@ -337,7 +390,7 @@ class Scheduler:
             self.counters.num_prompt_tokens += request.num_prompt_tokens
         self.waiting.remove(request)
         self.running.append(request)
-        self._slots.seat(request)
+        self._seats.seat(request)
         self._grown.append((request, 0))
         scheduled = self._share(request, budget, plan)
         if not self._grow(request, scheduled.end + scheduled.num_drafts):
@@ -346,7 +399,7 @@ class Scheduler:
         return scheduled
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
-        num_new = min(request.num_uncomputed_tokens, budget)
+        num_new = 1 if request.is_in_flight else min(request.num_uncomputed_tokens, budget)
         scheduled = ScheduledRequest(request, num_new)
         if scheduled.num_prompt_logits:
             num_left = MAX_PROMPT_LOGITS - plan.num_prompt_logits
@@ -356,20 +409,18 @@ class Scheduler:
                 scheduled = ScheduledRequest(request, num_new)
         num_wanted = self._num_drafts_wanted(request)
         scheduled.is_drafted_for = num_wanted > 0
-        if scheduled.samples:
-            request.follow_grammar()
-            request.edit_error = None  # one behind a draft that was rejected is of no account
-            if num_wanted:
-                # The last token needs no draft: verification emits one more than it accepts.
-                room = min(
-                    request.params.max_tokens - request.num_output_tokens - 1,
-                    self._max_model_len - request.num_tokens - 1,
-                )
-                scheduled.num_next_drafts = max(0, min(num_wanted, room))
-                # A first token need not wait for the draft to read the prompt, if it can do so
-                # behind this step, in one pass with the others' drafts.
-                if request.num_output_tokens > 0 or not self.plans_ahead:
-                    scheduled.num_drafts = min(scheduled.num_next_drafts, budget - num_new)
+        if scheduled.samples and num_wanted:
+            # The last token needs no draft: verification emits one more than it accepts.
+            num_output_tokens = request.least_tokens - request.num_prompt_tokens
+            room = min(
+                request.params.max_tokens - num_output_tokens - 1,
+                self._max_model_len - request.most_tokens - 1,
+                budget - num_new,
+            )
+            # A first token does not wait for the draft to read the prompt: the next step does
+            # that, in one pass with the others' drafts.
+            if num_output_tokens > 0 or self.lag == 0:
+                scheduled.num_drafts = max(0, min(num_wanted, room))
         return scheduled
 
     def _num_drafts_wanted(self, request: Request) -> int:
@@ -377,13 +428,6 @@ class Scheduler:
             return 0
         k = request.params.num_speculative_tokens
         return self._num_speculative_tokens if k is None else min(k, self._max_speculative_tokens)
-
-    def _has_room_ahead(self, scheduled: ScheduledRequest) -> bool:
-        request = scheduled.request
-        if request.num_output_tokens + 1 >= request.params.max_tokens:
-            return False
-        end = scheduled.end + scheduled.num_drafts + 1 + scheduled.num_next_drafts
-        return end <= self._max_model_len and self._grow(request, end)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         first = len(request.pages)
@@ -397,7 +441,7 @@ class Scheduler:
     def _preempt(self, request: Request, plan: Plan) -> None:
         plan.scheduled = [s for s in plan.scheduled if s.request is not request]
         self.running.remove(request)
-        self._slots.unseat(request)
+        self._seats.unseat(request)
         self._kv_cache.release(request)
         insort(self.waiting, request, key=_TURN)
         self.counters.num_preemptions += 1

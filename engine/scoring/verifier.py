@@ -12,13 +12,8 @@ from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
 from outrider.kernels.verify.slot_rows import read_slots, write_verified
 from outrider.kernels.verify.verify import verify
 
-from ..logit_edits import RequestRows
-from ..proposers.base import (
-    SAMPLING_KINDS,
-    DraftDistributions,
-    Proposals,
-    sampling_kind,
-)
+from ..logit_edits import LogitEdits, RequestRows
+from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
 from ..scheduling.plan import Plan, Verified, slots_of
 from ..state.host_copy import HostCopy, uploaded
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
@@ -38,8 +33,9 @@ class Drawn(NamedTuple):
 class Verifier:
     """Keeps of the proposals exactly what the target would have produced."""
 
-    def __init__(self, slots: Slots, vocab_size: int) -> None:
+    def __init__(self, slots: Slots, edits: LogitEdits, vocab_size: int) -> None:
         self._slots = slots
+        self._edits = edits
         self._vocab_size = vocab_size
         self._phase = Phase(self._run, slots.device)
         self._sizes: list[int] = []  # captured, ascending
@@ -70,7 +66,9 @@ class Verifier:
                     self._phase.capture(self._nobody(size), (size, num_columns, *kind), tensors)
         self._sizes = sizes[::-1]
 
-    def verify(self, plan: Plan, proposals: Proposals, logits: Tensor) -> Drawn | None:
+    def verify(
+        self, plan: Plan, logits: Tensor, distributions: DraftDistributions | None
+    ) -> Drawn | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         The drawn tokens go into the slots, behind each sequence's known ones, and on to the host,
@@ -79,25 +77,25 @@ class Verifier:
         sampled = plan.sampled
         if not sampled:
             return None
-        num_drafts_np = proposals.num_drafts_np
-        slots_np = slots_of(sampled)
-        anchors_np = np.array([s.request.num_tokens for s in sampled])
+        num_drafts_np = plan.num_drafts_np
+        is_void_np = np.array([s.is_void for s in sampled])
+        slots_np = np.where(is_void_np, self._slots.dummy, slots_of(sampled))
         cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
-        rows = RequestRows(slots_np, cu_rows_np[:-1], num_drafts_np + 1, anchors_np)
-        edited_np = self._slots.edits.asked_by(slots_np)
-        distributions = proposals.distributions
-        # Edited rows take it even where nothing is drafted: others would be kernels of their own.
+        rows = RequestRows(
+            slots_np, cu_rows_np[:-1], num_drafts_np + 1, np.zeros_like(num_drafts_np)
+        )
+        edited_np = self._edits.asked_by(slots_np)
+        # Edited rows take it even if nothing is drafted: others would be kernels of their own.
         has_drafts = num_drafts_np.any() or (edited_np.any() and distributions is not None)
         kind = (self._slots.max_drafts if has_drafts else 0, *sampling_kind(sampled))
         tensors = (logits, *(distributions or ())) if has_drafts else (logits,)
         if edited_np.all():
             drawn = self._verify_edited(rows, kind, *tensors)
         else:
-            # Among the others, those whose logits are edited stand for nobody: at the beginning of
-            # the dummy slot, like all padding, since other padding goes on from where they end.
+            # Among the others, those whose logits are edited stand for nobody.
             slots_np = np.where(edited_np, self._slots.dummy, slots_np)
             size = padded_size(len(sampled), self._sizes)
-            packed_np = self._pack(slots_np, num_drafts_np, anchors_np * ~edited_np, size)
+            packed_np = self._pack(slots_np, num_drafts_np, size)
             drawn = self._phase(packed_np, (size, *kind), *tensors)[: len(sampled)]
             if edited_np.any():
                 index = uploaded(edited_np.nonzero()[0], drawn.device)
@@ -115,23 +113,21 @@ class Verifier:
         """
         num_drafts_np = rows.num_rows_np - 1
         size = len(num_drafts_np)
-        integers_np = self._pack(rows.slots_np, num_drafts_np, rows.first_positions_np, size)
-        integers = uploaded(integers_np, self._slots.device)
-        edited = self._slots.edits.apply(logits, rows)
+        integers = uploaded(self._pack(rows.slots_np, num_drafts_np, size), self._slots.device)
+        edited = self._edits.apply(logits, rows)
         return self._run(integers, (size, *kind), edited, *distributions)
 
-    def read(self, plan: Plan, proposals: Proposals, drawn: Drawn | None) -> Verified:
+    def read(self, plan: Plan, drawn: Drawn | None) -> Verified:
         """What `verify` drew, once it is on the host; and what the step's prompts scored."""
         read_prompt_logprobs(plan)
         if drawn is None:
-            return Verified(token_ids=[], num_drafts=[], is_bad=[], logprobs=[])
+            return Verified.nothing()
         host_np, *logprobs = drawn.copy.arrays()
         drawn_np = host_np[:, :-1]  # padded with -1
         lens = (drawn_np >= 0).sum(1).tolist()
         token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
         return Verified(
             token_ids=token_ids,
-            num_drafts=proposals.num_drafts_np.tolist(),
             is_bad=host_np[:, -1].astype(bool).tolist(),
             logprobs=[
                 None
@@ -151,13 +147,13 @@ class Verifier:
     ) -> Tensor:
         """Verify, and write what was drawn into the slots.
 
-        Shape: integers [4, B + 1 or more], see `_pack`; logits [T, V]; draft_logits [num_slots, K,
+        Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; draft_logits [num_slots, K,
         V'], draft_state [num_slots, K, 4]; returns [B, K + 2], the tokens (padded with -1) and
         whether the logits were bad.
         """
         size, num_columns, filters, samples = shape
-        cu_rows, (slot, num_drafts, anchor) = integers[0, : size + 1], integers[1:, :size].unbind()
-        rows = read_slots(self._slots.state, slot, anchor, num_columns)
+        cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
+        rows = read_slots(self._slots.state, slot, num_columns)
         verified = verify(
             logits,
             cu_rows,
@@ -172,7 +168,7 @@ class Verifier:
             samples=bool(samples),
             draft_rows=slot,
         )
-        return write_verified(self._slots.state, slot, anchor, verified)
+        return write_verified(self._slots.state, slot, rows.anchor, verified)
 
     def _cases(
         self, distributions: DraftDistributions | None
@@ -183,20 +179,16 @@ class Verifier:
 
     def _nobody(self, size: int) -> np.ndarray:
         nobody = np.zeros(0, dtype=np.int64)
-        return self._pack(nobody, nobody, nobody, size)
+        return self._pack(nobody, nobody, size)
 
-    def _pack(
-        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, anchors_np: np.ndarray, size: int
-    ) -> np.ndarray:
-        """Arguments: [B] -> [4, size + 1 or more]: first rows of the sequences' logits and, one
-        column short, slots, drafts and anchors. Padding is plain decodes of the dummy slot.
+    def _pack(self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int) -> np.ndarray:
+        """Arguments: [B] -> [3, size + 1 or more]: first rows of the sequences' logits and, one
+        column short, slots and numbers of drafts. Padding is plain decodes of the dummy slot.
         """
-        packed = np.zeros((4, aligned(size + 1, itemsize=4)), dtype=np.int32)
+        packed = np.zeros((3, aligned(size + 1, itemsize=4)), dtype=np.int32)
         packed[1] = self._slots.dummy
-        for row, of_sampled_np in zip(
-            packed[1:], (slots_np, num_drafts_np, anchors_np), strict=True
-        ):
-            row[: len(of_sampled_np)] = of_sampled_np
+        packed[1, : len(slots_np)] = slots_np
+        packed[2, : len(num_drafts_np)] = num_drafts_np
         packed[0, 1:] = np.cumsum(packed[2, :-1] + 1)
         return packed
 

@@ -16,22 +16,22 @@ class HostBatch:
     """T rows of B sequences; sequence i contributes rows cu_seqlens_q[i]:cu_seqlens_q[i+1].
 
     The same shape serves prefill chunks, plain decodes, verifications and the draft's steps.
+    Positions and lengths count from the sequence's known tokens, whose number the device knows
+    before the host does: its last known token is at -1, the first draft at 0.
     """
 
     # [T]
     slot_of_row_np: np.ndarray
-    # [T] position of each row in its sequence
+    # [T] position of each row, from its sequence's known tokens
     positions_np: np.ndarray
     # [B]
     slots_np: np.ndarray
-    # [B] tokens a sequence attends to, its own rows included
+    # [B] tokens a sequence attends to, its own rows included, less those that are known
     seq_lens_np: np.ndarray
     # [B + 1]
     cu_seqlens_q_np: np.ndarray
     # [num_logits] rows whose logits are wanted
     logits_rows_np: np.ndarray
-    # positions and lengths count from the sequences' known tokens, whose number the device knows
-    is_relative: bool = False
 
     @staticmethod
     def build(
@@ -39,14 +39,10 @@ class HostBatch:
         starts_np: np.ndarray,
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
-        *,
-        is_relative: bool = False,
     ) -> "HostBatch":
         """Rows `starts[i] : starts[i] + query_lens[i]` of each sequence, read from its slot.
 
-        Arrays: [B]. Logits are wanted of the last `num_logits[i]` rows of sequence i. With
-        `is_relative` a start of 0 is the first position behind those that the last verification
-        left known.
+        Arrays: [B]. Logits are wanted of the last `num_logits[i]` rows of sequence i.
         """
         ends_np = np.cumsum(query_lens_np)
         return HostBatch(
@@ -56,7 +52,6 @@ class HostBatch:
             seq_lens_np=starts_np + query_lens_np,
             cu_seqlens_q_np=np.concatenate(([0], ends_np)),
             logits_rows_np=ragged_arange(ends_np - num_logits_np, num_logits_np),
-            is_relative=is_relative,
         )
 
     @property
@@ -66,7 +61,7 @@ class HostBatch:
 
     def packed(self, shape: tuple[int, int, int], dummy_slot: int) -> np.ndarray:
         """All of it in one array, padded: rows of no sequence, at position 0 of the dummy slot,
-        and sequences without rows.
+        which never knows a token, and sequences without rows.
         """
         fields = (
             (self.slot_of_row_np, dummy_slot),
@@ -75,7 +70,6 @@ class HostBatch:
             (self.seq_lens_np, 0),
             (self.cu_seqlens_q_np, len(self.positions_np)),
             (self.logits_rows_np, 0),
-            (np.array([self.is_relative]), 0),
         )
         return np.concatenate(
             [
@@ -87,12 +81,7 @@ class HostBatch:
 
 def _packed_lens(shape: tuple[int, int, int]) -> list[int]:
     num_seqs, num_rows, num_logits = shape
-    return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits, 1]
-
-
-def packed_len(shape: tuple[int, int, int]) -> int:
-    """Of what `HostBatch.packed` returns for this shape."""
-    return sum(aligned(length) for length in _packed_lens(shape))
+    return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits]
 
 
 def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
@@ -127,7 +116,7 @@ class ForwardBatch:
     def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
         lens = _packed_lens(shape)
         parts = packed.split([aligned(length) for length in lens])
-        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows, is_relative = (
+        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (
             part[:length] for part, length in zip(parts, lens, strict=True)
         )
         rows = read_rows(
@@ -135,7 +124,6 @@ class ForwardBatch:
             positions,
             slot,
             seq_lens,
-            is_relative,
             slots.num_tokens,
             slots.token_ids,
             slots.block_table,

@@ -12,7 +12,6 @@ from outrider.kernels.verify.sampling import Rule, Sampling
 from outrider.kernels.verify.slot_rows import SlotState
 
 from ..api import SamplingParams, Verification
-from ..logit_edits import LogitEdits
 from ..request import Request
 from .host_copy import staged, uploaded
 
@@ -28,7 +27,6 @@ class Slots:
         max_model_len: int,
         max_drafts: int,
         page_size: int,
-        vocab_size: int,
         device: torch.device,
         verification: Verification = "token",
     ) -> None:
@@ -36,14 +34,15 @@ class Slots:
         self.max_num_seqs = max_num_seqs
         self.max_drafts = max_drafts
         self.dummy = max_num_seqs  # the slot that padding reads and writes
-        # Room behind the longest sequence: verification emits up to k + 1 tokens past it.
-        width = max_model_len + max_drafts + 1
+        # Room behind the longest sequence: a step writes up to k + 1 tokens, and so does the next
+        # one, which may be launched before the host knows them.
+        width = max_model_len + 2 * (max_drafts + 1)
         self.page_size = page_size
         self._verification: Verification = verification  # of requests that name none
         self.device = device
         # [num_slots, width]
         self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
-        # [num_slots] known tokens, once verified: ahead of the host until it has read them
+        # [num_slots] known tokens; verification adds to them, and the host reads it a step later
         self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # [num_slots, pages of width]
         self.block_table = torch.zeros(
@@ -59,7 +58,6 @@ class Slots:
             rule=torch.full((num_slots,), int(Rule.TOKEN), dtype=torch.int32, device=device),
         )
         self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
-        self.edits = LogitEdits(self.token_ids, vocab_size)
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -77,6 +75,7 @@ class Slots:
         slot = self._free.pop()
         request.slot = slot
         self.write_tokens(request, 0, request.token_ids)
+        self.rewind(request)
         params = request.params
         self.sampling.temperature[slot] = params.temperature
         self.sampling.top_k[slot] = params.top_k
@@ -84,13 +83,15 @@ class Slots:
         self.sampling.min_p[slot] = params.min_p
         self.sampling.seed[slot] = _as_int64(params.seed)
         self.sampling.rule[slot] = RULES[params.verification or self._verification]
-        self.edits.seat(request)
 
     def unseat(self, request: Request) -> None:
         assert request.slot is not None
-        self.edits.unseat(request.slot)
         self._free.append(request.slot)
         request.slot = None
+
+    def rewind(self, request: Request) -> None:
+        """Have the device know just the tokens that the host knows."""
+        self.num_tokens[request.slot] = request.num_tokens
 
     def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
         """Copy tokens from the host into the request's row, from `position` on."""

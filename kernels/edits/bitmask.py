@@ -17,7 +17,7 @@ def num_words(vocab_size: int) -> int:
 def pack_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The bitmask that has just these tokens set. Shape: [n] int64 -> [num_words] int32."""
     bits = torch.zeros(num_words(vocab_size) * 32, dtype=torch.int64, device=token_ids.device)
-    bits[token_ids] = 1
+    bits.index_fill_(0, token_ids, 1)  # an assignment would wait for the GPU
     words = (bits.view(-1, 32) << torch.arange(32, device=bits.device)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 

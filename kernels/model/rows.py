@@ -22,7 +22,6 @@ def read_rows(
     positions: Tensor,
     slots: Tensor,
     seq_lens: Tensor,
-    is_relative: Tensor,
     num_tokens: Tensor,
     token_ids: Tensor,
     block_table: Tensor,
@@ -30,17 +29,17 @@ def read_rows(
 ) -> Rows:
     """Look up the rows of a batch of at least as many rows as sequences.
 
+    Positions and lengths come in relative to num_tokens: a sequence's last known token is at -1.
+
     Shape:
         slot_of_row, positions: [T] int64
         slots, seq_lens: [B] int64
-        is_relative: [1] int64; where it is 1, positions and lengths count from num_tokens on
         num_tokens: [num_slots] int64
         token_ids: [num_slots, width] int32; block_table: [num_slots, pages] int32
     """
     if not uses_triton(token_ids):
         return read_rows_reference(
-            slot_of_row, positions, slots, seq_lens, is_relative, num_tokens, token_ids,
-            block_table, page_size,
+            slot_of_row, positions, slots, seq_lens, num_tokens, token_ids, block_table, page_size,
         )  # fmt: skip
     assert len(positions) >= len(seq_lens)
     rows = Rows(
@@ -55,7 +54,6 @@ def read_rows(
         positions,
         slots,
         seq_lens,
-        is_relative,
         num_tokens,
         token_ids,
         block_table,
@@ -74,20 +72,18 @@ def read_rows_reference(
     positions: Tensor,
     slots: Tensor,
     seq_lens: Tensor,
-    is_relative: Tensor,
     num_tokens: Tensor,
     token_ids: Tensor,
     block_table: Tensor,
     page_size: int,
 ) -> Rows:
-    origin = num_tokens * is_relative
-    positions = positions + origin[slot_of_row]
+    positions = positions + num_tokens[slot_of_row]
     page = block_table[slot_of_row, positions // page_size].long()
     return Rows(
         token_ids=token_ids[slot_of_row, positions].long(),
         positions=positions,
         slot_mapping=page * page_size + positions % page_size,
-        seq_lens=seq_lens + origin[slots],
+        seq_lens=seq_lens + num_tokens[slots],
     )
 
 
@@ -101,7 +97,6 @@ def _read_rows_kernel(
     position_ptr,  # [num_rows]
     slots_ptr,  # [num_seqs]
     seq_lens_ptr,  # [num_seqs]
-    is_relative_ptr,  # [1]
     num_tokens_ptr,  # [num_slots]
     token_ids_ptr,  # [num_slots, width]
     block_table_ptr,  # [num_slots, pages]
@@ -114,16 +109,15 @@ def _read_rows_kernel(
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row, is_seq = row < num_rows, row < num_seqs
-    is_relative = tl.load(is_relative_ptr)
 
     seq_slot = tl.load(slots_ptr + row, mask=is_seq, other=0)
     seq_len = tl.load(seq_lens_ptr + row, mask=is_seq, other=0)
-    seq_len += is_relative * tl.load(num_tokens_ptr + seq_slot, mask=is_seq, other=0)
+    seq_len += tl.load(num_tokens_ptr + seq_slot, mask=is_seq, other=0)
     tl.store(out_seq_lens_ptr + row, seq_len, mask=is_seq)
 
     slot = tl.load(slot_of_row_ptr + row, mask=is_row, other=0)
     position = tl.load(position_ptr + row, mask=is_row, other=0)
-    position += is_relative * tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
+    position += tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
     token = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=is_row)
     page = tl.load(block_table_ptr + slot * block_table_stride + position // page_size, mask=is_row)
     slot_mapping = page.to(tl.int64) * page_size + position % page_size

@@ -1,6 +1,7 @@
 """What draws and verifications read of their sequences' slots, and write there: a launch each way.
 
-A sequence's anchor is the position of the step's first token.
+A sequence's anchor, the position of the step's first token, is the number of its known tokens. The
+last slot is nobody's: padding reads and writes it, and it never knows a token.
 """
 
 from typing import NamedTuple
@@ -38,26 +39,22 @@ class SlotRows(NamedTuple):
 def read_slots(
     slots: SlotState,
     slot: Tensor,
-    anchor: Tensor,
     num_drafts: int = 0,
     offset: Tensor | None = None,
-    is_relative: Tensor | None = None,
 ) -> SlotRows:
     """Read what a batch's draws need, and the drafts that they are to verify.
 
     Parameters
     ----------
-    slot, anchor
+    slot
         Shape: [B] of any integers.
     num_drafts
         Drafts to read a row: K.
     offset
         Of the drawn token behind the anchor; None: 0. Shape: [B].
-    is_relative
-        Where it is 1, anchors count from the slot's known tokens on. Shape: [B].
     """
     if not uses_triton(slot):
-        return read_slots_reference(slots, slot, anchor, num_drafts, offset, is_relative)
+        return read_slots_reference(slots, slot, num_drafts, offset)
     num_rows, new = len(slot), slots.num_tokens.new_empty
     rows = SlotRows(
         Sampling(*(field.new_empty(num_rows) for field in slots.sampling)),
@@ -70,9 +67,7 @@ def read_slots(
         *slots,
         slots.token_ids.stride(0),
         slot,
-        anchor,
         offset,
-        is_relative,
         num_rows,
         num_drafts,
         ROWS=_ROWS,
@@ -84,14 +79,11 @@ def read_slots(
 def read_slots_reference(
     slots: SlotState,
     slot: Tensor,
-    anchor: Tensor,
     num_drafts: int = 0,
     offset: Tensor | None = None,
-    is_relative: Tensor | None = None,
 ) -> SlotRows:
-    slot, anchor = slot.long(), anchor.long()
-    if is_relative is not None:
-        anchor = anchor.addcmul(is_relative, slots.num_tokens[slot])
+    slot = slot.long()
+    anchor = slots.num_tokens[slot]
     position = anchor if offset is None else anchor + offset
     draft_at = anchor[:, None] + torch.arange(num_drafts, device=anchor.device)
     draft_ids = slots.token_ids[slot[:, None], draft_at].long()
@@ -154,8 +146,9 @@ def write_draft_reference(
 def write_verified(slots: SlotState, slot: Tensor, anchor: Tensor, verified: Verified) -> Tensor:
     """Write each row's tokens from its anchor on, and how many are known with them.
 
-    Padding is written as 0, which nobody reads. Returns tokens (padded with -1) and whether the
-    logits were bad, for the host. Shape: slot, anchor [B] int -> [B, K + 2] int64.
+    Columns behind the last token are written as 0, which nobody reads. Returns tokens (padded with
+    -1) and whether the logits were bad, for the host.
+    Shape: slot, anchor [B] int -> [B, K + 2] int64.
     """
     if not uses_triton(slot):
         return write_verified_reference(slots, slot, anchor, verified)
@@ -166,6 +159,7 @@ def write_verified(slots: SlotState, slot: Tensor, anchor: Tensor, verified: Ver
         slots.token_ids,
         slots.token_ids.stride(0),
         slots.num_tokens,
+        len(slots.num_tokens) - 1,
         slot,
         anchor,
         verified,
@@ -184,6 +178,7 @@ def write_verified_reference(
     positions = anchor[:, None] + torch.arange(verified.token_ids.shape[1], device=anchor.device)
     slots.token_ids[slot[:, None], positions] = verified.token_ids.clamp_min(0).int()
     slots.num_tokens[slot] = anchor + verified.num_tokens
+    slots.num_tokens[-1] = 0
     return torch.cat((verified.token_ids, verified.is_bad[:, None]), dim=1)
 
 
@@ -198,9 +193,7 @@ def _read_slots_kernel(
     sampling,
     token_ids_stride,
     slot_ptr,  # [num_rows]
-    anchor_ptr,  # [num_rows]
     offset_ptr,  # [num_rows] or None
-    is_relative_ptr,  # [num_rows] or None
     num_rows,
     num_drafts,
     ROWS: tl.constexpr,
@@ -209,10 +202,7 @@ def _read_slots_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     slot = tl.load(slot_ptr + row, mask=inside, other=0).to(tl.int64)
-    anchor = tl.load(anchor_ptr + row, mask=inside, other=0).to(tl.int64)
-    if is_relative_ptr is not None:
-        is_relative = tl.load(is_relative_ptr + row, mask=inside, other=0)
-        anchor += is_relative * tl.load(num_tokens_ptr + slot, mask=inside, other=0)
+    anchor = tl.load(num_tokens_ptr + slot, mask=inside, other=0)
     position = anchor
     if offset_ptr is not None:
         position += tl.load(offset_ptr + row, mask=inside, other=0)
@@ -264,12 +254,13 @@ def _write_draft_kernel(
         tl.store(kept_logits_ptr + kept_row * width + i, logits, mask=i < width)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["last_slot", "num_rows"])
 def _write_verified_kernel(
     out_ptr,  # [num_rows, num_columns + 1]
     token_ids_ptr,  # [num_slots, width]
     token_ids_stride,
     num_tokens_ptr,  # [num_slots]
+    last_slot,
     slot_ptr,  # [num_rows]
     anchor_ptr,  # [num_rows]
     verified,
@@ -283,7 +274,7 @@ def _write_verified_kernel(
     slot = tl.load(slot_ptr + row, mask=inside, other=0).to(tl.int64)
     anchor = tl.load(anchor_ptr + row, mask=inside, other=0).to(tl.int64)
     num_new = tl.load(verified.num_tokens + row, mask=inside, other=0)
-    tl.store(num_tokens_ptr + slot, anchor + num_new, mask=inside)
+    tl.store(num_tokens_ptr + slot, anchor + num_new, mask=inside & (slot != last_slot))
     is_bad = tl.load(verified.is_bad + row, mask=inside, other=0).to(tl.int64)
     tl.store(out_ptr + row * (num_columns + 1) + num_columns, is_bad, mask=inside)
     column = tl.arange(0, COLUMNS)[None, :]

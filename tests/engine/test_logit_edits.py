@@ -194,7 +194,8 @@ def test_unusable_edits_are_refused_by_name(field: str, change: dict[str, object
 
 
 def test_bfloat16_rounds_no_penalty_away() -> None:
-    edits = LogitEdits(torch.tensor([[0, 0, 0], [3, 4, 4]], dtype=torch.int32), VOCAB)
+    token_ids = torch.tensor([[0, 0, 0], [3, 4, 4]], dtype=torch.int32)
+    edits = LogitEdits(token_ids, torch.tensor([0, 3]), VOCAB)
     params = replace(GREEDY, presence_penalty=0.05)
     new = NewRequest(request_id="0", prompt_token_ids=[3], params=params)
     request = Request(new, page_size=16)
@@ -203,7 +204,7 @@ def test_bfloat16_rounds_no_penalty_away() -> None:
     edits.seat(request)
     assert edits.asked_by(np.array([0, 1])).tolist() == [False, True]
     logits = torch.full((3, VOCAB), 40.0, dtype=torch.bfloat16)
-    rows = RequestRows(*(np.array([n]) for n in (1, 2, 1, 3)))
+    rows = RequestRows(*(np.array([n]) for n in (1, 2, 1, 0)))
     found = edits.apply(logits, rows)  # only the last of three rows
     assert found.shape == (1, VOCAB)
     assert found[0, 3:5].tolist() == pytest.approx([40, 39.95])

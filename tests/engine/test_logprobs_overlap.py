@@ -28,11 +28,11 @@ def engine(tiny_model: Tiny) -> Engine:
     target = tiny_model("llama", seed=0)
     draft = tiny_model("llama", seed=0, num_hidden_layers=1)
     engine = Engine(engine_config(target, draft, k=3))
-    engine.scheduler.plans_ahead = True
+    engine.lag = 1
     return engine
 
 
-def test_all_is_gathered_before_the_engine_runs_ahead_and_read_behind_it(
+def test_all_is_gathered_before_the_next_step_is_launched_and_read_behind_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -48,18 +48,17 @@ def test_all_is_gathered_before_the_engine_runs_ahead_and_read_behind_it(
         gather = noted("gather", module.gather_logprobs)
         monkeypatch.setattr(module, "gather_logprobs", gather)
     monkeypatch.setattr(HostCopy, "arrays", noted("read", HostCopy.arrays))
-    ahead = noted("ahead", engine.proposer.propose_ahead)
-    monkeypatch.setattr(engine.proposer, "propose_ahead", ahead)
-    commit = noted("commit", engine.scheduler.commit)
-    monkeypatch.setattr(engine.scheduler, "commit", commit)
+    monkeypatch.setattr(engine.worker, "verify", noted("verify", engine.worker.verify))
+    monkeypatch.setattr(engine.worker, "launch", noted("launch", engine.worker.launch))
 
     run(engine, prompts([20, 30, 25, 8], VOCAB), ASKS)
-    steps = " ".join(events).split("commit")
-    gathering = [step.split() for step in steps if "gather" in step]
-    assert len(gathering) > 5
-    for step in gathering:
-        assert "gather" not in step[step.index("ahead") :]
-        assert "read" not in step[: step.index("ahead")]
+    # A step: launched; the one before it read; verified, with all that it gathers.
+    *steps, _ = " ".join(events).split("launch ")[1:]
+    assert sum("gather" in step for step in steps) > 5
+    for step in steps[1:]:
+        before, after = step.split("verify")
+        assert "read" in before
+        assert "read" not in after
 
 
 @pytest.mark.gpu
@@ -68,7 +67,7 @@ def test_nothing_waits_for_the_gpu_until_the_step_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(engine, prompts([20, 30, 25, 8], VOCAB), ASKS)  # compiles
-    propose, read = engine.proposer.propose, engine.verifier.read
+    propose, read = engine.worker.proposer.propose, engine.worker.verifier.read
     modes: list[str] = []
 
     def proposing(*args: Any) -> Any:
@@ -80,8 +79,8 @@ def test_nothing_waits_for_the_gpu_until_the_step_is_read(
         torch.cuda.set_sync_debug_mode("default")
         return read(*args)
 
-    monkeypatch.setattr(engine.proposer, "propose", proposing)
-    monkeypatch.setattr(engine.verifier, "read", reading)
+    monkeypatch.setattr(engine.worker.proposer, "propose", proposing)
+    monkeypatch.setattr(engine.worker.verifier, "read", reading)
     try:
         run(engine, prompts([20, 30, 25, 8], VOCAB, seed=1), ASKS)
     finally:

@@ -125,7 +125,7 @@ def test_prefix_hits_change_nobodys_output(
 def test_samples_that_come_together_compute_their_prompt_once(
     target: Path, draft: Path, chunk: int
 ) -> None:
-    params = [SamplingParams(max_tokens=8, seed=i) for i in range(4)]
+    params = [SamplingParams(max_tokens=8, seed=i, verification="match") for i in range(4)]
     alone = [tokens(run(Engine(engine_config(target, draft)), [MIXED[1]], [p])[0]) for p in params]
     engine = Engine(engine_config(target, draft, max_num_batched_tokens=chunk))
     outputs = run(engine, [MIXED[1]] * 4, params)
@@ -229,7 +229,7 @@ def test_a_draft_that_fails_costs_nobody_the_request(
     def fail(batch: object) -> None:
         raise RuntimeError("no draft today")
 
-    monkeypatch.setattr(engine.proposer._draft, "forward", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine.worker.proposer._draft, "forward", fail)  # type: ignore[attr-defined]
     assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
 
 

@@ -11,7 +11,6 @@ from tiny_models import VOCAB
 
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
-from outrider.engine.proposers import Proposals
 from outrider.engine.scheduling.plan import Plan
 
 Tiny = Callable[..., Path]
@@ -27,13 +26,13 @@ class Clock:
 
     def charge(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, a_draft_s: float) -> None:
         """A target's pass takes a second, and each drafted position of a sequence so much more."""
-        score = engine.target.score
+        score = engine.worker.scorer.score
 
-        def timed(plan: Plan, proposals: Proposals) -> object:
-            self.now_s += 1.0 + a_draft_s * max(proposals.num_drafts_np, default=0)
-            return score(plan, proposals)
+        def timed(plan: Plan) -> object:
+            self.now_s += 1.0 + a_draft_s * max(plan.num_drafts_np, default=0)
+            return score(plan)
 
-        monkeypatch.setattr(engine.target, "score", timed)
+        monkeypatch.setattr(engine.worker.scorer, "score", timed)
 
 
 def drafts_a_step(engine: Engine, between: Callable[[], None] = lambda: None) -> list[int]:

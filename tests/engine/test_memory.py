@@ -52,7 +52,7 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     # It runs before anything is captured: graphs would write into the pages that it frees.
     engine = Engine(replace(config, max_model_len=max_model_len, enforce_eager=True))
     shapes = []  # sequences, rows and logits of the target's passes
-    forward = engine.target._model.forward
+    forward = engine.worker.scorer._model.forward
 
     def recorded(batch: HostBatch) -> torch.Tensor:
         shapes.append(batch.shape)
@@ -62,11 +62,11 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
 
     def planned_as_on_a_cpu(num_pages: int, max_model_len: int) -> None:
         allocate(num_pages, max_model_len)
-        engine.scheduler.plans_ahead = False  # a GPU drafts for no first token
+        engine.lag = 0  # a GPU drafts for no first token
 
     monkeypatch.setattr(engine, "allocate", planned_as_on_a_cpu)
-    monkeypatch.setattr(engine.target._model, "forward", recorded)
-    run_largest_step(engine, engine._pair, config)
+    monkeypatch.setattr(engine.worker.scorer._model, "forward", recorded)
+    run_largest_step(engine, engine.worker.pair, config)
     assert shapes == expected
     assert not engine.has_work()
     engine.check_integrity()
@@ -76,7 +76,7 @@ def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny) -> No
     target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     config = engine_config(target, draft, k=3, max_num_seqs=6, max_num_batched_tokens=4)
     engine = Engine(replace(config, enforce_eager=True))
-    run_largest_step(engine, engine._pair, config)
+    run_largest_step(engine, engine.worker.pair, config)
     assert not engine.has_work()
     engine.check_integrity()
 

@@ -96,7 +96,7 @@ def test_padding_stays_at_the_beginning_beside_edited_rows(
     mixed, params = prompts([60, 3, 4, 5], VOCAB), [edited, *[GREEDY] * 3]
     plain, padded = Engine(config), Engine(config)
     padded.capture(lambda stage, done, total: None)
-    padded.scheduler.plans_ahead = True  # its batches count from what the device knows
+    padded.lag = 1
     expected = [tokens(o) for o in run(plain, mixed, params)]
     assert [tokens(o) for o in run(padded, mixed, params)] == expected
     assert not caplog.records  # drafting never failed
@@ -154,7 +154,7 @@ def test_prompts_run_captured_too(tiny_model: Tiny, recorded: type[_Recorded]) -
     engine = Engine(config)
     expected = [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)]
     engine.capture(lambda stage, done, total: None)
-    phase_of_target = engine.target._model._phase
+    phase_of_target = engine.worker.scorer._model._phase
     phase_of_target._captured = _Complete(phase_of_target._captured)
     assert [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)] == expected
 

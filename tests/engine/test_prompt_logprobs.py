@@ -85,14 +85,14 @@ def test_rows_for_the_lm_head_are_bounded(
     monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 5)
     engine = Engine(engine_config(target, draft))
     rows = []
-    forward = engine.target._model.forward
+    forward = engine.worker.scorer._model.forward
 
     def watch(batch: object) -> torch.Tensor:
         logits = forward(batch)  # type: ignore[arg-type]
         rows.append(len(logits))
         return logits
 
-    monkeypatch.setattr(engine.target._model, "forward", watch)
+    monkeypatch.setattr(engine.worker.scorer._model, "forward", watch)
     outputs = run(engine, MIXED, [SCORED, SCORED, SCORED, GREEDY, SCORED, GREEDY])
     assert max(rows) <= 5 + 6 * 5  # the prompt's, and k + 1 for each sequence
     assert [tokens(o) for o in outputs] == plain

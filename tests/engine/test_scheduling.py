@@ -20,7 +20,6 @@ from outrider.engine.api import (
     SamplingParams,
 )
 from outrider.engine.engine import Engine
-from outrider.engine.proposers import Proposals
 from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
 
@@ -160,12 +159,12 @@ def test_an_error_behind_a_rejected_draft_is_not_told_of_a_later_failure(
     seen: list[RequestOutput] = []
     while len(tokens(seen)) < 18:
         seen += engine.step()
-    score = engine.target.score
+    score = engine.worker.scorer.score
 
-    def broken(plan: Plan, proposals: Proposals) -> torch.Tensor:
-        return torch.full_like(score(plan, proposals), torch.nan)
+    def broken(plan: Plan) -> torch.Tensor:
+        return torch.full_like(score(plan), torch.nan)
 
-    monkeypatch.setattr(engine.target, "score", broken)
+    monkeypatch.setattr(engine.worker.scorer, "score", broken)
     while engine.has_work():
         seen += engine.step()
     assert seen[-1].finish_reason == "error"
@@ -196,11 +195,13 @@ def test_a_match_sequence_gets_the_same_tokens_whatever_cuts_its_drafts(
     assert proposer == "ngram" or len(drafted) > 1
 
     engine = Engine(config)
-    propose, counted = engine.proposer.propose, iter(range(10**6))
+    propose, counted = engine.worker.proposer._propose, iter(range(10**6))
 
-    def failing(plan: Plan) -> Proposals:
-        return propose(plan) if next(counted) % 2 else Proposals.none(plan)
+    def failing(plan: Plan) -> None:
+        if next(counted) % 2 == 0:
+            raise RuntimeError("no drafts")
+        propose(plan)
 
-    monkeypatch.setattr(engine.proposer, "propose", failing)
+    monkeypatch.setattr(engine.worker.proposer, "_propose", failing)
     [outputs] = run(engine, [SHORT], seeded)
     assert tokens(outputs) == tokens(alone)

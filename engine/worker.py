@@ -1,0 +1,131 @@
+"""What lives on one device: the models, the seats of the sequences, and a step over them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .api import ReportProgress, SamplingParams
+from .config import EngineConfig
+from .logit_edits import LogitEdits
+from .models.pair import ModelPair
+from .proposers import build_proposer
+from .request import Request
+from .scheduling.plan import Plan, Verified
+from .scoring.scorer import Scorer
+from .scoring.verifier import Drawn, Verifier
+from .state.compiling import compile_together
+from .state.slots import Slots
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan on its way through the device."""
+
+    plan: Plan
+    logits: Tensor  # [sum(k_i + 1), V], until it is verified
+    drawn: Drawn | None = None
+    end: torch.cuda.Event | None = None
+
+
+class Worker:
+    """Runs the plans of the scheduler, which seats sequences here and hands them pages."""
+
+    def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.device = torch.device(config.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # Triton launches on the current device
+        k = config.speculation.num_speculative_tokens
+        self.proposer_name = config.speculation.proposer if k > 0 else "none"
+        self.max_drafts = 0 if self.proposer_name == "none" else k
+        self.pair = ModelPair(config, self.proposer_name, report)
+        self.slots = Slots(
+            config.scheduler.max_num_seqs,
+            self.pair.max_model_len,
+            self.max_drafts,
+            self.pair.page_size,
+            self.device,
+            config.speculation.verification,
+        )
+        vocab_size = self.pair.vocab_size
+        self.edits = LogitEdits(self.slots.token_ids, self.slots.num_tokens, vocab_size)
+        self.proposer = build_proposer(
+            self.proposer_name, config, self.slots, self.edits, self.pair
+        )
+        self.scorer = Scorer(self.pair.target, vocab_size)
+        self.verifier = Verifier(self.slots, self.edits, vocab_size)
+        self._most_rows = config.scheduler.max_num_batched_tokens
+        if self.device.type == "cuda":
+            report("compiling kernels", 0, 1)
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels of drawing and verification, which take longest."""
+        target = self.pair.target
+        num_rows = 2 * (self.max_drafts + 1)
+        logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
+        verifications = self.verifier.warm_ups(logits, self.proposer.distributions)
+        compile_together([*self.proposer.warm_ups(), *verifications], self.device)
+
+    def allocate(self, num_pages: int) -> None:
+        """Allocate the pages, in place of those there are."""
+        self.pair.bind(num_pages, self.slots)
+
+    def capture(self, report: ReportProgress) -> None:
+        """Capture the phases of a step as CUDA graphs."""
+        self.proposer.capture(report)
+        logits = self.scorer.capture(self.max_drafts, self._most_rows, report)
+        self.verifier.capture(logits, self.proposer.distributions)
+
+    def seat(self, request: Request) -> None:
+        """Give a sequence a slot, with all but its pages."""
+        self.slots.seat(request)
+        self.edits.seat(request)
+
+    def unseat(self, request: Request) -> None:
+        """Take a sequence's slot from it; what was launched for it runs on, for nobody."""
+        assert request.slot is not None
+        self.edits.unseat(request.slot)
+        self.slots.unseat(request)
+
+    @property
+    def num_free(self) -> int:
+        return self.slots.num_free
+
+    def rewind(self, request: Request) -> None:
+        """Have the device know just the tokens that the host knows."""
+        self.slots.rewind(request)
+
+    def write_pages(self, grown: list[tuple[Request, int]]) -> None:
+        """Tell the device the pages of each sequence, from an index on."""
+        self.slots.write_pages(grown)
+
+    def draws_are_fixed(self, params: SamplingParams) -> bool:
+        """Whether a sequence gets the same tokens whatever is drafted for it."""
+        return self.slots.draws_are_fixed(params)
+
+    def must_know(self, request: Request) -> bool:
+        """Whether drafts for a sequence can only follow tokens that the host knows."""
+        return self.proposer.needs_host or self.edits.need_host(request.slot)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Step:
+        """Draft, and score what was drafted, behind what the device knows by then."""
+        self.proposer.propose(plan)
+        return Step(plan, self.scorer.score(plan))
+
+    @torch.inference_mode()
+    def verify(self, step: Step) -> None:
+        """Draw what follows, and add it to what the device knows."""
+        step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
+        if self.device.type == "cuda":
+            step.end = torch.cuda.Event()
+            step.end.record()
+
+    def read(self, step: Step) -> Verified:
+        """What a step drew and scored, once it is on the host."""
+        if step.end is not None:
+            step.end.synchronize()
+        return self.verifier.read(step.plan, step.drawn)

@@ -1,0 +1,212 @@
+"""Steps that are launched before the host has read the one before change nobody's output."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, prompts, run, tokens
+from tiny_models import VOCAB
+
+from outrider.engine.api import NewRequest, ProcessorChoice, RequestOutput, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.scheduling.plan import Plan
+
+Tiny = Callable[..., Path]
+K = 3
+PARAMS = [
+    SamplingParams(max_tokens=40, seed=4),
+    replace(GREEDY, num_speculative_tokens=1),
+    SamplingParams(max_tokens=13, seed=2, temperature=0.7, top_k=20),
+    replace(GREEDY, num_speculative_tokens=0, max_tokens=30),
+    SamplingParams(max_tokens=30, seed=3, verification="block"),
+    replace(GREEDY, logprobs=2),
+    SamplingParams(max_tokens=7, seed=9, repetition_penalty=1.3),
+    replace(GREEDY, prompt_logprobs=2, logit_bias={5: -2.0}),
+]
+# An edit that the host applies, behind tokens that it has to know.
+PROCESSORS = ("parity = logits_processors:FavourParity",)
+
+
+def engines(
+    tiny_model: Tiny, *, proposer: str = "draft_model", **options: int
+) -> tuple[Engine, Engine]:
+    """One that reads each step before the next, and one that lags a step behind."""
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    config = engine_config(
+        target, draft if proposer == "draft_model" else None, proposer=proposer, k=K, **options
+    )
+    config = replace(config, logits_processors=PROCESSORS)
+    each, lagging = Engine(config), Engine(config)
+    each.lag, lagging.lag = 0, 1
+    return each, lagging
+
+
+def settled(drawn: list[int], params: SamplingParams) -> list[int]:
+    """What a lag must not change. Under `token` and `block` the last tokens hang on how many drafts
+    there was room for, and behind a step that is not read yet the room is not known.
+    """
+    fixed = params.temperature <= 0 or params.verification == "match"
+    return drawn if fixed else drawn[: -2 * (K + 1)]
+
+
+def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The rows that each step draws from, and whether it was launched behind one in flight."""
+    seen: list[tuple[int, bool]] = []
+    launch = engine.worker.launch
+
+    def noted(plan: Plan) -> Any:
+        seen.append((len(plan.sampled), engine._in_flight is not None))
+        return launch(plan)
+
+    monkeypatch.setattr(engine.worker, "launch", noted)
+    return seen
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "none"])
+@pytest.mark.parametrize("max_num_seqs", [8, 3], ids=["together", "in-turn"])
+def test_a_lag_changes_nobodys_output(tiny_model: Tiny, proposer: str, max_num_seqs: int) -> None:
+    each, lagging = engines(tiny_model, proposer=proposer, max_num_seqs=max_num_seqs)
+    mixed = prompts([3, 40, 1, 17, 8, 5, 6, 30], VOCAB)
+    got, expected = run(lagging, mixed, PARAMS), run(each, mixed, PARAMS)
+    for ours, theirs, params in zip(got, expected, PARAMS, strict=True):
+        assert settled(tokens(ours), params) == settled(tokens(theirs), params)
+    told = [[logprobs_of(o) for o in outputs] for outputs in (got, expected)]
+    assert told[0] == told[1]
+
+
+def logprobs_of(outputs: list[RequestOutput]) -> list[Any]:
+    """What was told of the prompt and of the output, however it was cut into steps."""
+    return [
+        [entry.top[0][0] for o in outputs for entry in getattr(o, field) or ()]
+        for field in ("prompt_logprobs", "logprobs")
+    ]
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "none"])
+def test_what_was_launched_for_a_preempted_sequence_is_thrown_away(
+    tiny_model: Tiny, proposer: str
+) -> None:
+    each, lagging = engines(tiny_model, proposer=proposer, num_pages=16)
+    short = prompts([9, 10, 11], VOCAB)  # with their output of 24, twice as much as there is room
+    expected = [tokens(o) for o in run(each, short, GREEDY)]
+    assert [tokens(o) for o in run(lagging, short, GREEDY)] == expected
+    assert lagging.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "none"])
+def test_every_step_but_the_first_is_launched_behind_another(
+    tiny_model: Tiny, proposer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, lagging = engines(tiny_model, proposer=proposer)
+    seen = launches(lagging, monkeypatch)
+    run(lagging, prompts([5, 6], VOCAB), SamplingParams(max_tokens=30, seed=1))
+    assert [is_behind for _, is_behind in seen] == [False] + [True] * (len(seen) - 1)
+
+
+def test_nothing_is_launched_behind_a_last_token(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, lagging = engines(tiny_model, proposer="none")
+    seen = launches(lagging, monkeypatch)
+    run(lagging, prompts([4], VOCAB), replace(GREEDY, max_tokens=6))
+    assert len(seen) == 6
+
+
+def test_a_stop_token_throws_away_what_was_launched_behind_it(tiny_model: Tiny) -> None:
+    _, lagging = engines(tiny_model)
+    prompt = prompts([7], VOCAB)
+    [outputs] = run(lagging, prompt, replace(GREEDY, max_tokens=20))
+    stop = tokens(outputs)[9]
+    first = tokens(outputs).index(stop)
+    params = replace(GREEDY, max_tokens=20, stop_token_ids=(stop,))
+    for _ in range(2):  # the second finds the pages of the first
+        [stopped] = run(lagging, prompt, params)
+        assert tokens(stopped) == tokens(outputs)[: first + 1]
+        assert stopped[-1].finish_reason == "stop"
+    assert lagging.stats().pages_used == 0
+
+
+def test_sequences_come_and_go_under_way(tiny_model: Tiny) -> None:
+    asked = prompts([3, 21, 8, 15, 6, 33], VOCAB)
+    each, lagging = engines(tiny_model, max_num_seqs=4)
+
+    def serve(engine: Engine) -> list[list[int]]:
+        drawn: list[list[int]] = [[] for _ in asked]
+        requests = [
+            NewRequest(request_id=str(i), prompt_token_ids=prompt, params=PARAMS[i])
+            for i, prompt in enumerate(asked)
+        ]
+        engine.submit(requests[:3])
+        num_steps = 0
+        while engine.has_work():
+            for output in engine.step():
+                drawn[int(output.request_id)] += output.token_ids
+            num_steps += 1
+            if num_steps == 4:
+                engine.submit(requests[3:])
+            if num_steps == 7:
+                engine.abort(["4"])
+        engine.check_integrity()
+        return [
+            settled(*each) for i, each in enumerate(zip(drawn, PARAMS[:6], strict=True)) if i != 4
+        ]
+
+    assert serve(lagging) == serve(each)
+
+
+def test_the_longest_sequence_goes_to_its_end(tiny_model: Tiny) -> None:
+    target = tiny_model("llama", seed=0, max_position_embeddings=32)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1, max_position_embeddings=32)
+    engine = Engine(engine_config(target, draft, k=K))
+    engine.lag = 1
+    (outputs,) = run(engine, prompts([5], VOCAB), replace(GREEDY, max_tokens=100))
+    assert len(tokens(outputs)) == 27
+
+
+def test_samples_share_what_the_draft_read_of_their_prompt(tiny_model: Tiny) -> None:
+    each, lagging = engines(tiny_model, max_num_batched_tokens=64)
+    params = [SamplingParams(max_tokens=8, seed=i, verification="match") for i in range(4)]
+    prompt = prompts([40], VOCAB)
+    expected = [tokens(run(each, prompt, [one])[0]) for one in params]
+    assert [tokens(o) for o in run(lagging, prompt * 4, params)] == expected
+    assert sum(lagging.stats().accepted_per_position) > 0
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_the_host_reads_first_only_if_drafts_need_it(
+    tiny_model: Tiny, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each, lagging = engines(tiny_model)
+    asked = prompts([6, 9], VOCAB)
+    parity = ProcessorChoice("parity", {"bias": 3.0})
+    params = [
+        replace(GREEDY, num_speculative_tokens=k, logits_processors=(parity,)),
+        replace(GREEDY, num_speculative_tokens=k),
+    ]
+    expected = [tokens(o) for o in run(each, asked, params)]
+    seen = launches(lagging, monkeypatch)
+    assert [tokens(o) for o in run(lagging, asked, params)] == expected
+    assert any(is_behind for _, is_behind in seen) == (k == 0)
+
+
+def test_a_sequence_that_starts_over_is_right_behind_what_was_launched(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose drafts lead to NaN is computed again without them, while another one behind it
+    is on its way.
+    """
+    each, lagging = engines(tiny_model)
+    prompt = prompts([8, 11], VOCAB)
+    expected = [tokens(o) for o in run(each, prompt, GREEDY)]
+    score, counted = lagging.worker.scorer.score, iter(range(10**6))
+
+    def spoilt(plan: Plan) -> torch.Tensor:
+        logits = score(plan)
+        return torch.full_like(logits, torch.nan) if next(counted) == 3 else logits
+
+    monkeypatch.setattr(lagging.worker.scorer, "score", spoilt)
+    assert [tokens(o) for o in run(lagging, prompt, GREEDY)] == expected
