@@ -70,7 +70,7 @@ class Engine:
         loaded_s = time.perf_counter()
         num_pages = config.cache.num_pages
         if num_pages is None:
-            num_pages = measure_pages(self, pair, config, report)
+            num_pages = measure_pages(worker, config, report)
         report("allocating the KV cache", 0, 1)
         self.allocate(num_pages, pair.longest_sequence(num_pages, config))
         if is_gpu and not config.enforce_eager:

@@ -15,7 +15,10 @@ from .scheduling.plan import Plan, Verified
 from .scoring.scorer import Scorer
 from .scoring.verifier import Drawn, Verifier
 from .state.compiling import compile_together
+from .state.phase import padded_sizes
 from .state.slots import Slots
+
+_SHORT_ROWS = (16, 8, 4, 2, 1)  # of a sequence: attention takes them in different blocks
 
 
 @dataclass(slots=True)
@@ -23,7 +26,7 @@ class Step:
     """A plan on its way through the device."""
 
     plan: Plan
-    logits: Tensor  # [sum(k_i + 1), V], until it is verified
+    logits: Tensor | None  # [sum(k_i + 1), V], until it is verified
     drawn: Drawn | None = None
     end: torch.cuda.Event | None = None
 
@@ -73,6 +76,22 @@ class Worker:
         """Allocate the pages, in place of those there are."""
         self.pair.bind(num_pages, self.slots)
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run the largest passes that a step may hold, for nobody, so that their memory can be
+        measured; then short ones, so that no request has to wait until kernels are compiled.
+        """
+        num_seqs, k = self.slots.max_num_seqs, self.max_drafts
+        num_logits = num_seqs * (k + 1)
+        self.proposer.rehearse(self._most_rows)
+        logits = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
+        self.verifier.rehearse(logits, self.proposer.distributions)
+        for n in padded_sizes(num_seqs):
+            for num_rows in _SHORT_ROWS:
+                if n * num_rows <= self._most_rows:
+                    self.proposer.rehearse_short(n, num_rows)
+                    self.pair.target.rehearse_short(n, num_rows)
+
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
         self.proposer.capture(report)
@@ -119,7 +138,9 @@ class Worker:
     @torch.inference_mode()
     def verify(self, step: Step) -> None:
         """Draw what follows, and add it to what the device knows."""
+        assert step.logits is not None
         step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
+        step.logits = None
         if self.device.type == "cuda":
             step.end = torch.cuda.Event()
             step.end.record()

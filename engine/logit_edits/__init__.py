@@ -71,6 +71,14 @@ class LogitEdits:
             edit.unseat(slot)
         self._asked_np[:, slot] = False
 
+    def rehearse(self, logits: Tensor, rows: RequestRows) -> Tensor:
+        """What `apply` returns of rows of nobody, for whom no edit does anything."""
+        edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()
+        for edit in self._chain:
+            if not edit.needs_host:
+                edit.apply(edited, rows)
+        return edited
+
     def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
         """The logits as these rows' requests want them, all of whom ask for edits.
 

@@ -53,7 +53,7 @@ class Penalties(LogitEdit):
 
     def _count(self, slots_np: np.ndarray) -> None:
         """Bring the tables up to date with the known tokens, so that rows have little to add."""
-        known_np = np.array([self._requests[slot].num_tokens for slot in slots_np.tolist()])
+        known_np = np.array([self._num_known(slot) for slot in slots_np.tolist()])
         first_np = self._num_counted_np[slots_np]
         lens_np = known_np - first_np
         if not lens_np.any():
@@ -67,3 +67,6 @@ class Penalties(LogitEdit):
         slot, known = uploaded(np.stack((slots_np, known_np)), self._device)
         self._state.num_counted[slot] = known
         self._num_counted_np[slots_np] = known_np
+
+    def _num_known(self, slot: int) -> int:
+        return self._requests[slot].num_tokens if slot in self._requests else 0  # nobody's

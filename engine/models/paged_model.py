@@ -117,6 +117,16 @@ class PagedModel:
         self._shapes = shapes[::-1]
         return outputs[0].logits
 
+    def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
+        """The logits of a pass of nobody over so many rows, in sequences as long as there are."""
+        longest = min(self.max_positions, self._slots.max_model_len)
+        lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)]
+        return self.forward(HostBatch.of_nobody(self._slots.dummy, lens, num_logits)).logits
+
+    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
+        """A pass of nobody over so many sequences of so many rows."""
+        self.forward(HostBatch.of_nobody(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
+
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, leaving their KV in the pages."""
         shape = next((s for s in self._shapes if _holds(s, batch.shape)), self._padded(batch.shape))

@@ -68,6 +68,14 @@ class Proposer(ABC):
         """Draws of nobody that launch every sampling kernel between them."""
         return ()
 
+    def rehearse(self, num_rows: int) -> None:
+        """Draft for nobody behind so many rows of known tokens."""
+        return
+
+    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
+        """Draft for so many sequences of nobody, of so many rows each."""
+        return
+
     def capture(self, report: ReportProgress) -> None:
         """Capture what it runs on a GPU."""
         return

@@ -75,6 +75,14 @@ class Top1Proposer(Proposer):
         for kind in SAMPLING_KINDS:
             yield partial(self._draw, integers, (2, *kind), logits, *self.distributions)
 
+    def rehearse(self, num_rows: int) -> None:
+        num_seqs = self._slots.max_num_seqs
+        logits = self._draft.rehearse(max(num_rows, self._most_rows), num_seqs)
+        self._edits.rehearse(logits, RequestRows.of_nobody(self._slots.dummy, len(logits)))
+
+    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
+        self._draft.rehearse_short(num_seqs, num_rows)
+
     def capture(self, report: ReportProgress) -> None:
         """Capture the draft's passes, of one row or two a sequence, and its draws."""
         progress = partial(report, "capturing the draft's graphs")

@@ -9,6 +9,10 @@ from ..api import TokenLogprobs
 from ..request import Request
 from ..state.host_copy import HostCopy
 
+# Rows of a step that may go through the LM head for prompt logprobs: a whole chunk's logits would
+# take 150,000 numbers a token.
+MAX_PROMPT_LOGITS = 512
+
 
 @dataclass(slots=True)
 class ScheduledRequest:

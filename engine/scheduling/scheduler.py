@@ -13,11 +13,7 @@ from ..request import Request
 from .adaptive_speculation import AdaptiveSpeculation
 from .counters import Counters
 from .kv_cache import KVCacheManager
-from .plan import Plan, ScheduledRequest, Verified
-
-# Rows of a step that may go through the LM head for prompt logprobs: a whole chunk's logits would
-# take 150,000 numbers a token.
-MAX_PROMPT_LOGITS = 512
+from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest, Verified
 
 _TURN = attrgetter("turn")
 

@@ -65,13 +65,17 @@ def _score(scheduled: ScheduledRequest, logits: Tensor) -> HostCopy:
     request = scheduled.request
     first = max(request.num_computed_tokens, request.num_scored_tokens) + 1
     token_ids_np = np.array(request.token_ids[first : first + len(logits)])
-    token_ids = uploaded(token_ids_np, logits.device)
     num_top = min(request.params.prompt_logprobs or 0, logits.shape[1])
+    return HostCopy(*gather(logits, uploaded(token_ids_np, logits.device), num_top))
+
+
+def gather(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Tensor]:
+    """Logprobs and ranks of the tokens that the rows predict. Shape: [N, V], [N]."""
     gathered = [
         (*gather_logprobs(rows, ids, num_top, rows.shape[1]), _ranks(rows, ids))
         for rows, ids in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
     ]
-    return HostCopy(*(torch.cat(pieces) for pieces in zip(*gathered, strict=True)))
+    return [torch.cat(pieces) for pieces in zip(*gathered, strict=True)]
 
 
 def _ranks(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..api import ReportProgress
 from ..models.paged_model import PagedModel
-from ..scheduling.plan import Plan, slots_of
+from ..scheduling.plan import MAX_PROMPT_LOGITS, Plan, slots_of
 from ..state.batch import HostBatch
-from .prompt_logprobs import score_prompts
+from ..validation import MAX_LOGPROBS
+from .prompt_logprobs import gather, score_prompts
 
 
 class Scorer:
@@ -27,6 +29,19 @@ class Scorer:
         """
         progress = partial(report, "capturing the target's graphs")
         return self._model.capture(num_speculative_tokens + 1, most_rows, True, progress)
+
+    def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
+        """Score so many rows for nobody, all the prompt logprobs of a step among them; returns
+        `num_logits` rows of logits.
+        """
+        num_prompt = max(0, min(MAX_PROMPT_LOGITS, num_rows - num_logits))
+        logits = self._model.rehearse(num_rows, num_prompt + num_logits)
+        if num_prompt:
+            rows = logits[:num_prompt, : self._vocab_size]
+            token_ids = torch.zeros(num_prompt, dtype=torch.int64, device=logits.device)
+            gather(rows, token_ids, min(MAX_LOGPROBS, self._vocab_size))
+        index = torch.arange(num_prompt, num_prompt + num_logits, device=logits.device)
+        return logits[index.clamp_max(len(logits) - 1)]
 
     def score(self, plan: Plan) -> Tensor:
         """Logits of the k_i + 1 last rows of each sampled sequence: [sum(k_i + 1), V].

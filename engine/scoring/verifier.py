@@ -6,6 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
@@ -19,6 +20,7 @@ from ..state.host_copy import HostCopy, uploaded
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
 from ..state.ragged import aligned
 from ..state.slots import Slots
+from ..validation import MAX_LOGPROBS
 from .prompt_logprobs import read_prompt_logprobs, to_entries
 
 
@@ -52,6 +54,20 @@ class Verifier:
             edited = [logits.float()] if num_columns == self._slots.max_drafts else []
             for x, kind in product([logits, *edited], SAMPLING_KINDS):
                 yield partial(self._run, integers, (2, num_columns, *kind), x, *q)
+
+    def rehearse(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
+        """Verify for nobody, with edits and with all the logprobs that requests may ask for.
+
+        Shape: logits [max_num_seqs * (K + 1), V].
+        """
+        size, num_rows = self._slots.max_num_seqs, len(logits)
+        num_columns, q = self._cases(distributions)[0]
+        integers = uploaded(self._nobody(size), self._slots.device)
+        rows = RequestRows.of_nobody(self._slots.dummy, num_rows)
+        self._run(integers, (size, num_columns, True, True), self._edits.rehearse(logits, rows), *q)
+        index = torch.arange(num_rows, device=logits.device)
+        num_top = min(MAX_LOGPROBS, self._vocab_size)
+        gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._vocab_size)
 
     def capture(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
         """Capture verification of logits at this place, of drafts from these or one-hot drafts.

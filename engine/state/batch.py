@@ -54,6 +54,17 @@ class HostBatch:
             logits_rows_np=ragged_arange(ends_np - num_logits_np, num_logits_np),
         )
 
+    @staticmethod
+    def of_nobody(slot: int, lens: list[int], num_logits: int) -> "HostBatch":
+        """Sequences of so many rows, all in one slot and from its beginning, whose last rows have
+        so many logits between them.
+        """
+        lens_np = np.array(lens)
+        behind_np = np.cumsum(lens_np[::-1])[::-1] - lens_np  # rows of the sequences behind each
+        num_logits_np = (num_logits - behind_np).clip(0, lens_np)
+        slots_np = np.full_like(lens_np, slot)
+        return HostBatch.build(slots_np, np.zeros_like(lens_np), lens_np, num_logits_np)
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(sequences, rows, logits)."""

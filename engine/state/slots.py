@@ -31,7 +31,7 @@ class Slots:
         verification: Verification = "token",
     ) -> None:
         num_slots = max_num_seqs + 1
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_drafts = max_drafts
         self.dummy = max_num_seqs  # the slot that padding reads and writes
         # Room behind the longest sequence: a step writes up to k + 1 tokens, and so does the next

@@ -9,33 +9,25 @@ import torch
 from engines import GREEDY, engine_config, prompts, run
 from tiny_models import DEVICE, VOCAB
 
-from outrider.engine import memory
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes, run_largest_step
+from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes
 from outrider.engine.models.paged_model import PagedModel
-from outrider.engine.scheduling import scheduler
+from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch
+from outrider.engine.state.phase import padded_sizes
 
 Tiny = Callable[..., Path]
 GIB = 2**30
-# Of 16, 8 and 4 rows a sequence, one of them a draft, as far as a step of 64 rows has room.
-SHORT_ALONE = [(1, 16, 2), (1, 8, 2), (1, 4, 2)]
-SHORT = [
-    *[(6, 64, 10), (6, 48, 12), (6, 24, 12)],
-    *[(n, n * rows, 2 * n) for n in (4, 2) for rows in (16, 8, 4)],
-    *SHORT_ALONE,
-]
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_model_len", "expected"),
+    ("max_num_seqs", "max_model_len", "largest"),
     [
-        # Of 6 seats 4 decode with 3 drafts, one has its prompt of 17 scored, one fills the step.
-        (6, 120, [(1, 64, 1), *SHORT, (4, 16, 16), (6, 64, 4 * 4 + 16 + 4)]),
-        # A prompt holds 29 tokens: three fill a step, or two beside the others.
-        (6, 30, [(3, 64, 3), *SHORT, (2, 8, 8), (5, 64, 2 * 4 + 16 + 4 + 1)]),
-        (1, 120, [(1, 64, 1), *SHORT_ALONE, (1, 20, 16 + 4)]),
+        # Logits of 6 seats with 3 drafts, and of 16 prompt tokens.
+        (6, 120, (1, 64, 6 * 4 + 16)),
+        (6, 30, (3, 64, 6 * 4 + 16)),  # a sequence holds 30 rows
+        (1, 120, (1, 64, 4 + 16)),
     ],
 )
 def test_the_largest_step_fills_its_rows_and_leaves_nothing(
@@ -43,41 +35,45 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     max_num_seqs: int,
     max_model_len: int,
-    expected: list[tuple[int, int, int]],
+    largest: tuple[int, int, int],
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 16)
-    monkeypatch.setattr(memory, "MAX_PROMPT_LOGITS", 16)
+    monkeypatch.setattr(scorer, "MAX_PROMPT_LOGITS", 16)
     target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     config = engine_config(target, draft, k=3, max_num_seqs=max_num_seqs, max_queue_len=0)
     # It runs before anything is captured: graphs would write into the pages that it frees.
     engine = Engine(replace(config, max_model_len=max_model_len, enforce_eager=True))
     shapes = []  # sequences, rows and logits of the target's passes
-    forward = engine.worker.scorer._model.forward
+    forward = engine.worker.pair.target.forward
 
-    def recorded(batch: HostBatch) -> torch.Tensor:
+    def recorded(batch: HostBatch) -> object:
         shapes.append(batch.shape)
         return forward(batch)
 
-    allocate = engine.allocate
-
-    def planned_as_on_a_cpu(num_pages: int, max_model_len: int) -> None:
-        allocate(num_pages, max_model_len)
-        engine.lag = 0  # a GPU drafts for no first token
-
-    monkeypatch.setattr(engine, "allocate", planned_as_on_a_cpu)
-    monkeypatch.setattr(engine.worker.scorer._model, "forward", recorded)
-    run_largest_step(engine, engine.worker.pair, config)
-    assert shapes == expected
-    assert not engine.has_work()
+    monkeypatch.setattr(engine.worker.pair.target, "forward", recorded)
+    before = [part[:-1].clone() for part in engine.worker.slots.state[:2]]  # the last is nobody's
+    engine.worker.rehearse()
+    assert shapes[0] == largest
+    assert {(n, n, n) for n in padded_sizes(max_num_seqs)} <= set(shapes[1:])
+    assert all(rows <= 64 for _, rows, _ in shapes)
+    after = [part[:-1] for part in engine.worker.slots.state[:2]]
+    assert all(torch.equal(*x) for x in zip(before, after, strict=True))
+    assert engine.worker.slots.num_tokens[-1] == 0
     engine.check_integrity()
 
 
-def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny) -> None:
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "none"])
+def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny, proposer: str) -> None:
     target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
-    config = engine_config(target, draft, k=3, max_num_seqs=6, max_num_batched_tokens=4)
+    config = engine_config(
+        target,
+        draft if proposer == "draft_model" else None,
+        proposer=proposer,
+        k=3,
+        max_num_seqs=6,
+        max_num_batched_tokens=4,
+    )
     engine = Engine(replace(config, enforce_eager=True))
-    run_largest_step(engine, engine.worker.pair, config)
-    assert not engine.has_work()
+    engine.worker.rehearse()
     engine.check_integrity()
 
 
