@@ -23,6 +23,7 @@ from .models.paged_model import PagedModel
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.kv_cache import KVCacheManager, PageEvent
+from .scheduling.pace import Pace
 from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
 from .validation import check_request
@@ -48,6 +49,8 @@ class Engine:
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._requests: dict[str, Request] = {}
         self._in_flight: Step | None = None  # launched, not read
+        self._pace = Pace()
+        self._read_s = 0.0  # when the last step was read: the device went on then
         # Steps that are launched before the host has read the one before: on a CPU nothing would
         # overlap.
         self._lag = 1 if is_gpu else 0
@@ -151,7 +154,17 @@ class Engine:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
-        return self.scheduler.commit(step.plan, self.worker.read(step))
+        verified = self.worker.read(step)
+        self._read_s = time.perf_counter()
+        if step.device_s is not None:
+            self._pace.observe(step.plan, step.device_s, step.launch_s)
+        return self.scheduler.commit(step.plan, verified)
+
+    def spare_s(self) -> float:
+        """How long the next step may wait for newcomers before the device would idle."""
+        if self._in_flight is None:
+            return 0.0
+        return self._pace.spare_s(self._in_flight.plan, time.perf_counter() - self._read_s)
 
     def _finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         for output in outputs:

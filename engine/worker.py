@@ -1,5 +1,6 @@
 """What lives on one device: the models, the seats of the sequences, and a step over them."""
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,17 @@ class Step:
 
     plan: Plan
     logits: Tensor | None  # [sum(k_i + 1), V], until it is verified
-    drawn: Drawn | None = None
+    launch_s: float  # that the host took to launch it
+    begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
+    drawn: Drawn | None = None
+
+    @property
+    def device_s(self) -> float | None:
+        """What it took on a GPU, once it has ended there."""
+        if self.begin is None or self.end is None:
+            return None
+        return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
 class Worker:
@@ -132,8 +142,10 @@ class Worker:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Step:
         """Draft, and score what was drafted, behind what the device knows by then."""
+        start_s, begin = time.perf_counter(), self._event()
         self.proposer.propose(plan)
-        return Step(plan, self.scorer.score(plan))
+        logits = self.scorer.score(plan)
+        return Step(plan, logits, time.perf_counter() - start_s, begin)
 
     @torch.inference_mode()
     def verify(self, step: Step) -> None:
@@ -141,9 +153,14 @@ class Worker:
         assert step.logits is not None
         step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
         step.logits = None
-        if self.device.type == "cuda":
-            step.end = torch.cuda.Event()
-            step.end.record()
+        step.end = self._event()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def read(self, step: Step) -> Verified:
         """What a step drew and scored, once it is on the host."""

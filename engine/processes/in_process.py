@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,15 @@ class _QueueChannel:
     def send(self, message: FromEngine) -> None:
         self._deliver(message)
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        messages = [self.inbox.get()] if wait else []
-        while not self.inbox.empty():
-            messages.append(self.inbox.get())
-        return messages
+    def receive(self, wait_s: float | None) -> list[ToEngine]:
+        messages = [self.inbox.get()] if wait_s is None else []
+        end_s = time.perf_counter() + (wait_s or 0.0)
+        while True:
+            left_s = max(0.0, end_s - time.perf_counter())
+            try:
+                messages.append(self.inbox.get(left_s > 0, left_s))
+            except queue.Empty:
+                return messages
 
 
 class InProcessEngine(Dispatcher):

@@ -8,6 +8,7 @@ with the `EngineConfig` as one line of JSON on its stdin.
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -50,8 +51,8 @@ log = logging.getLogger("outrider.engine.processes.process")
 class Channel(Protocol):
     """The engine's end of the line to its client."""
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """Take every message that has arrived, in order; with `wait`, wait for one."""
+    def receive(self, wait_s: float | None) -> list[ToEngine]:
+        """Take every message that arrives within so long, in order; None: wait for the first."""
         ...
 
     def send(self, message: FromEngine) -> None:
@@ -103,7 +104,7 @@ def _publisher(cache: CacheConfig) -> "contextlib.AbstractContextManager[Publish
 def serve(engine: "Engine", channel: Channel, publisher: "Publisher | None" = None) -> None:
     """Alternate between messages and steps; without work, wait. Returns on Shutdown."""
     while True:
-        for message in channel.receive(wait=not engine.has_work()):
+        for message in channel.receive(engine.spare_s() if engine.has_work() else None):
             match message:
                 case Submit(requests):
                     _submit(engine, channel, requests)
@@ -151,15 +152,19 @@ class _SocketChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        if wait:
+    def receive(self, wait_s: float | None) -> list[ToEngine]:
+        if wait_s is None:
             self._socket.poll()
+        end_s = time.perf_counter() + (wait_s or 0.0)
         messages: list[ToEngine] = []
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                left_ms = int(1000 * (end_s - time.perf_counter()))
+                if left_ms <= 0 or not self._socket.poll(left_ms):
+                    return messages
+                continue
             try:
                 messages.append(self._decoder.decode(data))
             except Exception as error:  # whatever the bytes did to the decoder, they are no message

@@ -170,11 +170,12 @@ class Scheduler:
                 continue
             if scheduled.samples:
                 request.num_drafts_in_flight = scheduled.num_drafts
+                request.num_computed_tokens = request.num_tokens
             else:
                 request.num_computed_tokens = scheduled.end
                 if scheduled.num_prompt_logits:
                     request.num_scored_tokens = scheduled.end
-                self._kv_cache.record_computed(request)
+            self._kv_cache.record_computed(request)  # who finds the pages comes later on the device
 
     def commit(self, plan: Plan, verified: Verified) -> list[RequestOutput]:
         """Advance every sequence by what a step drew; free what is done, pass over what is void."""
@@ -282,6 +283,7 @@ class Scheduler:
 
     def _start_over(self, request: Request) -> None:
         """Have the device go on from what the host knows; what it was about to draw is void."""
+        request.num_computed_tokens = request.num_tokens - 1
         request.num_draft_computed_tokens = min(
             request.num_draft_computed_tokens, request.num_tokens
         )

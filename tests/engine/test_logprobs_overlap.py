@@ -67,20 +67,20 @@ def test_nothing_waits_for_the_gpu_until_the_step_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(engine, prompts([20, 30, 25, 8], VOCAB), ASKS)  # compiles
-    propose, read = engine.worker.proposer.propose, engine.worker.verifier.read
+    launch, read = engine.worker.launch, engine.worker.read
     modes: list[str] = []
 
-    def proposing(*args: Any) -> Any:
+    def launching(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         modes.append("error")
-        return propose(*args)
+        return launch(*args)
 
     def reading(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         return read(*args)
 
-    monkeypatch.setattr(engine.worker.proposer, "propose", proposing)
-    monkeypatch.setattr(engine.worker.verifier, "read", reading)
+    monkeypatch.setattr(engine.worker, "launch", launching)
+    monkeypatch.setattr(engine.worker, "read", reading)
     try:
         run(engine, prompts([20, 30, 25, 8], VOCAB, seed=1), ASKS)
     finally:

@@ -172,7 +172,9 @@ def test_samples_share_what_the_draft_read_of_their_prompt(tiny_model: Tiny) -> 
     params = [SamplingParams(max_tokens=8, seed=i, verification="match") for i in range(4)]
     prompt = prompts([40], VOCAB)
     expected = [tokens(run(each, prompt, [one])[0]) for one in params]
-    assert [tokens(o) for o in run(lagging, prompt * 4, params)] == expected
+    outputs = run(lagging, prompt * 4, params)
+    assert [tokens(o) for o in outputs] == expected
+    assert [o[-1].num_cached_tokens for o in outputs] == [0, 36, 36, 36]
     assert sum(lagging.stats().accepted_per_position) > 0
 
 

@@ -56,6 +56,9 @@ class ScriptedEngine:
             pid=os.getpid(),
         )
 
+    def spare_s(self) -> float:
+        return 0.0
+
     def submit(self, requests: list[NewRequest]) -> None:
         scripts = [request.prompt_token_ids[0] for request in requests]
         if SCRIPT["invalid"] in scripts:
