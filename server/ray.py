@@ -62,7 +62,7 @@ class Replica:
         server = self._settings.server
         configure_logging(server.log_level, server.log_format, Console(file=sys.stderr))
         pair = await asyncio.to_thread(prepare_pair, self._settings, ignore_progress)
-        self._config = engine_config(self._settings, pair)
+        self._settings, self._config = pair.settings, engine_config(pair)
         self._engine = ProcessEngine(
             self._config,
             step_timeout_s=self._settings.engine.step_timeout_s or None,

@@ -52,17 +52,21 @@ async def create_chat_completion(
     kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
     prompt = prompt._replace(token_ids=kept)
     room_tokens = max(1, service.engine_info.max_model_len - len(kept))
+    grammar = await _grammar(service, body, tools)
     # Off the event loop, because a model's own response template goes over the prompt.
-    answer = await asyncio.to_thread(_ChatAnswer, service, body, prompt, tools)
+    answer = await asyncio.to_thread(
+        _ChatAnswer, service, body, prompt, tools, follows_grammar=grammar is not None
+    )
     samples = service.samples(
         body,
         [prompt.token_ids],
         param="messages",
-        max_tokens=max_tokens or room_tokens,
+        max_tokens=max_tokens
+        or min(room_tokens, service.sampling_defaults.max_tokens or room_tokens),
         logprobs=body.top_logprobs if body.logprobs else None,
         key=request_key(http),
         told_of_prompts=[body.prompt_logprobs],
-        grammar=await _grammar(service, body, tools),
+        grammar=grammar,
         shown_special_ids=answer.shown_special_ids,
     )
     return await answer.respond(http, samples)
@@ -155,12 +159,17 @@ class _ChatAnswer(Answer):
         body: ChatCompletionRequest,
         prompt: ChatPrompt,
         tools: list[dict[str, Any]],
+        *,
+        follows_grammar: bool,
     ) -> None:
         super().__init__(service, body, [prompt.token_ids], id_prefix="chatcmpl")
         self._body = body
         self._format = service.message_format
         self._parsers = [
-            self._format.parser(prompt.text, tools, must_call=body.must_call) for _ in range(body.n)
+            self._format.parser(
+                prompt.text, tools, must_call=body.must_call, follows_grammar=follows_grammar
+            )
+            for _ in range(body.n)
         ]
         self._num_calls = [0] * body.n
         if body.return_token_ids:
@@ -246,13 +255,17 @@ class _ChatAnswer(Answer):
                 )
                 self._num_calls[delta.index] += 1
                 said.append({"tool_calls": [call]})
-        return [
+        joined = [
             {
                 name: value if name == "tool_calls" else "".join(value)
                 for name, value in each.items()
             }
             for each in said
         ]
+        for each in joined:
+            if "reasoning_content" in each:
+                each["reasoning"] = each["reasoning_content"]  # clients look for one or the other
+        return joined
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs:
         content = []

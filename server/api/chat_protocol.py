@@ -148,6 +148,8 @@ class Message(APIRequest):
     def for_template(self) -> dict[str, Any]:
         """With its content as one text, which every template of a model of text can take."""
         message = self.model_dump(exclude_unset=True)
+        if message.get("reasoning"):  # as answers have it, too; templates know the other name
+            message.setdefault("reasoning_content", message["reasoning"])
         if self.content is None and self.tool_calls:
             message["content"] = ""  # many templates write it in any case
         if isinstance(self.content, list):
@@ -256,6 +258,7 @@ class ChatMessage(APIResponse):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -279,6 +282,7 @@ class ChatCompletion(GenerationResponse):
 class ChatDelta(APIResponse):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallChunk] | None = None
 

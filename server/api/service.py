@@ -29,6 +29,7 @@ from .fields import APIRequest
 from .generation import Sample, TextOptions
 from .protocol import SamplingFields
 from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
+from .sampling_defaults import SamplingDefaults
 from .unknown_fields import check_unknown_fields
 
 # Below this many characters, tokenizing is quicker than handing it to a thread.
@@ -50,10 +51,15 @@ class Service:
     metrics: Metrics
     message_format: MessageFormat
     grammars: GrammarChecker
-    model_name: str
+    model_names: tuple[str, ...]  # that requests may give; answers have the first
     settings: ServerSettings
+    sampling_defaults: SamplingDefaults
     priority_keys: frozenset[str] | None  # digests of keys that may set it; None: no keys at all
     large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
 
     @property
     def engine_info(self) -> EngineInfo:
@@ -64,7 +70,7 @@ class Service:
 
     def check_model(self, given: str | None) -> None:
         """Raise APIError for another model's name; without one, there is no doubt."""
-        if given and given != self.model_name:
+        if given and given not in self.model_names:
             raise model_not_found(given, self.model_name)
 
     def check_fields(self, body: APIRequest, model: str | None, http: Request) -> None:
@@ -180,6 +186,7 @@ class Service:
 
         Raises APIError for what the engine could never run.
         """
+        fields = self.sampling_defaults.fill(fields)
         for prompt in prompts:
             self._check_prompt(prompt, param=param, max_tokens=max_tokens)
         self.check_token_ids(fields.stop_token_ids, "stop_token_ids")

@@ -8,7 +8,7 @@ import typer
 from pydantic import BaseModel
 
 from ..config.settings import Settings
-from ..config.settings_loader import SettingsError, load_settings
+from ..config.settings_loader import SettingsError, load_settings, shipped_configs
 
 ConfigOption = Annotated[
     Path | None,
@@ -20,6 +20,40 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; repeatable."),
 ]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="A hub id, a directory, a GGUF file or a built-in name; or a config file of settings.",
+    ),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="A smaller model with the same tokenizer. \\[default: the best known]",
+        rich_help_panel="Models and speculation",
+    ),
+]
+
+
+def chosen(
+    model: str | None, draft: str | None, config: Path | None
+) -> tuple[Path | None, dict[str, object]]:
+    """The config file, and the flags, of a command that takes MODEL, --draft and --config.
+
+    MODEL may be the config file: a path that ends in .toml, or the name of one of ours.
+    """
+    if config is None and model is not None and _is_config(model):
+        return Path(model), {"draft.model": draft}
+    return config, {"target.model": model, "draft.model": draft}
+
+
+def _is_config(model: str) -> bool:
+    return Path(model).suffix in (".toml", ".yaml", ".yml") or (
+        model in shipped_configs() and not Path(model).exists()
+    )
 
 
 def settings_or_exit(

@@ -58,7 +58,7 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
     elif info.draft_dtype is None:
         draft = f"{info.proposer}, k = {k}"
     else:
-        draft = f"{settings.draft_model} ({info.draft_dtype}), k = {k}"
+        draft = f"{settings.draft.model} ({info.draft_dtype}), k = {k}"
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":
         loaded += f", of which {info.warm_up_s:.1f} s to measure memory and capture graphs"
@@ -70,7 +70,7 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
         ("pages", f"{info.num_pages} of {info.page_size_tokens} tokens ({cache_gib:.2f} GiB)"),
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
         ("loaded in", loaded),
-        ("serving", f"{settings.served_model_name} at {url}/v1"),
+        ("serving", f"{', '.join(settings.served_model_names)} at {url}/v1"),
     ]
 
 

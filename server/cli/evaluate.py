@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ..config.settings import Settings
-from .config import ConfigOption, SetOption, settings_or_exit
+from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 def evaluate_command(
+    model: ModelArgument = None,
+    draft: DraftOption = None,
     config: ConfigOption = None,
     temperature: Annotated[
         list[float] | None, typer.Option(min=0.0, help="Repeatable; left out: 0 and 0.8.")
@@ -54,7 +56,8 @@ def evaluate_command(
     assignments: SetOption = None,
 ) -> None:
     """Measure acceptance and speed of a pair, against plain decoding in the same minutes."""
-    settings = settings_or_exit(config, assignments)
+    config, named = chosen(model, draft, config)
+    settings = settings_or_exit(config, assignments, named)
     files = [f for f in (json_file, plot_file) if f]
     problem = _problem(settings, k, files, plot_file)
     if check_exact and files:
@@ -71,13 +74,14 @@ def evaluate_command(
     from ..models.store import ModelError
     from ..text.tokenizer import Tokenizer
 
-    most = settings.speculation.num_speculative_tokens
-    ks: list[int | None] = [measure.PLAIN, *sorted(set(k or _powers_up_to(most)))]
-    if settings.speculation.adaptive:
-        ks.append(measure.OWN_CHOICE)
     try:
         with ProgressDisplay() as progress:
             pair = prepare_pair(settings, progress)
+            settings = pair.settings
+            most = settings.speculation.num_speculative_tokens
+            ks: list[int | None] = [measure.PLAIN, *sorted(set(k or _powers_up_to(most)))]
+            if settings.speculation.adaptive:
+                ks.append(measure.OWN_CHOICE)
             tokenizer = Tokenizer.load(
                 pair.target, trust_remote_code=settings.target.trust_remote_code
             )
@@ -85,7 +89,7 @@ def evaluate_command(
                 category: [_encode(tokenizer, text) for text in texts[:prompts_per_category]]
                 for category, texts in measure.held_out_prompts().items()
             }
-            told = engine_config(settings, pair)
+            told = engine_config(pair)
             # Measured without a prefix cache: every repetition of a prompt shall compute the same.
             cache = replace(told.cache, prefix_caching=told.cache.prefix_caching and check_exact)
             told = replace(told, cache=cache)
@@ -111,12 +115,12 @@ def evaluate_command(
     if check_exact:
         typer.echo(exactness.told(found, lambda token_id: _text(tokenizer, token_id)))
         raise typer.Exit(1 if found.differences else 0)
-    title = f"{settings.target.model} + {settings.draft_model or settings.speculation.proposer}"
+    title = f"{settings.target.model} + {settings.draft.model or settings.speculation.proposer}"
     report.print_tables(tallies, title, Console())
     if json_file:
         description = {
             "target": settings.target.model,
-            "draft": settings.draft_model,
+            "draft": settings.draft.model,
             "proposer": settings.speculation.proposer,
             "device": info.device,
             "dtype": info.target_dtype,

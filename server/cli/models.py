@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models import builtin, resolve, store
-from ..models.pair import prepare_pair
 from ..models.store import ModelError
 from .config import ConfigOption, SetOption, settings_or_exit
 from .progress import ProgressDisplay
@@ -67,6 +66,8 @@ def fetch_models(
         if model is not None:
             typer.echo(resolve.resolve(model, revision, progress=progress))
             return
+        from ..models.pair import prepare_pair  # which brings in the tokenizers, and imports this
+
         pair = prepare_pair(settings_or_exit(config, assignments), progress)
         typer.echo(pair.target)
         if pair.draft is not None:

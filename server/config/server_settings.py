@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from ..http.key_file import read_key_file
 
@@ -14,6 +14,10 @@ MAX_LOGIT_BIAS = 2**17
 MAX_BAD_WORDS = 1024
 
 ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
+
+
+def _one_or_several(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
 
 
 class Section(BaseModel):
@@ -34,10 +38,19 @@ class ServerSettings(Section):
         description="Processes that answer HTTP. 1: the one that starts the engine; more: so many "
         "beside it, each with a tokenizer of its own (about 0.5 GB).",
     )
-    served_model_name: str | None = Field(
-        default=None,
+    served_model_name: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_several)
+    ] = Field(
+        default=(),
+        description="Names in /v1/models that `model` may have; answers give the first. None "
+        "given: target.model.",
+    )
+    generation_config: str = Field(
+        default="auto",
         min_length=1,
-        description="Name in /v1/models and `model`; unset: target.model.",
+        description="Where sampling parameters that a request leaves out come from. auto: the "
+        "target's generation_config.json; outrider: nowhere, so temperature 1 and no filters; "
+        "else a directory that has such a file.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
@@ -132,10 +145,10 @@ class ServerSettings(Section):
         description="How the target writes tool calls; auto: as its own response template says, or "
         "as its chat template shows; none: calls come back as text.",
     )
-    reasoning_content: bool = Field(
-        default=False,
-        description="Give what chat answers say between <think> and </think> apart, as "
-        "reasoning_content.",
+    reasoning_content: bool | None = Field(
+        default=None,
+        description="Give what chat answers say between <think> and </think> apart, as reasoning "
+        "and reasoning_content; unset: if the target's templates show that it reasons.",
     )
     speculation_metrics: bool = Field(
         default=False,

@@ -45,13 +45,13 @@ class TargetSettings(_ModelSettings):
 
 
 class DraftSettings(_ModelSettings):
-    """The small model that runs ahead; read when speculation.proposer is draft_model."""
+    """The small model that runs ahead; read if speculation.proposer is auto or draft_model."""
 
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="As target.model, with the same tokenizer. Unset: the default target's "
-        "own; any other target needs a draft of its own.",
+        description="As target.model, with the same tokenizer. Unset: the best that is known for "
+        "the target, if speculation.proposer is auto.",
     )
     dtype: Dtype | None = Field(
         default=None,
@@ -66,15 +66,18 @@ class DraftSettings(_ModelSettings):
 class SpeculationSettings(Section):
     """How far, and by what, the target is run ahead of."""
 
-    proposer: Literal["draft_model", "ngram", "none"] = Field(
-        default="draft_model",
-        description="draft_model: the draft; ngram: prompt lookup, no second model; none: plain.",
+    proposer: Literal["auto", "draft_model", "ngram", "none"] = Field(
+        default="auto",
+        description="draft_model: the draft; ngram: prompt lookup, no second model; none: plain. "
+        "auto: draft.model, or else the best draft that is known for the target, or else prompt "
+        "lookup; the server says at its start which, and why.",
     )
     num_speculative_tokens: int = Field(
         default=4,
         ge=0,
         le=32,
-        description="Most drafts of a request in a step (k); 0 decodes plainly.",
+        description="Most drafts of a request in a step (k); 0 decodes plainly. If left out, a "
+        "draft that is chosen for the target brings its own.",
     )
     adaptive: bool = Field(
         default=True,
@@ -139,8 +142,11 @@ class SchedulerSettings(Section):
     """Who runs, and how much of it in one step."""
 
     max_num_seqs: int = Field(default=32, ge=1, description="Sequences that run at once.")
-    max_num_batched_tokens: int = Field(
-        default=512, ge=1, description="Rows of one target forward, prefill and drafts together."
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of one target forward, prefill and drafts together; unset: 512 on a CPU, "
+        "4096 on a GPU, and no fewer than max_num_seqs.",
     )
     max_queue_len: int = Field(
         default=256, ge=0, description="Sequences that may wait; more are turned away with 429."
@@ -200,16 +206,18 @@ class Settings(Section):
                 f"draft.device is {self.draft.device!r}, target.device {self.target.device!r}; "
                 "both models share one page table: leave draft.device out"
             )
-        if self.speculates_with_draft and self.draft_model is None:
+        if self.speculation.proposer == "draft_model" and self.draft.model is None:
             raise ValueError(
-                f"target.model is {self.target.model!r} and draft.model is not set; name a draft "
-                'with the same tokenizer, or set speculation.proposer to "ngram" or "none"'
+                "speculation.proposer is 'draft_model' and draft.model is not set; name a draft "
+                "with the target's tokenizer, or leave the proposer at 'auto', which knows some"
             )
         return self
 
     @model_validator(mode="after")
     def _steps_have_room(self) -> Self:
         num_rows, num_seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        if num_rows is None:
+            return self
         if num_seqs > num_rows:
             raise ValueError(
                 f"scheduler.max_num_seqs is {num_seqs}, but a step has scheduler."
@@ -238,20 +246,6 @@ class Settings(Section):
         return self
 
     @property
-    def speculates_with_draft(self) -> bool:
-        """Whether a draft model is to be loaded."""
-        return (
-            self.speculation.proposer == "draft_model"
-            and self.speculation.num_speculative_tokens > 0
-        )
-
-    @property
-    def draft_model(self) -> str | None:
-        """The draft's name, directory, file or hub id; the default pair's where both are left."""
-        if self.draft.model is None and self.target.model == DEFAULT_TARGET:
-            return DEFAULT_DRAFT
-        return self.draft.model
-
-    @property
-    def served_model_name(self) -> str:
-        return self.server.served_model_name or self.target.model
+    def served_model_names(self) -> tuple[str, ...]:
+        """Names that requests may give; answers have the first."""
+        return self.server.served_model_name or (self.target.model,)

@@ -72,10 +72,14 @@ def _section_fields(model: Any) -> dict[str, Any]:
     return fields
 
 
-def _shipped(name: str) -> Traversable:
-    """The file of configs/ that is called `name`; they travel with the package."""
+def shipped_configs() -> dict[str, Traversable]:
+    """The files of configs/, by name without suffix; they travel with the package."""
     files = importlib.resources.files("outrider.configs").iterdir()
-    ours = {file.name.removesuffix(".toml"): file for file in files if file.name.endswith(".toml")}
+    return {file.name.removesuffix(".toml"): file for file in files if file.name.endswith(".toml")}
+
+
+def _shipped(name: str) -> Traversable:
+    ours = shipped_configs()
     if name not in ours:
         raise SettingsError(
             f"there is no config file {name}, and none of ours is called that; ours are "

@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -28,6 +28,7 @@ from ..api.protocol import (
     Model,
     ModelList,
 )
+from ..api.sampling_defaults import NEUTRAL, SamplingDefaults
 from ..api.service import Service
 from ..api.tokenization import (
     DetokenizeRequest,
@@ -77,12 +78,14 @@ def create_app(
     tokenizer: Tokenizer,
     gate: Gate,
     *,
-    model_name: str,
+    model_names: Sequence[str],
     settings: ServerSettings,
     compiler: GrammarCompiler | None = None,
+    sampling_defaults: SamplingDefaults = NEUTRAL,
 ) -> ASGIApp:
     """The application; it answers 503 unless the engine is ready and the gate open.
 
+    `model_names`: what requests may call the model, and answers by the first of them.
     `compiler`: of grammars, as the engine has it; None: they are refused.
     """
     keys = settings.read_api_keys()
@@ -90,7 +93,7 @@ def create_app(
     service = Service(
         client=client,
         tokenizer=tokenizer,
-        metrics=Metrics(client, model_name),
+        metrics=Metrics(client, model_names[0]),
         message_format=MessageFormat(
             str(tokenizer.info["chat_template"]),
             tokenizer.response_template,
@@ -100,8 +103,9 @@ def create_app(
         grammars=GrammarChecker(
             compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
         ),
-        model_name=model_name,
+        model_names=tuple(model_names),
         settings=settings,
+        sampling_defaults=sampling_defaults,
         priority_keys=priority_keys if keys else None,
     )
     api = FastAPI(
@@ -132,7 +136,7 @@ def create_app(
     app = Hosts(Drain(app, gate), settings)
     if settings.metrics_port is not None:
         app = MetricsPort(app, api, settings.metrics_port)
-    trace = make_trace(settings.otlp_endpoint, model_name)
+    trace = make_trace(settings.otlp_endpoint, model_names[0])
     app = Observe(app, service.metrics, _paths(openai), trace)
     return RequestId(app)
 
@@ -180,21 +184,22 @@ def _openai_routes(service: Service) -> APIRouter:
 
     @router.get("/models")
     async def models() -> ModelList:
-        """The model that is served."""
-        return ModelList(object="list", data=[_model(service, started)])
+        """The model that is served, by each of its names."""
+        data = [_model(service, name, started) for name in service.model_names]
+        return ModelList(object="list", data=data)
 
     @router.get("/models/{model:path}")
     async def model(model: str) -> Model:
         service.check_model(model)
-        return _model(service, started)
+        return _model(service, model, started)
 
     return router
 
 
-def _model(service: Service, started: int) -> Model:
+def _model(service: Service, name: str, started: int) -> Model:
     info = service.client.info
     return Model(
-        id=service.model_name,
+        id=name,
         object="model",
         created=started,
         owned_by="outrider",

@@ -15,6 +15,7 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.processes.client import EngineClient
 
+from ..api.sampling_defaults import sampling_defaults
 from ..config.server_settings import ServerSettings
 from ..config.settings import Settings
 from ..text.tokenizer import Tokenizer
@@ -45,9 +46,12 @@ async def load_app(
         client,
         tokenizer,
         gate,
-        model_name=settings.served_model_name,
+        model_names=settings.served_model_names,
         settings=settings.server,
         compiler=compiler,
+        sampling_defaults=sampling_defaults(
+            settings.server.generation_config, Path(config.target.path)
+        ),
     )
 
 

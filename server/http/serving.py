@@ -15,6 +15,7 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.engine.processes.process_engine import ProcessEngine
 
+from ..api.sampling_defaults import NEUTRAL, sampling_defaults
 from ..cli.console import configure_logging, report_status, show_summary
 from ..cli.progress import ProgressDisplay
 from ..config.server_settings import ServerSettings
@@ -46,8 +47,11 @@ def serve(settings: Settings) -> int:
             listeners.append(bind(settings.server.host, settings.server.metrics_port))
         with ProgressDisplay(console) as progress:
             pair = prepare_pair(settings, progress)
+        defaults = sampling_defaults(settings.server.generation_config, pair.target)
+        if defaults != NEUTRAL:
+            log.info("sampling: %s, unless a request says otherwise", defaults)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, pair, listeners, console))
+            return runner.run(_serve(pair, listeners, console))
     except (ModelError, TracingError, WorkerError, OSError) as error:
         log.error("%s", error)
         return 1
@@ -113,11 +117,9 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
     return listeners
 
 
-async def _serve(
-    settings: Settings, pair: Pair, listeners: list[socket.socket], console: Console
-) -> int:
+async def _serve(pair: Pair, listeners: list[socket.socket], console: Console) -> int:
     progress = ProgressDisplay(console)
-    config = engine_config(settings, pair)
+    settings, config = pair.settings, engine_config(pair)
     engine = ProcessEngine(
         config,
         progress,

@@ -21,6 +21,7 @@ from outrider.engine.config import (
 from ..cli.progress import ignore_progress
 from ..config.settings import DraftSettings, Settings, TargetSettings
 from ..text.tokenizer import Tokenizer
+from .choice import choose, without_draft
 from .compatibility import Vocabulary, shared_vocab_size
 from .resolve import resolve
 from .store import ModelError
@@ -28,10 +29,15 @@ from .store import ModelError
 log = logging.getLogger("outrider.server.models.pair")
 
 
+class DraftError(ModelError):
+    """The draft cannot be had, or does not fit the target."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Local directories of a target and its draft, which share a tokenizer."""
 
+    settings: Settings  # with a proposer, and a draft if it needs one, in place of `auto`
     target: Path
     draft: Path | None  # None: nothing to load besides the target
     vocab_size: int
@@ -40,27 +46,62 @@ class Pair:
 
 
 def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress) -> Pair:
-    """Fetch, convert and check what the settings name. Raises ModelError."""
-    target = _directory("target.model", settings.target.model, settings.target, progress)
+    """Fetch, convert and check what the settings name, and choose what they leave open.
+
+    Logs what was chosen, and why. Raises ModelError.
+    """
+    with _told("target.model", settings.target.model):
+        target = resolve(
+            settings.target.model,
+            settings.target.revision,
+            trust_remote_code=settings.target.trust_remote_code,
+            progress=progress,
+        )
     config = _config(target, settings.target)
+    if settings.speculation.proposer != "auto":
+        return _pair(settings, target, config, progress)
+    choice = choose(settings, target, config)
+    log.info("%s", choice.reason)
+    try:
+        return _pair(choice.settings, target, config, progress)
+    except DraftError as error:
+        if settings.draft.model is not None:
+            raise
+        # Nobody asked for this draft: do without it.
+        choice = without_draft(settings, f"{error}, so there is no draft model")
+        log.warning("%s", choice.reason)
+        return _pair(choice.settings, target, config, progress)
+
+
+def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgress) -> Pair:
     tokenizer = _tokenizer(target, settings.target)
     vocabulary = _vocabulary(config, tokenizer)
     vocab_size = vocabulary.size
     draft = None
-    if settings.speculates_with_draft and settings.draft_model is not None:
-        draft = _directory("draft.model", settings.draft_model, settings.draft, progress)
-        draft_vocabulary = _vocabulary(
-            _config(draft, settings.draft), _tokenizer(draft, settings.draft)
-        )
-        with _told("draft.model", settings.draft_model):
+    speculation = settings.speculation
+    if speculation.proposer == "draft_model" and speculation.num_speculative_tokens > 0:
+        assert settings.draft.model is not None  # as the settings make sure
+        with _told("draft.model", settings.draft.model, DraftError):
+            draft = resolve(
+                settings.draft.model,
+                settings.draft.revision,
+                trust_remote_code=settings.draft.trust_remote_code,
+                progress=progress,
+            )
+            draft_vocabulary = _vocabulary(
+                _config(draft, settings.draft), _tokenizer(draft, settings.draft)
+            )
             vocab_size = shared_vocab_size(vocabulary, draft_vocabulary)
     eos_token_ids = _eos_token_ids(target, config, tokenizer)
-    return Pair(target, draft, vocab_size, eos_token_ids, _token_table(tokenizer, vocab_size))
+    token_table = _token_table(tokenizer, vocab_size)
+    return Pair(settings, target, draft, vocab_size, eos_token_ids, token_table)
 
 
-def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
+def engine_config(pair: Pair) -> EngineConfig:
     """What the engine is told: the settings, with nothing left to look up."""
+    settings = pair.settings
     dtype = settings.target.dtype
+    device = resolve_device(settings.target.device)
     speculates = settings.speculation.proposer != "none"
     return EngineConfig(
         target=_model_config(pair.target, dtype, settings.target),
@@ -69,7 +110,7 @@ def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
             if pair.draft
             else None
         ),
-        device=resolve_device(settings.target.device),
+        device=device,
         vocab_size=pair.vocab_size,
         eos_token_ids=pair.eos_token_ids,
         token_table=pair.token_table,
@@ -87,7 +128,12 @@ def engine_config(settings: Settings, pair: Pair) -> EngineConfig:
             ngram_max_tokens=settings.speculation.ngram_max_tokens,
         ),
         cache=CacheConfig(**settings.cache.model_dump()),
-        scheduler=SchedulerConfig(**settings.scheduler.model_dump()),
+        scheduler=SchedulerConfig(
+            max_num_seqs=settings.scheduler.max_num_seqs,
+            max_num_batched_tokens=settings.scheduler.max_num_batched_tokens
+            or max(settings.scheduler.max_num_seqs, 512 if device == "cpu" else 4096),
+            max_queue_len=settings.scheduler.max_queue_len,
+        ),
     )
 
 
@@ -108,25 +154,13 @@ def _model_config(
     )
 
 
-def _directory(
-    key: str, model: str, settings: TargetSettings | DraftSettings, progress: ReportProgress
-) -> Path:
-    with _told(key, model):
-        return resolve(
-            model,
-            settings.revision,
-            trust_remote_code=settings.trust_remote_code,
-            progress=progress,
-        )
-
-
 @contextlib.contextmanager
-def _told(key: str, model: str) -> Iterator[None]:
+def _told(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterator[None]:
     """Say which setting a model's error comes from."""
     try:
         yield
     except ModelError as error:
-        raise ModelError(f"{key} = {model!r}: {error}") from error
+        raise kind(f"{key} = {model!r}: {error}") from error
 
 
 def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any:

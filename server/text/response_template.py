@@ -13,6 +13,7 @@ import regex
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, parse_content
 
+from .message_format import REASONING_FIELDS
 from .message_parser import MessageParser, Part, Text
 from .tool_calls import NOT_A_CALL, calls_of_field
 
@@ -27,7 +28,7 @@ KEPT_CHARS = 256
 # Processor time for the tags of one call: their pattern goes over the whole call.
 MAX_TAGS_S = 0.25
 
-_CALLS, _REASONING = "tool_calls", ("reasoning_content", "reasoning", "thinking")
+_CALLS = "tool_calls"
 
 
 class TemplateParser(MessageParser):
@@ -112,7 +113,7 @@ class TemplateParser(MessageParser):
         elif field == _CALLS and kind == "region_close":
             written, self._call, self._num_call_chars = "".join(self._call), [], 0
             return self._called(event["value"], written + ("" if ended else self._close))
-        elif kind == "region_chunk" and field in _REASONING:
+        elif kind == "region_chunk" and field in REASONING_FIELDS:
             return [Text(event["text"], reasoning=True)]
         elif kind == "region_chunk" and field == "content":
             return self._content(event["text"])

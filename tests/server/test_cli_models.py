@@ -8,7 +8,7 @@ from tiny_pairs import save_tiny_model_with_tokenizer, write_tiny_gguf
 from typer.testing import CliRunner, Result
 
 from outrider.server.cli import app
-from outrider.server.config.settings import Settings
+from outrider.server.config.settings import DEFAULT_DRAFT, Settings
 from outrider.server.config.settings_loader import load_settings, setting_keys
 
 
@@ -87,4 +87,4 @@ def test_config_files_name_the_defaults_they_are_about() -> None:
     default = Path(__file__).parents[2] / "configs/default.toml"
     stated = tomllib.loads(default.read_text())
     assert stated["target"]["model"] == Settings().target.model
-    assert stated["draft"]["model"] == Settings().draft_model
+    assert stated["draft"]["model"] == DEFAULT_DRAFT

@@ -10,7 +10,7 @@ from scripted_client import ScriptedClient
 
 from outrider.engine.api import EngineStats
 from outrider.server.cli.console import report_status, show_summary, status_line
-from outrider.server.config.settings import Settings
+from outrider.server.config.settings_loader import load_settings
 
 
 def idle_client() -> ScriptedClient:
@@ -59,14 +59,15 @@ def test_status_is_reported_only_under_load() -> None:
 def test_summary_is_a_table_on_a_terminal_and_lines_elsewhere(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    settings = load_settings(assignments=["draft.model=small-one"], environ={})
     info = idle_client().info
     assert info is not None
     caplog.set_level(logging.INFO, "outrider.server")
     for terminal in (True, False):
         output = io.StringIO()
         console = Console(file=output, force_terminal=terminal, width=120)
-        show_summary(Settings(), info, "http://127.0.0.1:8000", console)
+        show_summary(settings, info, "http://127.0.0.1:8000", console)
         text = output.getvalue() if terminal else caplog.text
-        for part in ("smollm2-135m-instruct-draft", "k = 4", "1000 tokens", ":8000/v1", "cpu"):
+        for part in ("small-one", "k = 4", "1000 tokens", ":8000/v1", "cpu"):
             assert part in text
         assert bool(caplog.text) != terminal

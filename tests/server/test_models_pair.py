@@ -32,7 +32,7 @@ def settings_for(models: Path, draft: str, *more: str):  # type: ignore[no-untyp
 def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> None:
     settings = settings_for(models, "draft", "target.dtype=float32", "cache.num_pages=64")
     found = prepare_pair(settings)
-    config = engine_config(settings, found)
+    config = engine_config(found)
     assert config.target.path == str(models / "target")
     assert config.draft is not None
     assert config.draft.path == str(models / "draft")
@@ -63,14 +63,14 @@ def test_a_draft_of_another_tokenizer_is_refused(models: Path) -> None:
 def test_without_speculation_no_draft_is_looked_for(models: Path, plain: str) -> None:
     settings = settings_for(models, "not-there", plain)
     found = prepare_pair(settings)
-    config = engine_config(settings, found)
+    config = engine_config(found)
     assert config.draft is None
     assert config.speculation.num_speculative_tokens == 0
 
 
 def test_ngram_needs_no_draft(models: Path) -> None:
     settings = settings_for(models, "not-there", "speculation.proposer=ngram")
-    config = engine_config(settings, prepare_pair(settings))
+    config = engine_config(prepare_pair(settings))
     assert (config.draft, config.speculation.proposer) == (None, "ngram")
 
 
@@ -99,7 +99,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "engine.enforce_eager=true",
         "engine.gpu_memory_utilization=0.6",
     )
-    config = engine_config(settings, Pair(models, None, 10, (1,)))
+    config = engine_config(Pair(settings, models, None, 10, (1,)))
     speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
     assert (speculation.proposer, speculation.num_speculative_tokens) == ("ngram", 7)
     assert speculation.verification == "block"

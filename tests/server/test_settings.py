@@ -29,7 +29,7 @@ def test_flags_win_over_set_over_environment_over_file_over_defaults(config: Pat
         },
     ).server
     assert (settings.port, settings.host, settings.log_level) == (4, "set", "error")
-    assert settings.served_model_name == "f"
+    assert settings.served_model_name == ("f",)
     assert settings.max_prompts_times_n == 128
 
 
@@ -98,13 +98,20 @@ def test_none_resets_an_optional_setting(tmp_path: Path) -> None:
     assert load_settings(path, ["cache.num_pages=none"], environ={}).cache.num_pages is None
 
 
-def test_a_target_of_ones_own_needs_a_draft_of_ones_own() -> None:
-    assert load_settings(environ={}).draft_model == "smollm2-135m-instruct-draft"
-    with pytest.raises(SettingsError, match=r"draft\.model is not set"):
-        load_settings(assignments=["target.model=a/b"], environ={})
-    for plain in ("speculation.proposer=ngram", "speculation.num_speculative_tokens=0"):
-        settings = load_settings(assignments=["target.model=a/b", plain], environ={})
-        assert not settings.speculates_with_draft
+def test_a_draft_model_that_is_asked_for_must_be_named() -> None:
+    with pytest.raises(SettingsError, match=r"draft\.model is not set; .*'auto', which knows some"):
+        load_settings(assignments=["speculation.proposer=draft_model"], environ={})
+
+
+def test_a_served_model_has_one_name_or_several(tmp_path: Path) -> None:
+    assert load_settings(environ={}).served_model_names == ("smollm2-135m-instruct",)
+    names = "server.served_model_name"
+    for given in (f"{names}=one,two", f'{names}=["one", "two"]'):
+        assert load_settings(assignments=[given], environ={}).served_model_names == ("one", "two")
+    path = tmp_path / "names.toml"
+    path.write_text("[server]\nserved_model_name = ['one', 'two']")
+    assert load_settings(path, environ={}).served_model_names == ("one", "two")
+    assert load_settings(flags={names: ["a", "b"]}, environ={}).served_model_names == ("a", "b")
 
 
 def test_draft_on_another_device_than_the_target_is_refused() -> None:
@@ -115,7 +122,10 @@ def test_draft_on_another_device_than_the_target_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["scheduler.max_num_seqs=600"], r"max_num_seqs is 600.*max_num_batched_tokens \(512\)"),
+        (
+            ["scheduler.max_num_seqs=600", "scheduler.max_num_batched_tokens=512"],
+            r"max_num_seqs is 600.*max_num_batched_tokens \(512\)",
+        ),
         (
             ["scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=4"],
             r"num_speculative_tokens is 4.* 5 rows .*max_num_batched_tokens is 4",
@@ -137,7 +147,8 @@ def test_settings_that_contradict_each_other_are_refused_with_their_values(
 @pytest.mark.parametrize(
     "given",
     [
-        ["scheduler.max_num_seqs=512"],
+        ["scheduler.max_num_seqs=600"],
+        ["scheduler.max_num_seqs=512", "scheduler.max_num_batched_tokens=512"],
         [
             "scheduler.max_num_batched_tokens=2",
             "scheduler.max_num_seqs=2",

@@ -11,9 +11,11 @@ from asgi import post
 from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
+from tokenizers_for_tests import byte_level_wrapper
 
-from outrider.server.text.message_format import MessageFormat
-from outrider.server.text.message_parser import Text
+from outrider.server.api.chat_protocol import Message
+from outrider.server.text.message_format import MessageFormat, shows_reasoning
+from outrider.server.text.message_parser import MarkerParser, Text
 from outrider.server.text.tokenizer import Tokenizer
 from outrider.server.text.tool_calls import ToolCall
 
@@ -245,17 +247,69 @@ def test_without_tools_calls_are_text(
     assert choice["finish_reason"] == "stop"
 
 
-def test_reasoning_is_a_field_of_its_own_if_the_server_says_so(
-    serve: Serve, tokenizer: Tokenizer
+REASONS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+
+
+def reasoning_tokenizer() -> Tokenizer:
+    wrapper = byte_level_wrapper()
+    wrapper.chat_template = REASONS
+    return Tokenizer(wrapper)
+
+
+@pytest.mark.parametrize("told", ["by its template", "by a setting"])
+def test_reasoning_is_a_field_of_its_own_if_the_model_reasons(
+    tokenizer: Tokenizer, told: str
 ) -> None:
-    served = stopping(serve(reasoning_content=True), tokenizer, "<think>Hm.</think>Yes.")
+    text = "<think>Hm.</think>Yes."
+    if told == "by its template":
+        served = stopping(Served(lambda request: [], reasoning_tokenizer()), tokenizer, text)
+    else:
+        scripted = Served(lambda request: [], tokenizer, reasoning_content=True)
+        served = stopping(scripted, tokenizer, text)
     message = chat(served, tools=None).json()["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert message["content"] == "Yes."
+    assert message["reasoning"] == message["reasoning_content"] == "Hm."
     deltas = [c["choices"][0]["delta"] for c in chat(served, tools=None, stream=True).chunks]
-    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Hm."
-    assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
+    for name, expected in (("reasoning", "Hm."), ("reasoning_content", "Hm."), ("content", "Yes.")):
+        assert "".join(delta.get(name) or "" for delta in deltas) == expected
     message = chat(served, tools=None, include_reasoning=False).json()["choices"][0]["message"]
-    assert ("reasoning_content" in message, message["content"]) == (False, "Yes.")
+    assert message.keys().isdisjoint({"reasoning", "reasoning_content"})
+    assert message["content"] == "Yes."
+
+
+def test_reasoning_stays_in_the_text_if_the_server_says_so(tokenizer: Tokenizer) -> None:
+    text = "<think>Hm.</think>Yes."
+    served = Served(lambda request: [], reasoning_tokenizer(), reasoning_content=False)
+    message = chat(stopping(served, tokenizer, text), tools=None).json()["choices"][0]["message"]
+    assert message["content"] == text
+
+
+def test_an_answer_that_follows_a_grammar_is_content_behind_an_open_think() -> None:
+    form = MessageFormat("<think>")
+    assert isinstance(form.parser("…<think>\n", []), MarkerParser)
+    assert form.parser("…<think>\n", [], follows_grammar=True) is None
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "fields", "expected"),
+    [
+        ("{{ '<think>' }}", None, True),
+        ("a.split('</think>')", None, True),
+        ("{{ messages }}", None, False),
+        ("{{ messages }}", {"thinking": {}, "content": {}}, True),
+        ("{{ '<think>' }}", {"content": {}}, False),
+    ],
+)
+def test_templates_tell_whether_a_model_reasons(
+    chat_template: str, fields: dict[str, Any] | None, expected: bool
+) -> None:
+    template = None if fields is None else {"fields": fields}
+    assert shows_reasoning(chat_template, template) is expected
+
+
+def test_reasoning_that_is_sent_back_reaches_the_template() -> None:
+    message = Message.model_validate({"role": "assistant", "content": "Yes.", "reasoning": "Hm."})
+    assert message.for_template()["reasoning_content"] == "Hm."
 
 
 def test_markers_that_are_special_tokens_are_seen(byte_fallback: Tokenizer) -> None:

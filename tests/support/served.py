@@ -1,11 +1,13 @@
 """The application over a scripted engine, and what tests look at behind it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from scripted_client import Play, ScriptedClient
 from starlette.types import ASGIApp
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.server.api.sampling_defaults import NEUTRAL, SamplingDefaults
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.http.app import create_app
 from outrider.server.http.middleware import Gate
@@ -21,6 +23,8 @@ class Served:
         tokenizer: Tokenizer,
         *,
         compiler: GrammarCompiler | None = None,
+        model_names: Sequence[str] = (MODEL,),
+        sampling_defaults: SamplingDefaults = NEUTRAL,
         **settings: Any,
     ) -> None:
         self.client = ScriptedClient(play, vocab_size=tokenizer.backend.get_vocab_size())
@@ -30,7 +34,8 @@ class Served:
             self.client,
             tokenizer,
             self.gate,
-            model_name=MODEL,
+            model_names=model_names,
             settings=ServerSettings(**settings),
             compiler=compiler,
+            sampling_defaults=sampling_defaults,
         )

@@ -37,7 +37,7 @@ async def serving(
         engine,
         tokenizer,
         Gate(),
-        model_name="tiny",
+        model_names=["tiny"],
         settings=server or ServerSettings(),
         compiler=compiler,
     )

@@ -1,0 +1,73 @@
+"""Sampling parameters of requests that leave them out: the model's own, as vLLM has it."""
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..models.store import ModelError
+from .protocol import SamplingFields
+
+FILE = "generation_config.json"
+
+Fields = TypeVar("Fields", bound=SamplingFields)
+
+
+class SamplingDefaults(BaseModel):
+    """What is read of a generation_config.json; None: our own default counts."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    max_tokens: int | None = Field(default=None, ge=1, validation_alias="max_new_tokens")
+
+    @property
+    def _of_fields(self) -> dict[str, float]:
+        """Those that are fields of a request; `max_tokens` depends on the prompt's length."""
+        return self.model_dump(exclude_none=True, exclude={"max_tokens"})
+
+    def fill(self, fields: Fields) -> Fields:
+        """The fields, with these defaults in place of those that were left out."""
+        update = {
+            name: value
+            for name, value in self._of_fields.items()
+            if name not in fields.model_fields_set
+        }
+        return fields.model_copy(update=update) if update else fields
+
+    def __str__(self) -> str:
+        given = self.model_dump(exclude_none=True)
+        return ", ".join(f"{name} {value:g}" for name, value in given.items()) or "neutral"
+
+
+NEUTRAL = SamplingDefaults()
+
+
+def sampling_defaults(source: str, target: Path) -> SamplingDefaults:
+    """`source` is the setting server.generation_config, `target` the model's directory.
+
+    Raises ModelError if there is no such file, or if it says what cannot be.
+    """
+    if source == "outrider":
+        return NEUTRAL
+    file = (target if source == "auto" else Path(source).expanduser()) / FILE
+    if not file.is_file():
+        if source == "auto":
+            return NEUTRAL
+        raise ModelError(f"server.generation_config = {source!r}: there is no {file}")
+    try:
+        return SamplingDefaults.model_validate(json.loads(file.read_text()))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = ".".join(map(str, problem["loc"])) or "the whole"
+        told = f"{name} is {problem['input']!r}: {problem['msg']}"
+    except ValueError as error:
+        told = str(error)
+    raise ModelError(
+        f"{file} cannot be used: {told}; --generation-config outrider starts without it"
+    )

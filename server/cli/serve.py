@@ -1,0 +1,157 @@
+"""`outrider serve`: a model behind HTTP."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+_MODELS, _HTTP, _ENGINE = "Models and speculation", "HTTP", "Engine"
+
+EXAMPLES = """\
+Examples:
+
+  outrider serve                                the default pair, on any machine
+
+  outrider serve Qwen/Qwen3-8B                  a model of the hub, with the draft known for it
+
+  outrider serve ./my-model --draft ./my-draft  directories, or GGUF files
+
+  outrider serve Qwen/Qwen3-8B --no-draft       plain decoding
+
+  outrider serve qwen3-8b                       a config file of ours, or PATH.toml
+"""
+
+
+def serve_command(
+    model: ModelArgument = None,
+    draft: DraftOption = None,
+    k: Annotated[
+        int | None,
+        typer.Option(
+            "-k",
+            "--num-speculative-tokens",
+            metavar="N",
+            help="Most drafts of a request in a step; fewer are made if that pays more. "
+            "\\[default: what suits the draft]",
+            rich_help_panel=_MODELS,
+        ),
+    ] = None,
+    no_draft: Annotated[
+        bool,
+        typer.Option("--no-draft", help="Decode plainly, without drafts.", rich_help_panel=_MODELS),
+    ] = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on. \\[default: 127.0.0.1]", rich_help_panel=_HTTP),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port to listen on; 0 takes a free one. \\[default: 8000]", rich_help_panel=_HTTP
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name in /v1/models and in requests; repeatable: answers give the first. "
+            "\\[default: the model's]",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Bearer key that clients must send; repeatable. The process list shows it: "
+            "--api-key-file and OUTRIDER_SERVER__API_KEYS do not.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of bearer keys that clients must send, one a line.", rich_help_panel=_HTTP
+        ),
+    ] = None,
+    api_workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Processes that answer HTTP. \\[default: 1]",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    shutdown_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time for running requests to finish at shutdown. \\[default: 30]",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    generation_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|outrider|PATH",
+            help="Where sampling parameters that a request leaves out come from: the model's own "
+            "generation_config.json, nowhere (temperature 1, no filters), or that of a directory. "
+            "\\[default: auto]",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Of the GPU's memory, what the engine may take. \\[default: 0.9]",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option(
+            "--enforce-eager",
+            help="Capture no CUDA graphs: start sooner, decode slower.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="Least severe log lines. \\[default: info]", rich_help_panel=_ENGINE),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, sped up by a draft, until Ctrl-C or SIGTERM.
+
+    MODEL is a hub id, a directory, a GGUF file or a built-in name; without one it is the default
+    pair. The draft is the best that is known for the model; the server says which it is, and why.
+    """
+    if no_draft and (draft is not None or k):
+        typer.echo("outrider: --no-draft excludes --draft and -k", err=True)
+        raise typer.Exit(2)
+    flags: dict[str, object] = {
+        "speculation.num_speculative_tokens": k,
+        "speculation.proposer": "none" if no_draft else None,
+        "server.host": host,
+        "server.port": port,
+        "server.api_workers": api_workers,
+        "server.served_model_name": served_model_name or None,
+        "server.generation_config": generation_config,
+        "server.api_keys": api_key or None,
+        "server.api_key_file": api_key_file,
+        "server.shutdown_timeout_s": shutdown_timeout,
+        "engine.gpu_memory_utilization": gpu_memory_utilization,
+        "engine.enforce_eager": enforce_eager,
+        "server.log_level": log_level,
+    }
+    config, named = chosen(model, draft, config)
+    settings = settings_or_exit(config, assignments, named | flags)
+    # Only now: it brings in the whole server, which the other commands need not wait for.
+    from ..http.serving import serve
+
+    raise typer.Exit(serve(settings))

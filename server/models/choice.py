@@ -1,0 +1,79 @@
+"""What runs ahead of a target, if the settings leave it open."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.settings import Settings
+from .known_drafts import Target, known_draft
+
+LOOKUP_TOKENS = 5  # drafts of prompt lookup in a step: they cost next to nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Settings with the proposer and the draft that were chosen, and the reason in words."""
+
+    settings: Settings
+    reason: str
+
+
+def choose(settings: Settings, directory: Path, config: Any) -> Choice:
+    """The draft that the settings name, or else the best known one, or else prompt lookup.
+
+    `directory` and `config` are those of the target.
+    """
+    if settings.speculation.num_speculative_tokens == 0:
+        return Choice(_with(settings, "none"), "draft: none, as k is 0")
+    if settings.draft.model is not None:
+        return Choice(
+            _with(settings, "draft_model"), f"draft: {settings.draft.model}, as the settings say"
+        )
+    target = Target(
+        name=settings.target.model,
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        num_parameters=count_parameters(directory),
+    )
+    known = known_draft(target)
+    if known is None:
+        return without_draft(settings, f"no draft is known for {target.name}")
+    chosen = _with(settings, known.proposer, known.num_speculative_tokens)
+    draft = settings.draft.model_copy(update={"model": known.model})
+    return Choice(
+        chosen.model_copy(update={"draft": draft}),
+        f"draft: {known.model} ({known.family}), the best that is known for {target.name}; "
+        "--draft takes another, --no-draft none",
+    )
+
+
+def without_draft(settings: Settings, why: str) -> Choice:
+    """Prompt lookup, which needs no second model."""
+    return Choice(
+        _with(settings, "ngram", LOOKUP_TOKENS),
+        f"{why}: drafts are looked up in the text so far; `outrider distill` makes a draft for any "
+        "model, --draft takes one",
+    )
+
+
+def count_parameters(directory: Path) -> int:
+    """Numbers in the safetensors files of a model, by their headers."""
+    count = 0
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        count += sum(
+            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        )
+    return count
+
+
+def _with(settings: Settings, proposer: str, k: int | None = None) -> Settings:
+    """`k` counts unless the settings have one of their own."""
+    speculation = settings.speculation
+    update: dict[str, object] = {"proposer": proposer}
+    if k is not None and "num_speculative_tokens" not in speculation.model_fields_set:
+        update["num_speculative_tokens"] = k
+    return settings.model_copy(update={"speculation": speculation.model_copy(update=update)})

@@ -1,0 +1,148 @@
+"""Drafts that are known to suit a target: what `outrider serve MODEL` takes without --draft.
+
+The first entry that matches is taken, so what suits one model alone (a head trained for it, say)
+stands above what suits its whole family.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+
+# A draft larger than this share of its target costs more than its guesses bring.
+MAX_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is known of a target once it is on this machine."""
+
+    name: str  # as the user gave it: a built-in name, a hub id, a directory or a GGUF file
+    model_type: str
+    vocab_size: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownDraft:
+    """A draft, the targets that it suits, and how far it may run ahead of them."""
+
+    model: str
+    num_parameters: int
+    family: str  # in words, for the line that gives the reason
+    name: str = ""  # a pattern that the target's name has; "": any
+    model_type: str = ""  # "": any
+    vocab_sizes: frozenset[int] = frozenset()  # of the targets, rows of padding included; none: any
+    proposer: str = "draft_model"  # a head trained for its target has a proposer of its own
+    num_speculative_tokens: int = 4
+
+    def suits(self, target: Target) -> bool:
+        return (
+            re.search(self.name, target.name, re.IGNORECASE) is not None
+            and self.model_type in ("", target.model_type)
+            and (not self.vocab_sizes or target.vocab_size in self.vocab_sizes)
+            and self.num_parameters <= MAX_SHARE * target.num_parameters
+        )
+
+
+_LLAMA_3 = frozenset({128_256})
+_GEMMA_3 = frozenset({262_144, 262_208})
+_QWEN_2 = frozenset({151_936, 152_064})
+_SMOLLM_2 = frozenset({49_152})
+
+KNOWN_DRAFTS: Sequence[KnownDraft] = (
+    KnownDraft(
+        model=DEFAULT_DRAFT,
+        num_parameters=17_000_000,
+        family="made for this target",
+        name=f"^{re.escape(DEFAULT_TARGET)}$",
+        num_speculative_tokens=6,
+    ),
+    KnownDraft(
+        model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        num_parameters=135_000_000,
+        family="SmolLM2",
+        name="smollm2",
+        model_type="llama",
+        vocab_sizes=_SMOLLM_2,
+    ),
+    KnownDraft(
+        model=DEFAULT_DRAFT,
+        num_parameters=17_000_000,
+        family="SmolLM2",
+        name="smollm2",
+        model_type="llama",
+        vocab_sizes=_SMOLLM_2,
+    ),
+    KnownDraft(
+        model="Qwen/Qwen3-0.6B",
+        num_parameters=600_000_000,
+        family="Qwen3",
+        model_type="qwen3",
+        vocab_sizes=frozenset({151_936}),
+    ),
+    # Distilled from R1 over Qwen's and Llama's vocabularies, with special tokens of their own.
+    KnownDraft(
+        model="deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        num_parameters=1_780_000_000,
+        family="DeepSeek-R1-Distill-Qwen",
+        name="r1-distill-qwen",
+        model_type="qwen2",
+        vocab_sizes=_QWEN_2,
+    ),
+    KnownDraft(
+        model="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        num_parameters=494_000_000,
+        family="Qwen2.5-Coder",
+        name="coder",
+        model_type="qwen2",
+        vocab_sizes=_QWEN_2,
+        num_speculative_tokens=6,  # code is easy to foresee
+    ),
+    KnownDraft(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        num_parameters=494_000_000,
+        family="Qwen2.5",
+        name="^(?!.*r1-distill)",
+        model_type="qwen2",
+        vocab_sizes=_QWEN_2,
+    ),
+    KnownDraft(
+        model="meta-llama/Llama-3.2-1B-Instruct",
+        num_parameters=1_240_000_000,
+        family="Llama 3",
+        name="^(?!.*r1-distill)",
+        model_type="llama",
+        vocab_sizes=_LLAMA_3,
+    ),
+    *(
+        KnownDraft(
+            model=model,
+            num_parameters=num_parameters,
+            family="Gemma 3",
+            model_type="gemma3_text",
+            vocab_sizes=_GEMMA_3,
+            num_speculative_tokens=5,
+        )
+        for model, num_parameters in (
+            ("google/gemma-3-1b-it", 1_000_000_000),
+            ("google/gemma-3-270m-it", 268_000_000),
+        )
+    ),
+)
+
+# Pairs to begin with, the largest first: a target, and the GB that both models take in bfloat16.
+SUGGESTED: Sequence[tuple[str, float]] = (
+    ("Qwen/Qwen3-32B", 66.7),
+    ("Qwen/Qwen3-14B", 30.7),
+    ("Qwen/Qwen3-8B", 17.6),
+    ("Qwen/Qwen3-4B", 9.2),
+    ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 3.7),
+    (DEFAULT_TARGET, 0.3),
+)
+
+
+def known_draft(target: Target) -> KnownDraft | None:
+    """The best draft that is known for a target; None: there is none."""
+    return next((draft for draft in KNOWN_DRAFTS if draft.suits(target)), None)

@@ -1,0 +1,221 @@
+"""The draft that a target is given if nobody names one."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from tiny_pairs import save_tiny_model_with_tokenizer
+from typer.testing import CliRunner
+
+from outrider.server.cli import app
+from outrider.server.config.settings import Settings
+from outrider.server.config.settings_loader import load_settings
+from outrider.server.models import known_drafts
+from outrider.server.models.choice import count_parameters
+from outrider.server.models.known_drafts import KNOWN_DRAFTS, KnownDraft, Target, known_draft
+from outrider.server.models.pair import engine_config, prepare_pair
+from outrider.server.models.store import ModelError
+
+
+def target(name: str, model_type: str, vocab_size: int, billions: float) -> Target:
+    return Target(
+        name=name,
+        model_type=model_type,
+        vocab_size=vocab_size,
+        num_parameters=int(billions * 1e9),
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (target("smollm2-135m-instruct", "llama", 49_152, 0.134), "smollm2-135m-instruct-draft"),
+        (target("HuggingFaceTB/SmolLM2-360M", "llama", 49_152, 0.36), known_drafts.DEFAULT_DRAFT),
+        (target("SmolLM2-1.7B.gguf", "llama", 49_152, 1.7), "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (target("Qwen/Qwen3-8B", "qwen3", 151_936, 8.2), "Qwen/Qwen3-0.6B"),
+        (target("/models/mine", "qwen3", 151_936, 32.8), "Qwen/Qwen3-0.6B"),
+        (target("Qwen/Qwen3-0.6B", "qwen3", 151_936, 0.6), None),
+        (target("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152_064, 7.6), "Qwen/Qwen2.5-0.5B-Instruct"),
+        (
+            target("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2", 152_064, 7.6),
+            "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        ),
+        (
+            target("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", "qwen2", 152_064, 14.8),
+            "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        ),
+        (target("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama", 128_256, 8.0), None),
+        (
+            target("meta-llama/Llama-3.3-70B-Instruct", "llama", 128_256, 70.6),
+            "meta-llama/Llama-3.2-1B-Instruct",
+        ),
+        (target("google/gemma-3-27b-it", "gemma3_text", 262_208, 27.0), "google/gemma-3-1b-it"),
+        (target("google/gemma-3-1b-it", "gemma3_text", 262_144, 1.0), "google/gemma-3-270m-it"),
+        (target("mistralai/Mistral-7B-v0.3", "mistral", 32_768, 7.2), None),
+    ],
+    ids=lambda value: value.name if isinstance(value, Target) else "",
+)
+def test_a_target_gets_the_draft_of_its_family(of: Target, expected: str | None) -> None:
+    found = known_draft(of)
+    assert (found and found.model) == expected
+
+
+def test_the_pairs_of_our_configs_are_known() -> None:
+    """What the table and configs/ say of a target agrees."""
+    sizes = {"qwen3": 151_936, "qwen2": 152_064, "llama": 128_256, "gemma3_text": 262_208}
+    checked = 0
+    for name in ("qwen3-8b", "qwen3-32b", "qwen2.5-coder-7b", "llama-3.1-8b", "gemma-3-27b"):
+        settings = load_settings(Path(name), environ={})
+        kinds = [kind for kind in sizes if kind[:4] in settings.target.model.lower()]
+        kind = "qwen2" if "2.5" in name else kinds[0]
+        found = known_draft(target(settings.target.model, kind, sizes[kind], 8.0))
+        assert found is not None
+        assert found.model == settings.draft.model
+        checked += 1
+    assert checked == 5
+
+
+def test_no_draft_suits_a_target_of_its_own_size() -> None:
+    for known in KNOWN_DRAFTS:
+        assert not known.suits(
+            target(known.model, known.model_type, min(known.vocab_sizes or {0}), 0.0)
+        )
+
+
+# ---- what is made of it
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    save_tiny_model_with_tokenizer(root / "target", num_hidden_layers=3)
+    save_tiny_model_with_tokenizer(root / "draft", num_hidden_layers=1)
+    save_tiny_model_with_tokenizer(root / "other", num_hidden_layers=1)
+    tokenizer = json.loads((root / "other/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (root / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+    return root
+
+
+def know(monkeypatch: pytest.MonkeyPatch, *models: Path) -> None:
+    drafts = [
+        KnownDraft(model=str(model), num_parameters=1, family="tiny", num_speculative_tokens=7)
+        for model in models
+    ]
+    monkeypatch.setattr(known_drafts, "KNOWN_DRAFTS", drafts)
+
+
+def settings_of(models: Path, *assignments: str) -> Settings:
+    given = [f"target.model={models / 'target'}", "target.device=cpu", *assignments]
+    return load_settings(assignments=given, environ={})
+
+
+def test_the_known_draft_is_loaded_with_its_k_and_the_reason_is_told(
+    models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    know(monkeypatch, models / "draft")
+    pair = prepare_pair(settings_of(models))
+    config = engine_config(pair)
+    assert config.draft is not None
+    assert config.draft.path == str(models / "draft") == pair.settings.draft.model
+    assert config.speculation.num_speculative_tokens == 7
+    assert f"draft: {models / 'draft'} (tiny), the best that is known for" in caplog.text
+
+
+def test_what_the_settings_say_goes_first(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    know(monkeypatch, models / "not-there")
+    named = prepare_pair(
+        settings_of(
+            models, f"draft.model={models / 'draft'}", "speculation.num_speculative_tokens=2"
+        )
+    )
+    assert named.draft == models / "draft"
+    assert engine_config(named).speculation.num_speculative_tokens == 2
+    for plain in ("speculation.proposer=none", "speculation.num_speculative_tokens=0"):
+        pair = prepare_pair(settings_of(models, plain))
+        assert (pair.draft, engine_config(pair).speculation.num_speculative_tokens) == (None, 0)
+
+
+@pytest.mark.parametrize("draft", ["not-there", "other", None])
+def test_without_a_draft_that_works_prompt_lookup_drafts(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    draft: str | None,
+) -> None:
+    caplog.set_level(logging.INFO)
+    know(monkeypatch, *[models / draft] if draft else [])
+    config = engine_config(prepare_pair(settings_of(models)))
+    assert (config.draft, config.speculation.proposer) == (None, "ngram")
+    assert config.speculation.num_speculative_tokens == 5
+    why = {"not-there": "does not exist", "other": "tokenizers differ", None: "no draft is known"}
+    assert why[draft] in caplog.text
+    assert "drafts are looked up in the text" in caplog.text
+
+
+def test_a_draft_that_was_asked_for_is_never_replaced(models: Path) -> None:
+    with pytest.raises(ModelError, match=r"draft\.model = .*other.*differ in 2 of \d+ tokens"):
+        prepare_pair(settings_of(models, f"draft.model={models / 'other'}"))
+
+
+def test_parameters_are_counted_from_the_headers(models: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models / "target")
+    expected = sum(tensor.numel() for tensor in model.state_dict().values())
+    tied = model.lm_head.weight.numel() if model.config.tie_word_embeddings else 0
+    assert count_parameters(models / "target") == expected - tied
+
+
+# ---- the command
+
+
+def served_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+    """The settings that `outrider serve` would serve with."""
+    import outrider.server.http.serving as serving
+
+    asked: list[Settings] = []
+    monkeypatch.setattr(serving, "serve", lambda settings: asked.append(settings) or 0)
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 0, result.output
+    return asked[0]
+
+
+def test_serve_takes_a_model_and_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = served_with(monkeypatch, "a/b", "--draft", "c/d", "-k", "3")
+    assert (settings.target.model, settings.draft.model) == ("a/b", "c/d")
+    assert settings.speculation.proposer == "auto"
+    assert settings.speculation.num_speculative_tokens == 3
+    assert served_with(monkeypatch, "a/b", "--no-draft").speculation.proposer == "none"
+    assert served_with(monkeypatch) == Settings()
+
+
+def test_serve_takes_a_config_file_in_place_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "pair.toml"
+    path.write_text("[target]\nmodel = 'a/b'\n[draft]\nmodel = 'c/d'\n")
+    assert served_with(monkeypatch, str(path)) == served_with(monkeypatch, "--config", str(path))
+    assert served_with(monkeypatch, "qwen3-8b").target.model == "Qwen/Qwen3-8B"
+    over = served_with(monkeypatch, "x/y", "--config", str(path))
+    assert (over.target.model, over.draft.model) == ("x/y", "c/d")
+
+
+def test_a_draft_and_no_draft_exclude_each_other() -> None:
+    result = CliRunner().invoke(app, ["serve", "--no-draft", "--draft", "a/b"])
+    assert result.exit_code == 2
+    assert "excludes" in result.output
+
+
+def test_the_version_is_told() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout.startswith("outrider 0.")
+
+
+def test_help_shows_examples_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = CliRunner().invoke(app, ["serve", "--help"]).output
+    for part in ("outrider serve Qwen/Qwen3-8B", "[default: 8000]", "Models and speculation"):
+        assert part in shown
