@@ -5,11 +5,29 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench_command
+from .chat import chat_command
 from .config import config_command
 from .distill import distill_command
+from .doctor import doctor_command
 from .evaluate import evaluate_command
 from .models import models_app
-from .serve import EXAMPLES, serve_command
+from .serve import EXAMPLES as SERVE_EXAMPLES
+from .serve import serve_command
+
+EXAMPLES = """\
+Examples:
+
+  outrider doctor                 what this machine has, and which pair fits
+
+  outrider serve                  the default pair, on any machine
+
+  outrider serve Qwen/Qwen3-8B    any model, with the draft that is known for it
+
+  outrider chat                   talk to it, and see what was drafted
+
+  outrider bench                  what the drafts are worth under load
+"""
 
 app = typer.Typer(
     help="A standalone speculative decoding server.",
@@ -20,7 +38,10 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 _SERVING, _MODELS = "Serve and try", "Models and settings"
-app.command("serve", rich_help_panel=_SERVING, epilog=EXAMPLES)(serve_command)
+app.command("serve", rich_help_panel=_SERVING, epilog=SERVE_EXAMPLES)(serve_command)
+app.command("chat", rich_help_panel=_SERVING)(chat_command)
+app.command("bench", rich_help_panel=_SERVING)(bench_command)
+app.command("doctor", rich_help_panel=_SERVING)(doctor_command)
 app.command("evaluate", rich_help_panel=_MODELS)(evaluate_command)
 app.command("distill", rich_help_panel=_MODELS)(distill_command)
 app.add_typer(models_app, name="models", rich_help_panel=_MODELS)

@@ -1,0 +1,132 @@
+"""`outrider bench`: what the drafts of a running server are worth under load."""
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .progress import ProgressDisplay
+from .remote import DEFAULT_URL, ApiKeyOption, ModelOption, RemoteError, UrlArgument, find
+
+if TYPE_CHECKING:
+    from ..evaluation.load import Load
+
+
+def bench_command(
+    url: UrlArgument = DEFAULT_URL,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            "-c", "--concurrency", min=1, help="Requests at once; repeatable. \\[default: 1, 8]"
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of a round. \\[default: twice as many as run at once]"),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="With drafts and without in turn; one more warms up.")
+    ] = 2,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    k: Annotated[
+        int | None, typer.Option("-k", min=1, help="Drafts a step. \\[default: adaptive]")
+    ] = None,
+    model: ModelOption = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write what was measured there.")
+    ] = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Measure a running server under load, with and without drafts in the same minutes."""
+    if json_file and not json_file.parent.is_dir():
+        typer.echo(f"outrider: {json_file.parent} is no directory; make it first", err=True)
+        raise typer.Exit(2)
+    from ..evaluation.load import measure_load  # brings in the engine's part of the package
+
+    try:
+        remote = find(url, api_key, model)
+        loads = {}
+        with ProgressDisplay() as progress:
+            for at_once in concurrency or [1, 8]:
+                loads[at_once] = asyncio.run(
+                    measure_load(
+                        remote,
+                        concurrency=at_once,
+                        rounds=rounds,
+                        requests_per_round=requests or max(4, 2 * at_once),
+                        max_tokens=max_tokens,
+                        temperature=temperature,
+                        k=k,
+                        counted=partial(progress, f"{at_once} at once"),
+                    )
+                )
+    except RemoteError as error:
+        typer.echo(f"outrider: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    rows = [_row(at_once, *pair) for at_once, pair in loads.items()]
+    Console(highlight=False).print(_table(rows, f"{remote.model} at {remote.url}"))
+    if not any(drafted.num_drafts for _, drafted in loads.values()):
+        typer.echo(
+            "The server drafted nothing: it has no draft, or drafting did not pay at this load, or "
+            "it is none of Outrider's. -k 4 makes it draft whatever that costs."
+        )
+    if json_file:
+        told = {"url": remote.url, "model": remote.model, "temperature": temperature}
+        json_file.write_text(json.dumps(told | {"loads": rows}, indent=2) + "\n")
+
+
+def _row(at_once: int, plain: "Load", drafted: "Load") -> dict[str, Any]:
+    from ..evaluation.load import percentile
+
+    def of(load: "Load") -> dict[str, float]:
+        return {
+            "tokens_per_s": load.tokens_per_s,
+            "first_token_s_p50": percentile(load.first_token_s, 0.5),
+            "first_token_s_p99": percentile(load.first_token_s, 0.99),
+            "token_s_p50": percentile(load.token_s, 0.5),
+            "token_s_p99": percentile(load.token_s, 0.99),
+        }
+
+    return {
+        "concurrency": at_once,
+        "speedup": drafted.tokens_per_s / plain.tokens_per_s,
+        "acceptance": drafted.acceptance,
+        "plain": of(plain),
+        "drafted": of(drafted),
+    }
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in (
+        "at once",
+        "tokens/s plain",
+        "with drafts",
+        "times",
+        "first token plain",
+        "with drafts",
+        "a later token plain",
+        "with drafts",
+        "accepted",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        plain, drafted = row["plain"], row["drafted"]
+        table.add_row(
+            str(row["concurrency"]),
+            f"{plain['tokens_per_s']:.1f}",
+            f"{drafted['tokens_per_s']:.1f}",
+            f"{row['speedup']:.2f}",
+            *(f"{each['first_token_s_p50'] * 1e3:.0f} ms" for each in (plain, drafted)),
+            *(f"{each['token_s_p50'] * 1e3:.1f} ms" for each in (plain, drafted)),
+            "-" if row["acceptance"] is None else f"{row['acceptance']:.0%}",
+        )
+    return table

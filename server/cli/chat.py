@@ -1,0 +1,179 @@
+"""`outrider chat`: a conversation in the terminal, which shows what the drafts were worth."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from .painter import STYLES, Painter
+from .remote import (
+    DEFAULT_URL,
+    TIMEOUT,
+    ApiKeyOption,
+    ModelOption,
+    Remote,
+    RemoteError,
+    UrlArgument,
+    check,
+    chunks_of,
+    find,
+    unreachable,
+)
+
+HELP = """\
+/k N    at most N drafts a step; 0: none; /k alone: as the server is set
+/reset  begin a new conversation
+/quit   leave (so does Ctrl-D)"""
+
+
+def chat_command(
+    url: UrlArgument = DEFAULT_URL,
+    model: ModelOption = None,
+    system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="\\[default: the server's]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer. \\[default: what fits]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
+    k: Annotated[
+        int | None, typer.Option("-k", min=0, help="Drafts a step; 0: none. \\[default: adaptive]")
+    ] = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Chat with a running server; colours show which tokens were drafted.
+
+    Without a terminal, each line that is read is a turn.
+    """
+    console = Console(highlight=False)
+    try:
+        remote = find(url, api_key, model)
+    except RemoteError as error:
+        typer.echo(f"outrider: {error}", err=True)
+        raise typer.Exit(1) from None
+    options = {"temperature": temperature, "max_completion_tokens": max_tokens, "seed": seed}
+    conversation = Conversation(remote, console, system, options, k)
+    console.print(f"{remote.model} at {remote.url}; /help tells what else to type", soft_wrap=True)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives `input` a history)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line == "/quit":
+            return
+        if line.startswith("/"):
+            conversation.command(line)
+        elif line:
+            try:
+                conversation.say(line)
+            except RemoteError as error:
+                typer.echo(f"outrider: {error}", err=True)
+
+
+class Conversation:
+    """Turns so far, and how the next answer is asked for."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        console: Console,
+        system: str | None,
+        options: dict[str, Any],
+        k: int | None,
+    ) -> None:
+        self._remote, self._console, self._options = remote, console, options
+        self._first = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._first)
+        self._k = k
+        self._has_trace = True  # until the server says that it knows none
+
+    def command(self, line: str) -> None:
+        """Obey a line that begins with a slash."""
+        name, _, value = line.partition(" ")
+        if name == "/reset":
+            self._messages = list(self._first)
+        elif name == "/k" and (not value or value.isdecimal()):
+            self._k = int(value) if value else None
+        else:
+            self._console.print(HELP)
+
+    def say(self, text: str) -> None:
+        """Ask, and show the answer as it comes. Raises RemoteError; then nothing was said."""
+        messages = [*self._messages, {"role": "user", "content": text}]
+        painter, answer, started_s, first_s = Painter(), list[str](), time.perf_counter(), 0.0
+        with contextlib.suppress(KeyboardInterrupt):  # ends the answer, not the conversation
+            for choice in self._choices(messages):
+                first_s = first_s or time.perf_counter() - started_s
+                painter.take(choice)
+                delta = choice["delta"]
+                if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
+                    self._show(painter, reasoning, "dim italic")
+                if content := delta.get("content"):
+                    self._show(painter, content)
+                    answer.append(content)
+        self._console.print()
+        self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+        self._sum_up(painter, first_s, time.perf_counter() - started_s)
+
+    def _choices(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+        """The choices of the answer's chunks."""
+        try:
+            with httpx.Client(timeout=TIMEOUT, headers=self._remote.headers) as client:
+                body = self._body(messages)
+                with client.stream("POST", self._remote.chat_url, json=body) as response:
+                    content = response.read() if response.is_error else b""
+                    knows_none = response.status_code == 400 and b"trace" in content
+                    if not (self._has_trace and knows_none):
+                        check(self._remote.url, response.status_code, content)
+                        for chunk in chunks_of(response.iter_lines()):
+                            yield from chunk["choices"]
+                        return
+        except httpx.HTTPError as error:
+            raise unreachable(self._remote.url, error) from None
+        self._has_trace = False
+        yield from self._choices(messages)
+
+    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        speculation: dict[str, Any] = {}
+        if self._k is not None:
+            speculation = {"enabled": self._k > 0, "num_speculative_tokens": self._k}
+        if self._has_trace:
+            speculation["trace"] = True
+        return self._remote.body(
+            messages,
+            **self._options,
+            speculation=speculation or None,
+            # Tells which tokens a step brought, if there is no trace.
+            logprobs=None if self._has_trace else True,
+        )
+
+    def _show(self, painter: Painter, text: str, style: str = "") -> None:
+        line = Text()
+        for piece, kind in painter.paint(text):
+            line.append(piece, f"{STYLES[kind]} {style}".strip())
+        self._console.print(line, end="", soft_wrap=True)
+
+    def _sum_up(self, painter: Painter, first_s: float, total_s: float) -> None:
+        num_tokens = painter.counts.total()
+        if not num_tokens:
+            return
+        line = Text("[", "dim")
+        for kind in ("accepted", "recovered", "bonus", "own", "plain"):
+            if count := painter.counts[kind]:
+                name = "of the target" if kind == "own" else kind
+                line.append(f"{count} {name}", STYLES[kind]).append(", ", "dim")
+        line.append(f"{num_tokens / painter.num_steps:.1f} tokens a step, ", "dim")
+        decode_s = total_s - first_s
+        if num_tokens > 1 and decode_s > 0:
+            line.append(f"{(num_tokens - 1) / decode_s:.0f} tokens/s, ", "dim")
+        line.append(f"first after {first_s:.2f} s]", "dim")
+        self._console.print(line, soft_wrap=True)

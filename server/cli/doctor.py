@@ -1,0 +1,57 @@
+"""`outrider doctor`: what this machine has, what it lacks, and what to do about it."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .config import ConfigOption, SetOption, settings_or_exit
+
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[bold red]missing[/]"}
+
+
+def doctor_command(
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Do not try to reach the hub.")
+    ] = False,
+) -> None:
+    """Look at this machine: what is there, what is missing, which pair fits, what to do.
+
+    Exit status 1 if the server cannot run as things are.
+    """
+    settings = settings_or_exit(config, assignments)
+    from ..diagnosis import machine, network  # bring in torch
+
+    hub = network.hub(offline=offline)
+    findings = [
+        machine.system(),
+        machine.python(),
+        machine.torch_build(),
+        machine.gpu(),
+        machine.compiler(),
+        machine.processor(),
+        machine.memory(),
+        machine.disk(),
+        network.port(settings.server.host, settings.server.port),
+        hub,
+        machine.models(),
+        machine.pair(has_hub=hub.state == "ok"),
+    ]
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for found in findings:
+        text = escape(found.text)
+        if found.remedy:
+            text += f"\n[bold]{escape(found.remedy)}[/]"
+        table.add_row(_MARKS[found.state], found.name, text)
+    Console(highlight=False).print(table)
+    if any(found.state == "bad" for found in findings):
+        typer.echo("\nThe server cannot run as things are: see what is missing above.")
+        raise typer.Exit(1)
+    typer.echo("\nReady: `outrider serve` starts the server.")

@@ -1,0 +1,61 @@
+"""Which character of an answer comes from which kind of token, for `outrider chat`."""
+
+import codecs
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+STYLES = {
+    "accepted": "green",
+    "recovered": "yellow underline",
+    "bonus": "bold cyan",
+    "plain": "",
+    "own": "yellow",  # recovered, bonus or plain: a server that tells no trace does not say which
+}
+
+
+class Painter:
+    """Takes the chunks of one answer, and gives its text in pieces with their kinds.
+
+    The kinds come from the trace of a chunk's steps. A server without one tells the tokens of each
+    step at least: all but the last of them were drafted.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.num_steps = 0
+        self._text = ""  # of tokens whose text the answer has not shown yet
+        self._kinds: list[str] = []  # of its characters
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, choice: dict[str, Any]) -> None:
+        """Learn the tokens of a chunk's choice."""
+        for kinds in self._steps(choice):
+            self.num_steps += 1
+            for token, kind in kinds:
+                self.counts[kind] += 1
+                text = self._decoder.decode(bytes(token["bytes"]))
+                self._text += text
+                self._kinds += [kind] * len(text)
+
+    def paint(self, text: str) -> Iterator[tuple[str, str]]:
+        """Pieces of the text that the answer shows, each with its kind."""
+        start = self._text.find(text)  # in front of it may be tokens that are not shown
+        kinds = ["plain"] * len(text)
+        if start >= 0:
+            end = start + len(text)
+            kinds = self._kinds[start:end]
+            self._text, self._kinds = self._text[end:], self._kinds[end:]
+        at = 0
+        for kind, run in groupby(kinds):
+            length = len(list(run))
+            yield text[at : at + length], kind
+            at += length
+
+    def _steps(self, choice: dict[str, Any]) -> Iterator[list[tuple[dict[str, Any], str]]]:
+        if "trace" in choice:
+            for step in choice["trace"] or ():
+                yield [(token, token["kind"]) for token in step["tokens"]]
+        elif tokens := (choice.get("logprobs") or {}).get("content"):
+            yield [(t, "accepted") for t in tokens[:-1]] + [(tokens[-1], "own")]

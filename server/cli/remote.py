@@ -1,0 +1,104 @@
+"""A running server, as `outrider chat` and `outrider bench` talk to it."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+UrlArgument = Annotated[
+    str, typer.Argument(metavar="[URL]", show_default=True, help="Where the server is.")
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(envvar="OUTRIDER_API_KEY", help="Bearer key, if the server asks for one."),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Model to ask. \\[default: the first one that is served]"),
+]
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a first answer may wait in a queue
+
+
+class RemoteError(RuntimeError):
+    """The server cannot be reached, or refuses; says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Where to ask, as whom, and for which model."""
+
+    url: str  # without /v1
+    headers: dict[str, str]
+    model: str
+
+    @property
+    def chat_url(self) -> str:
+        return f"{self.url}/v1/chat/completions"
+
+    def body(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+        """A streamed chat request; fields that are None are left out."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        return {"model": self.model, "messages": messages, "stream": True, **given}
+
+
+def find(url: str, api_key: str | None, model: str | None) -> Remote:
+    """The server at `url`, which may end in /v1, and the model to ask. Raises RemoteError."""
+    url = url.rstrip("/").removesuffix("/v1")
+    if "://" not in url:
+        url = f"http://{url}"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT)
+        if response.is_error:
+            raise RemoteError(_refusal(url, response.status_code, response.content))
+        names = [entry["id"] for entry in response.json()["data"]]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise unreachable(url, error) from None
+    except (ValueError, KeyError, TypeError):
+        raise RemoteError(f"{url} answers, but not as an OpenAI-compatible server does") from None
+    if model is not None and model not in names:
+        raise RemoteError(f"{url} serves no model {model!r}; it serves {', '.join(names)}")
+    return Remote(url, headers, model or names[0])
+
+
+def unreachable(url: str, error: Exception) -> RemoteError:
+    return RemoteError(
+        f"cannot reach a server at {url} ({error or type(error).__name__}); start one with "
+        "`outrider serve`, or give its URL"
+    )
+
+
+def check(url: str, status: int, content: bytes) -> None:
+    """Raise RemoteError for an answer that is no success."""
+    if status >= 400:
+        raise RemoteError(_refusal(url, status, content))
+
+
+def _refusal(url: str, status: int, content: bytes) -> str:
+    try:
+        told = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        told = content.decode(errors="replace")[:200]
+    hint = "; give --api-key, or set OUTRIDER_API_KEY" if status == 401 else ""
+    return f"{url} answers {status}: {told}{hint}"
+
+
+def chunk_of(line: str) -> dict[str, Any] | None:
+    """The chunk that a line of an event stream brings, if any. Raises RemoteError for an error."""
+    data = line.removeprefix("data:").strip()
+    if not line.startswith("data:") or data == "[DONE]":
+        return None
+    chunk: dict[str, Any] = json.loads(data)
+    if "error" in chunk:
+        raise RemoteError(f"the server ended the answer: {chunk['error'].get('message')}")
+    return chunk
+
+
+def chunks_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if chunk := chunk_of(line):
+            yield chunk

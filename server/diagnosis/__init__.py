@@ -1,0 +1,1 @@
+"""What `outrider doctor` looks at."""

@@ -1,0 +1,213 @@
+"""Findings about this machine: Python, torch, GPUs, memory, disk, models."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from transformers import PreTrainedConfig
+
+from outrider.engine.models.admission import resolve_dtype
+
+from ..models import builtin, store
+from ..models.known_drafts import SUGGESTED
+
+LEAST_PYTHON = (3, 11)
+LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in its tensor cores
+LEAST_DISK_GB = 2.0  # for the default pair and its download
+# Of a GPU's memory, or a CPU's free memory, what the weights of a pair may take: the rest is for
+# the KV cache and for what a step needs.
+WEIGHTS_SHARE_GPU, WEIGHTS_SHARE_CPU = 0.8, 0.5
+# Weights are read once a token: more than this would answer at walking pace from a CPU's memory.
+MAX_CPU_WEIGHTS_GB = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at: `bad` keeps the server from running, `note` may matter."""
+
+    name: str
+    state: Literal["ok", "note", "bad"]
+    text: str
+    remedy: str | None = None
+
+
+def system() -> Finding:
+    text = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if sys.platform == "linux":
+        return Finding(name="system", state="ok", text=text)
+    if sys.platform == "darwin":
+        return Finding(
+            name="system",
+            state="note",
+            text=text,
+            remedy="macOS runs the CPU path only: no Metal, no CUDA.",
+        )
+    return Finding(
+        name="system", state="bad", text=text, remedy="Run Outrider in WSL2 or in Docker."
+    )
+
+
+def python() -> Finding:
+    text = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info >= LEAST_PYTHON:
+        return Finding(name="Python", state="ok", text=text)
+    return Finding(name="Python", state="bad", text=text, remedy="Install Python 3.11 or newer.")
+
+
+def torch_build() -> Finding:
+    """torch, and whether its CUDA fits the driver."""
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    text = f"{torch.__version__}, built for {built_for}"
+    driver = nvidia_driver()
+    if driver is None:
+        return Finding(name="torch", state="ok", text=text)
+    text += f"; NVIDIA driver {driver}"
+    if torch.version.cuda is None:
+        return Finding(
+            name="torch",
+            state="note",
+            text=text,
+            remedy="There is a GPU, and this torch cannot use it: pip install --force-reinstall "
+            "torch, from an index that has CUDA builds.",
+        )
+    if not torch.cuda.is_available():
+        return Finding(
+            name="torch",
+            state="note",
+            text=text,
+            remedy=f"torch cannot use the GPU: the driver is too old for {built_for}. Update it, "
+            "or install a torch for an older CUDA (https://pytorch.org/get-started).",
+        )
+    return Finding(name="torch", state="ok", text=text)
+
+
+def nvidia_driver() -> str | None:
+    """The version of the driver, as nvidia-smi tells it; None: there is no NVIDIA GPU."""
+    if (command := shutil.which("nvidia-smi")) is None:
+        return None
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip().partition("\n")[0] or None
+
+
+def gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding(name="GPU", state="note", text="none: models run on the CPU")
+    parts, too_old = [], False
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(i)
+        too_old |= (properties.major, properties.minor) < LEAST_CAPABILITY
+        parts.append(
+            f"cuda:{i} {properties.name}, {free_bytes / 1e9:.0f} of {total_bytes / 1e9:.0f} GB free"
+        )
+    if too_old:
+        remedy = "GPUs before Ampere (compute capability 8.0) have not been tried."
+        return Finding(name="GPU", state="note", text="; ".join(parts), remedy=remedy)
+    return Finding(name="GPU", state="ok", text="; ".join(parts))
+
+
+def compiler() -> Finding:
+    """What Triton needs to build the launchers of kernels: a C compiler and Python's headers."""
+    name = "compiler"
+    if not torch.cuda.is_available():
+        return Finding(name=name, state="ok", text="not needed: kernels run on a GPU only")
+    candidates = [os.environ.get("CC"), "gcc", "clang"]
+    found = next((path for each in candidates if each and (path := shutil.which(each))), None)
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if found and headers.exists():
+        return Finding(name=name, state="ok", text=f"{found}, and Python's headers")
+    missing = [
+        *([] if found else ["a C compiler (Debian, Ubuntu: apt install gcc)"]),
+        *([] if headers.exists() else [f"{headers} (Debian, Ubuntu: apt install python3-dev)"]),
+    ]
+    return Finding(
+        name=name,
+        state="bad",
+        text="Triton cannot build its kernels",
+        remedy=f"Install {' and '.join(missing)}.",
+    )
+
+
+def processor() -> Finding:
+    text = f"{psutil.cpu_count(logical=False) or '?'} cores, {os.cpu_count()} threads"
+    dtype = resolve_dtype("auto", PreTrainedConfig(), torch.device("cpu"))
+    text += f"; models run in {str(dtype).removeprefix('torch.')} on it"
+    return Finding(name="processor", state="ok", text=text)
+
+
+def memory() -> Finding:
+    told = psutil.virtual_memory()
+    text = f"{told.available / 1e9:.0f} of {told.total / 1e9:.0f} GB available"
+    if told.available >= 2e9:
+        return Finding(name="memory", state="ok", text=text)
+    return Finding(
+        name="memory",
+        state="note",
+        text=text,
+        remedy="The default pair takes about 2 GB. End something else.",
+    )
+
+
+def disk() -> Finding:
+    """Where models go."""
+    home = store.home()
+    folder = next(path for path in (home, *home.parents) if path.exists())
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    text = f"{free_gb:.0f} GB free for models in {home}"
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            name="disk",
+            state="bad",
+            text=f"{text}, which this user may not write to",
+            remedy="Set OUTRIDER_HOME to a folder that is yours.",
+        )
+    if free_gb < LEAST_DISK_GB:
+        remedy = "Make room, or set OUTRIDER_HOME to a folder on another disk."
+        return Finding(name="disk", state="bad", text=text, remedy=remedy)
+    return Finding(name="disk", state="ok", text=text)
+
+
+def models() -> Finding:
+    """Whether the default pair is there already."""
+    missing = [
+        name for name, each in builtin.BUILTINS.items() if store.find(name, each.source) is None
+    ]
+    if not missing:
+        return Finding(name="models", state="ok", text="the default pair is there")
+    return Finding(
+        name="models",
+        state="note",
+        text=f"not fetched yet: {', '.join(missing)}",
+        remedy="`outrider models fetch` gets them now (0.1 GB); `outrider serve` does it, too.",
+    )
+
+
+def pair(*, has_hub: bool) -> Finding:
+    """The largest pair of those we suggest that fits this machine, and that can be had."""
+    if torch.cuda.is_available():
+        room_gb = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU
+        where = "the GPU"
+    else:
+        room_gb = psutil.virtual_memory().available / 1e9 * WEIGHTS_SHARE_CPU
+        room_gb, where = min(room_gb, MAX_CPU_WEIGHTS_GB), "the CPU"
+    at_hand = [(model, gb) for model, gb in SUGGESTED if has_hub or model in builtin.BUILTINS]
+    model, size_gb = next((each for each in at_hand if each[1] <= room_gb), at_hand[-1])
+    state: Literal["ok", "bad"] = "ok" if size_gb <= room_gb else "bad"
+    return Finding(
+        name="pair",
+        state=state,
+        text=f"{model} and its draft fit {where}: {size_gb:.1f} GB of weights in bfloat16",
+        remedy=f"outrider serve {model}" if state == "ok" else "Free some memory.",
+    )

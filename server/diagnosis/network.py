@@ -1,0 +1,49 @@
+"""Findings about what this machine can reach, and what can reach it."""
+
+import os
+import socket
+
+import httpx
+from huggingface_hub import constants, get_token
+
+from .machine import Finding
+
+HUB_TIMEOUT_S = 10.0
+
+
+def port(host: str, number: int) -> Finding:
+    """Whether the server could listen there."""
+    if number == 0:
+        return Finding(name="port", state="ok", text=f"any free one on {host}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return Finding(
+            name="port",
+            state="bad",
+            text=f"{number} on {host}: {error.strerror}",
+            remedy="Start with another: outrider serve --port 8001.",
+        )
+    return Finding(name="port", state="ok", text=f"{number} on {host} is free")
+
+
+def hub(*, offline: bool) -> Finding:
+    """Whether models can be had from the hub, and as whom."""
+    token = "with a token" if get_token() else "without a token: gated models need `hf auth login`"
+    name, without = "hub", "The default pair, directories and GGUF files work without it."
+    if offline or constants.HF_HUB_OFFLINE:
+        return Finding(name=name, state="note", text="not tried: offline", remedy=without)
+    endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
+    try:
+        response = httpx.head(endpoint, timeout=HUB_TIMEOUT_S, follow_redirects=True)
+        response.raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        text = f"cannot reach {endpoint} ({reason.partition(chr(10))[0]})"
+        return Finding(name=name, state="note", text=text, remedy=without)
+    return Finding(name=name, state="ok", text=f"{endpoint} answers, {token}")

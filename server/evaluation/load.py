@@ -1,0 +1,122 @@
+"""Load on a running server, with and without drafts in turn, as clients see it."""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from ..cli.remote import TIMEOUT, Remote, RemoteError, check, chunk_of, unreachable
+from .measure import held_out_prompts
+
+PLAIN: dict[str, Any] = {"enabled": False}
+DRAFTED: dict[str, Any] = {"metrics": True}
+
+
+@dataclass(slots=True)
+class Load:
+    """What so many requests at once came to, over all rounds."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    first_token_s: list[float] = field(default_factory=list)  # of each request
+    token_s: list[float] = field(default_factory=list)  # of each request: a later token, on average
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts of all drafts; None if there were none."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else None
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that so large a share of them does not exceed; NaN if there are none."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else math.nan
+
+
+async def measure_load(
+    remote: Remote,
+    *,
+    concurrency: int,
+    rounds: int,
+    requests_per_round: int,
+    max_tokens: int,
+    temperature: float,
+    k: int | None,
+    counted: Callable[[int, int], None],
+) -> tuple[Load, Load]:
+    """Without and with drafts. The rounds of the two alternate, so that both meet the same minutes;
+    one of each before them is not counted: the server learns there what a step costs.
+
+    `counted` is told how many requests of how many are done. Raises RemoteError.
+    """
+    prompts = [text for texts in zip(*held_out_prompts().values(), strict=False) for text in texts]
+    plain, drafted = Load(), Load()
+    with_drafts = DRAFTED if k is None else DRAFTED | {"num_speculative_tokens": k}
+    limits = httpx.Limits(max_connections=concurrency)
+    total, done = 2 * (rounds + 1) * requests_per_round, 0
+    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=remote.headers) as client:
+        for number in range(rounds + 1):
+            for load, speculation in ((plain, PLAIN), (drafted, with_drafts)):
+                todo = iter(range(requests_per_round))
+                into = load if number else Load()
+
+                async def work() -> None:
+                    nonlocal done
+                    for i in todo:  # noqa: B023  (awaited within this turn of the loop)
+                        body = remote.body(
+                            [{"role": "user", "content": prompts[i % len(prompts)]}],
+                            temperature=temperature,
+                            seed=i,
+                            max_completion_tokens=max_tokens,
+                            ignore_eos=True,
+                            cache_salt=uuid.uuid4().hex,  # no prompt is found in the cache
+                            stream_options={"include_usage": True},
+                            speculation=speculation,  # noqa: B023
+                        )
+                        await _ask(client, remote, body, into)  # noqa: B023
+                        done += 1
+                        counted(done, total)
+
+                started_s = time.perf_counter()
+                await asyncio.gather(*(work() for _ in range(concurrency)))
+                into.seconds += time.perf_counter() - started_s
+    return plain, drafted
+
+
+async def _ask(client: httpx.AsyncClient, remote: Remote, body: dict[str, Any], load: Load) -> None:
+    started_s, first_s, last_s = time.perf_counter(), 0.0, 0.0
+    num_tokens = 0
+    try:
+        async with client.stream("POST", remote.chat_url, json=body) as response:
+            if response.is_error:
+                check(remote.url, response.status_code, await response.aread())
+            async for line in response.aiter_lines():
+                if (chunk := chunk_of(line)) is None:
+                    continue
+                if chunk["choices"]:
+                    last_s = time.perf_counter()
+                    first_s = first_s or last_s
+                if usage := chunk.get("usage"):
+                    num_tokens = usage["completion_tokens"]
+                if told := (chunk.get("metrics") or {}).get("speculative_decoding"):
+                    load.num_drafts += told["num_draft_tokens"]
+                    load.num_accepted += told["num_accepted_draft_tokens"]
+    except httpx.HTTPError as error:
+        raise unreachable(remote.url, error) from None
+    if not num_tokens:
+        raise RemoteError(f"{remote.url} does not tell how many tokens its answers have (usage)")
+    load.num_tokens += num_tokens
+    load.first_token_s.append(first_s - started_s)
+    if num_tokens > 1:
+        load.token_s.append((last_s - first_s) / (num_tokens - 1))

@@ -1,0 +1,152 @@
+"""`outrider doctor`, on this machine and on others that it is shown."""
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.server.cli import app
+from outrider.server.diagnosis import machine, network
+from outrider.server.models.known_drafts import SUGGESTED
+
+
+def test_everything_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "100")
+    result = CliRunner().invoke(app, ["doctor", "--offline", "--set", "server.port=0"])
+    assert result.exit_code == 0, result.output
+    for name in ("system", "Python", "torch", "GPU", "compiler", "memory", "disk", "port", "pair"):
+        assert f" {name} " in result.stdout
+    assert "not fetched yet: smollm2-135m-instruct" in result.stdout
+    assert "`outrider serve` starts the server" in result.stdout
+
+
+def test_a_taken_port_is_missing_and_another_is_advised() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["doctor", "--offline", "--set", f"server.port={number}"])
+    assert result.exit_code == 1
+    assert f"{number} on 127.0.0.1: Address already in use" in result.stdout
+    assert "--port" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "usable", "state", "words"),
+    [
+        (None, None, False, "ok", "CPUs only"),
+        ("550.1", "12.8", True, "ok", "NVIDIA driver 550.1"),
+        ("550.1", None, False, "note", "this torch cannot use it"),
+        ("450.1", "13.0", False, "note", "too old for CUDA 13.0"),
+    ],
+)
+def test_torch_is_held_against_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+    driver: str | None,
+    cuda: str | None,
+    usable: bool,
+    state: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    found = machine.torch_build()
+    assert found.state == state
+    assert words in f"{found.text} {found.remedy}"
+
+
+def test_the_driver_is_asked_for_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.nvidia_driver() is None
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 550.54.15\necho 550.54.15\n")
+    command.chmod(0o755)
+    assert machine.nvidia_driver() == "550.54.15"
+    command.write_text("#!/bin/sh\nexit 9\n")
+    assert machine.nvidia_driver() is None
+
+
+def test_a_gpu_needs_a_compiler_and_headers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert machine.compiler().state == "ok"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = machine.compiler()
+    assert found.state == "bad"
+    assert found.remedy is not None
+    assert "apt install gcc" in found.remedy
+    assert "python3-dev" in found.remedy
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/gcc")
+    (tmp_path / "Python.h").touch()
+    assert machine.compiler().state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("total_gb", "has_hub", "expected"),
+    [
+        (141, True, "Qwen/Qwen3-32B"),
+        (24, True, "Qwen/Qwen3-8B"),
+        (12, True, "Qwen/Qwen3-4B"),
+        (141, False, "smollm2-135m-instruct"),
+    ],
+)
+def test_the_largest_pair_that_fits_is_suggested(
+    monkeypatch: pytest.MonkeyPatch, total_gb: int, has_hub: bool, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total_gb * 10**9))
+    assert machine.pair(has_hub=has_hub).remedy == f"outrider serve {expected}"
+
+
+def test_a_small_machine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SimpleNamespace(available=4 * 10**8, total=10**9)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: small)
+    assert machine.memory().state == "note"
+    assert machine.pair(has_hub=True).state == "bad"
+    usage = SimpleNamespace(free=10**9)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    found = machine.disk()
+    assert found.state == "bad"
+    assert "OUTRIDER_HOME" in str(found.remedy)
+
+
+@pytest.mark.parametrize(
+    ("system", "state", "words"),
+    [("darwin", "note", "CPU path only"), ("win32", "bad", "WSL2 or in Docker")],
+)
+def test_systems_other_than_linux_are_told_what_works(
+    monkeypatch: pytest.MonkeyPatch, system: str, state: str, words: str
+) -> None:
+    monkeypatch.setattr(machine.sys, "platform", system)
+    found = machine.system()
+    assert (found.state, words in str(found.remedy)) == (state, True)
+
+
+def test_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(status: int) -> None:
+        reply = httpx.Response(status, request=httpx.Request("HEAD", "http://hub"))
+        monkeypatch.setattr(httpx, "head", lambda *args, **more: reply)
+
+    answer(200)
+    assert network.hub(offline=False).state == "ok"
+    answer(503)
+    assert "503" in network.hub(offline=False).text
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.undo()
+    assert network.hub(offline=True).state == "note"
+
+
+def test_suggestions_go_from_large_to_small() -> None:
+    sizes = [size for _, size in SUGGESTED]
+    assert sizes == sorted(sizes, reverse=True)

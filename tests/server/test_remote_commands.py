@@ -1,0 +1,227 @@
+"""`outrider chat` and `outrider bench`, against servers behind real sockets."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_client import Play, steps
+from served import Served
+from socket_server import on_a_socket
+from typer.testing import CliRunner, Result
+
+from outrider.engine.api import NewRequest, RequestOutput
+from outrider.server.cli import app
+from outrider.server.cli.painter import Painter
+from outrider.server.evaluation.load import percentile
+from outrider.server.text.tokenizer import Tokenizer
+
+Serve = Callable[..., Served]
+NOWHERE = "http://127.0.0.1:9"
+
+
+def outrider(*arguments: str, say: str = "") -> Result:
+    return CliRunner().invoke(app, list(arguments), input=say)
+
+
+def drafting(tokenizer: Tokenizer, text: str) -> Play:
+    """Four drafts a step, of which 2, 0 and 4 are accepted; as many as asked for if that is 0."""
+    ids = tokenizer.encode(text, add_special_tokens=False)[:9]
+
+    def play(request: NewRequest) -> list[RequestOutput]:
+        if request.params.num_speculative_tokens == 0:
+            return steps(request, ids)
+        return steps(request, ids, sizes=(3, 1, 5), num_drafts=4)
+
+    return play
+
+
+# ---- chat
+
+
+def test_chat_shows_the_answer_and_what_was_accepted(serve: Serve, tokenizer: Tokenizer) -> None:
+    text = "Hello world, hello there! naïve one two"
+    served = serve(drafting(tokenizer, text))
+    shown = tokenizer.decode(
+        tokenizer.encode(text, add_special_tokens=False)[:9], skip_special_tokens=True
+    )
+    with on_a_socket(served) as url:
+        result = outrider("chat", url, "--seed", "3", say="Hi\nAgain\n/reset\nNew\n/k 0\nPlain\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(shown) == 4
+    assert result.stdout.count("[6 accepted") == 3
+    assert "3.0 tokens a step" in result.stdout
+    first, again, new, plain = [batch[-1] for batch in served.client.submitted[-4:]]
+    assert [r.params.seed for r in (first, again, new)] == [3] * 3
+    lens = [len(r.prompt_token_ids) for r in (first, again, new)]
+    assert lens[1] > lens[0] + 8  # the conversation so far
+    assert new.prompt_token_ids != again.prompt_token_ids
+    assert lens[2] < lens[1]
+    assert plain.params.num_speculative_tokens == 0
+
+
+def test_colours_tell_accepted_tokens_from_others(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with on_a_socket(serve(drafting(tokenizer, "Hello world, hello there!"))) as url:
+        shown = outrider("chat", url, say="Hi\n").stdout
+    assert "\x1b[32mHello" in shown  # green
+    assert "\x1b[33m" in shown or "\x1b[4;33m" in shown  # yellow
+
+
+def test_an_error_ends_a_turn_and_not_the_conversation(serve: Serve) -> None:
+    with on_a_socket(serve()) as url:
+        result = outrider("chat", url, "--max-tokens", "5000", say="Hi\n/quit\n")
+        assert result.exit_code == 0
+        assert "400: This model's maximum context length" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_what_keeps_from_asking_is_told(
+    serve: Serve, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = outrider(command, NOWHERE)
+    assert result.exit_code == 1
+    assert "cannot reach a server at" in result.stderr
+    assert "outrider serve" in result.stderr
+    with on_a_socket(serve(api_keys=["secret"])) as url:
+        assert "401" in (told := outrider(command, url).stderr)
+        assert "--api-key" in told
+        monkeypatch.setenv("OUTRIDER_API_KEY", "secret")
+        assert (
+            "serves no model 'x'; it serves test-model"
+            in outrider(command, f"{url}/v1/", "--model", "x").stderr
+        )
+
+
+@contextmanager
+def other_server(chunks: list[dict[str, Any]], *, knows_trace: bool) -> Iterator[Any]:
+    """A server that streams these chunks, and refuses to trace unless it can."""
+    bodies: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200, json.dumps({"data": [{"id": "other"}]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            bodies.append(body)
+            if body.get("speculation", {}).get("trace") and not knows_trace:
+                self._answer(400, json.dumps({"error": {"message": "no such field: trace"}}))
+            else:
+                events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+                self._answer(200, "".join([*events, "data: [DONE]\n\n"]))
+
+        def _answer(self, status: int, content: str) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(content.encode())))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+
+
+def token(text: str, **more: Any) -> dict[str, Any]:
+    return {"token": text, "bytes": list(text.encode()), **more}
+
+
+def test_chat_does_without_a_trace_if_the_server_knows_none() -> None:
+    logprobs = {"content": [token("one"), token(" two")]}
+    chunk = {"choices": [{"delta": {"content": "one two"}, "logprobs": logprobs}]}
+    with other_server([chunk], knows_trace=False) as (url, bodies):
+        shown = outrider("chat", url, say="Hi\nAgain\n").stdout
+    assert shown.count("1 accepted, 1 of the target") == 2
+    assert [bool(body.get("speculation")) for body in bodies] == [True, False, False]
+    assert [body.get("logprobs") for body in bodies] == [None, True, True]
+
+
+def test_chat_tells_recovered_from_bonus_tokens_by_a_trace() -> None:
+    steps_of = [
+        [token("<think>", kind="plain"), token("Hm", kind="recovered")],
+        [token("A", kind="accepted"), token("ß", kind="bonus")],
+    ]
+    chunks = [
+        {"choices": [{"delta": {"reasoning": "Hm"}, "trace": [{"tokens": steps_of[0]}]}]},
+        {"choices": [{"delta": {"content": "Aß"}, "trace": [{"tokens": steps_of[1]}]}]},
+        {"choices": [], "usage": {}},
+    ]
+    with other_server(chunks, knows_trace=True) as (url, bodies):
+        shown = outrider("chat", url, say="Hi\n").stdout
+    assert "HmAß" in shown
+    assert "1 accepted, 1 recovered, 1 bonus, 1 plain, 2.0 tokens a step" in shown
+    assert bodies[0]["speculation"] == {"trace": True}
+
+
+def test_an_error_in_the_stream_is_told() -> None:
+    with other_server([{"error": {"message": "out of pages"}}], knows_trace=True) as (url, _):
+        assert "ended the answer: out of pages" in outrider("chat", url, say="Hi\n").stderr
+
+
+def test_each_character_has_the_kind_of_its_token() -> None:
+    painter = Painter()
+    halves = [list("🙂".encode()[:2]), list("🙂".encode()[2:])]
+    tokens = [
+        {"bytes": list(b"ab"), "kind": "accepted"},
+        {"bytes": halves[0], "kind": "accepted"},
+        {"bytes": halves[1], "kind": "bonus"},
+        {"bytes": list(b"<eos>"), "kind": "recovered"},  # never shown
+    ]
+    painter.take({"trace": [{"tokens": tokens}]})
+    assert list(painter.paint("a")) == [("a", "accepted")]
+    assert list(painter.paint("b🙂")) == [("b", "accepted"), ("🙂", "bonus")]
+    assert list(painter.paint("what no token says")) == [("what no token says", "plain")]
+
+
+# ---- bench
+
+
+def test_bench_measures_with_and_without_drafts(
+    serve: Serve, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    served = serve(drafting(tokenizer, "Hello world, hello there! naïve one two"))
+    out = tmp_path / "bench.json"
+    with on_a_socket(served) as url:
+        result = outrider(
+            "bench", url, "-c", "1", "-c", "3", "--max-tokens", "9", "--requests", "3",
+            "--rounds", "2", "--json", str(out),
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    told = json.loads(out.read_text())
+    assert (told["url"], told["model"]) == (url, "test-model")
+    assert [row["concurrency"] for row in told["loads"]] == [1, 3]
+    for row in told["loads"]:
+        assert row["acceptance"] == 0.5  # 6 of 12
+        assert row["speedup"] == row["drafted"]["tokens_per_s"] / row["plain"]["tokens_per_s"]
+        assert row["plain"]["first_token_s_p99"] >= row["plain"]["first_token_s_p50"] > 0
+    requests = [request for batch in served.client.submitted for request in batch]
+    drafts = [request.params.num_speculative_tokens for request in requests]
+    assert drafts == 2 * 3 * [0, 0, 0, None, None, None]  # two loads, three rounds of each
+    assert len({request.cache_salt for request in requests}) == len(requests)
+    assert {request.params.max_tokens for request in requests} == {9}
+
+
+def test_bench_says_if_nothing_was_drafted(serve: Serve) -> None:
+    with on_a_socket(serve()) as url:
+        result = outrider("bench", url, "-c", "1", "--requests", "1", "--rounds", "1")
+        assert "drafted nothing" in result.stdout
+        result = outrider("bench", url, "-c", "1", "--max-tokens", "9999")
+        assert (result.exit_code, "maximum context length" in result.stderr) == (1, True)
+    assert outrider("bench", NOWHERE, "--json", "/nowhere/out.json").exit_code == 2
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50, 99, 100]
+    assert percentile([7.0], 0.5) == 7.0
