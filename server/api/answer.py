@@ -207,6 +207,7 @@ class Answer(ABC):
             "completion_tokens": usage.completion_tokens,
             "draft_tokens": sum(each.num_draft_tokens for each in drafts),
             "accepted_tokens": sum(each.num_accepted_tokens for each in drafts),
+            "max_tokens": self._samples[0].request.params.max_tokens,
             "queue_s": round(max(sample.queue_s for sample in self._samples), 6),
         }
         if (first_token_s := generation.time_to_first_token_s) is not None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
+from outrider.engine.api import FinishReason, NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.processes.client import EngineClient, OutputStream
 
 from ..http.errors import dead_end, internal_error, timed_out, unavailable
@@ -179,6 +179,7 @@ class Generation:
         unfinished = len(self._samples)
         async for output in self._outputs:
             if output.finish_reason == "error":
+                self._end(self._samples[output.request_id], "error")
                 error = dead_end if output.is_dead_end else internal_error
                 raise error(output.error or "The engine failed on this request.")
             sample = self._samples[output.request_id]
@@ -190,7 +191,8 @@ class Generation:
                 raise unavailable("The server stopped this request.", code="aborted")
             self._clock.tick(output)
             delta = sample.take(output)
-            if sample.finished:
+            if delta is not None and delta.finish_reason is not None:
+                self._end(sample, delta.finish_reason)
                 unfinished -= 1
                 if output.finish_reason is None and unfinished:
                     await self._client.abort([output.request_id])
@@ -205,7 +207,14 @@ class Generation:
         """Abort what the engine still has of this request."""
         if self._timer is not None:
             self._timer.cancel()
+        for sample in self._samples.values():
+            if not sample.finished:
+                self._end(sample, "abort")
         await self._outputs.aclose()
+
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
+        sample.finished = True
+        self._clock.metrics.sequences_ended.labels(reason).inc()
 
     def _expire(self) -> None:
         self._expiry = asyncio.create_task(self._client.abort(list(self._samples)))
@@ -215,7 +224,7 @@ class _Clock:
     """Measures when tokens come."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
         self._start_s = time.perf_counter()
         self._last_s: dict[str, float] = {}
         self.first_token_s: float | None = None
@@ -228,7 +237,7 @@ class _Clock:
         if self.first_token_s is None:
             self.first_token_s = now_s - self._start_s
         if last_s is None:
-            self._metrics.time_to_first_token.observe(now_s - self._start_s)
+            self.metrics.time_to_first_token.observe(now_s - self._start_s)
         else:
-            self._metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
+            self.metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
         self._last_s[output.request_id] = now_s

@@ -1,11 +1,16 @@
 """What /metrics says: counts and times of the server, and the engine's own statistics."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -71,22 +76,62 @@ class Metrics:
             for fact, name, text, buckets in (
                 ("prompt_tokens", "prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNTS),
                 ("completion_tokens", "generation_tokens", "Its tokens generated.", TOKEN_COUNTS),
+                ("max_tokens", "max_tokens", "Most tokens of a sequence of it.", TOKEN_COUNTS),
                 ("queue_s", "queue_time_seconds", "Its time in the queue.", QUEUE_TIMES_S),
+                (
+                    "prefill_s",
+                    "prefill_time_seconds",
+                    "From its first step to its first token.",
+                    FIRST_TOKEN_TIMES_S,
+                ),
+                (
+                    "decode_s",
+                    "decode_time_seconds",
+                    "From its first token to the end of its answer.",
+                    REQUEST_TIMES_S,
+                ),
+                (
+                    "inference_s",
+                    "inference_time_seconds",
+                    "From its first step to the end of its answer.",
+                    REQUEST_TIMES_S,
+                ),
             )
         }
+        self.sequences_ended = Counter(
+            "outrider_sequences_ended",
+            "Sequences that came to an end, by its reason: stop, length, abort, error.",
+            ["finished_reason"],
+            registry=own,
+        )
         self.registry.register(_EngineCollector(client))
         self._vllm = CollectorRegistry()
         self._vllm.register(VLLMNames(self.registry, client, model_name))
 
     def observe(self, facts: Mapping[str, Any]) -> None:
         """Count what a request's log line tells, if it has generated."""
+        told = dict(facts)
+        if "first_token_s" in facts:
+            told["prefill_s"] = max(0.0, facts["first_token_s"] - facts["queue_s"])
+            told["decode_s"] = max(0.0, facts["duration_s"] - facts["first_token_s"])
+            told["inference_s"] = told["prefill_s"] + told["decode_s"]
         for fact, histogram in self._of_requests.items():
-            if fact in facts:
-                histogram.observe(facts[fact])
+            if fact in told:
+                histogram.observe(told[fact])
 
     def render(self) -> bytes:
         """The Prometheus text format."""
         return generate_latest(self.registry) + generate_latest(self._vllm)
+
+
+def _of_lengths(
+    name: str, text: str, drafted: Sequence[int], reaching: Sequence[int]
+) -> HistogramMetricFamily:
+    """A histogram of how many tokens there were in a step, from how often there was an i-th."""
+    num_steps = sum(drafted[:1])
+    buckets = [(str(float(i)), num_steps - beyond) for i, beyond in enumerate(reaching)]
+    buckets += [(str(float(len(reaching))), num_steps), ("+Inf", num_steps)]
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=sum(reaching))
 
 
 class _EngineCollector(Collector):
@@ -127,6 +172,14 @@ class _EngineCollector(Collector):
         }
         for name, (text, count) in counters.items():
             yield CounterMetricFamily(name, text, value=count)
+        lengths = {
+            "outrider_step_draft_tokens": ("Tokens drafted for a sequence in a step (k).", drafted),
+            "outrider_step_accepted_tokens": ("Tokens of these that were accepted.", accepted),
+        }
+        for name, (text, counts) in lengths.items():
+            yield _of_lengths(
+                name, f"{text} Steps without drafts are not counted.", drafted, counts
+            )
         per_position = {
             "outrider_draft_tokens_per_position": ("Tokens drafted, by position.", drafted),
             "outrider_accepted_tokens_per_position": (

@@ -23,6 +23,7 @@ _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 _ATTRIBUTES = {
     "request_id": "gen_ai.request.id",
+    "max_tokens": "gen_ai.request.max_tokens",
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",

@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 from outrider.engine.processes.client import EngineClient
 
 # A series of ours by each; counters without their `_total`. What vLLM counts otherwise has no name
-# here: request_success, for one, is by the reason of each sequence's end.
+# here.
 NAMES = {
     "vllm:num_requests_running": "outrider_requests_running",
     "vllm:num_requests_waiting": "outrider_requests_waiting",
@@ -27,6 +27,11 @@ NAMES = {
     "vllm:time_to_first_token_seconds": "outrider_time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds": "outrider_inter_token_latency_seconds",
     "vllm:request_queue_time_seconds": "outrider_request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds": "outrider_request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds": "outrider_request_decode_time_seconds",
+    "vllm:request_inference_time_seconds": "outrider_request_inference_time_seconds",
+    "vllm:request_params_max_tokens": "outrider_request_max_tokens",
+    "vllm:request_success": "outrider_sequences_ended",
     "vllm:request_prompt_tokens": "outrider_request_prompt_tokens",
     "vllm:request_generation_tokens": "outrider_request_generation_tokens",
     "vllm:e2e_request_latency_seconds": "outrider_request_duration_seconds",

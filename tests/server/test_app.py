@@ -2,17 +2,17 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asgi import Call, Reply, get, post, start_post
 from scripted_client import steps
 from served import Served
 
-from outrider.engine.api import (
-    EngineStats,
-)
+from outrider.engine.api import EngineStats, NewRequest, RequestOutput
 
 Serve = Callable[..., Served]
 OK = {"prompt": "Hi"}
@@ -231,8 +231,38 @@ def test_metrics_count_outcomes_and_show_the_engine(serve: Serve) -> None:
         'outrider_accepted_tokens_per_position_total{position="1"} 4.0',
         "outrider_time_to_first_token_seconds_count 2.0",
         'outrider_request_duration_seconds_count{path="/v1/completions"} 2.0',
+        # Of ten steps, two drafted one token and eight two; three accepted none and four two.
+        'outrider_step_draft_tokens_bucket{le="0.0"} 0.0',
+        'outrider_step_draft_tokens_bucket{le="1.0"} 2.0',
+        'outrider_step_draft_tokens_bucket{le="2.0"} 10.0',
+        "outrider_step_draft_tokens_sum 18.0",
+        'outrider_step_accepted_tokens_bucket{le="0.0"} 3.0',
+        'outrider_step_accepted_tokens_bucket{le="1.0"} 6.0',
+        'outrider_step_accepted_tokens_bucket{le="+Inf"} 10.0',
+        "outrider_step_accepted_tokens_sum 11.0",
     ):
         assert line in text.splitlines()
+
+
+def test_sequences_are_counted_by_how_they_ended(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[Any]:
+        (first, *_) = request.prompt_token_ids
+        if first == 5:
+            error = {"finish_reason": "error", "error": "broken"}
+            return [RequestOutput(request_id=request.request_id, token_ids=[], **error)]
+        return steps(request, [70, 71, 72], finish="stop" if first == 6 else "length")
+
+    served = serve(play)
+    post(served.app, OK | {"prompt": [[6], [7], [7]]})
+    post(served.app, OK | {"prompt": [[5], [7]]})  # the second is aborted with the first
+    text = get(served.app, "/metrics").body.decode()
+    ends = dict(re.findall(r'outrider_sequences_ended_total{finished_reason="(\w+)"} (\S+)', text))
+    assert ends == {"stop": "1.0", "length": "2.0", "error": "1.0", "abort": "1.0"}
+
+
+def test_without_steps_the_histograms_of_the_engine_are_empty(serve: Serve) -> None:
+    text = get(serve().app, "/metrics").body.decode()
+    assert "outrider_step_draft_tokens_count 0.0" in text.splitlines()
 
 
 def test_openapi_document_names_the_request_fields(serve: Serve) -> None:

@@ -110,6 +110,11 @@ def test_metrics_have_the_names_that_dashboards_of_vllm_use(busy: Served) -> Non
     assert value("request_prompt_tokens_sum") == 2
     assert value("request_generation_tokens_bucket", le="1.0") == 0
     assert value("request_generation_tokens_bucket", le="2.0") == 1
+    assert value("request_params_max_tokens_sum") == 2
+    assert value("request_success_total", finished_reason="length") == 1
+    parts = [value(f"request_{part}_time_seconds_sum") for part in ("prefill", "decode")]
+    assert value("request_inference_time_seconds_sum") == pytest.approx(sum(parts))
+    assert value("request_prefill_time_seconds_count") == 1
     assert value("cache_config_info", block_size="16", num_gpu_blocks="10") == 1
     ends = [key for key in found if key[0] == "vllm:e2e_request_latency_seconds_count"]
     assert [dict(labels)["path"] for _, labels in ends] == ["/v1/completions"]

@@ -47,6 +47,7 @@ def test_each_answer_is_a_line_with_its_numbers(
         "status": 200,
         "outcome": "ok",
         "cached_tokens": 1,
+        "max_tokens": 16,
         "completion_tokens": 3,
         "draft_tokens": 4,
         "accepted_tokens": 1,

@@ -88,6 +88,7 @@ def test_span_of_an_answer_continues_the_clients_trace(serve: Serve, receiver: R
     assert told["gen_ai.operation.name"] == "chat"
     assert told["gen_ai.request.model"] == "test-model"
     assert told["gen_ai.request.id"] == "mine"
+    assert told["gen_ai.request.max_tokens"] > 3
     assert told["gen_ai.usage.output_tokens"] == 3
     assert told["gen_ai.usage.cache_read.input_tokens"] == 1
     assert told["gen_ai.latency.time_to_first_token"] > 0
