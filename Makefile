@@ -1,5 +1,9 @@
 # `make serve` and `make test` do all the set-up they need. `make help` lists the rest.
 
+ifeq ($(OS),Windows_NT)
+$(error Outrider runs on Linux, and on macOS without a GPU. On Windows, run it in WSL2 or in Docker)
+endif
+
 CONFIG ?= configs/default.toml
 ARGS ?=
 # Empty: resolve anew, for a torch that fits another CUDA driver or processor than constraints.txt.
@@ -116,6 +120,8 @@ clean: ## remove what was installed and built here (converted models stay)
 # ---- set-up, each step once
 
 .make/venv:
+	@if [ "$$(uname -s)" = Darwin ]; then \
+		echo "On macOS, models run on the CPU: no GPU is used. For those, see docs/index.md."; fi
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Outrider needs Python 3.11 or newer, and none was found on PATH." >&2; \
 		echo "Install one, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; fi

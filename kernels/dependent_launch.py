@@ -7,9 +7,8 @@ which is launched plainly: a kernel may allow the next one to start before it wa
 import functools
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .triton_or_none import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @functools.cache

@@ -1,5 +1,21 @@
-"""`python -m outrider.server`: the `outrider` command."""
+"""The `outrider` command; also `python -P -m outrider.server`."""
 
-from .cli import app
+import sys
 
-app()
+UNSUPPORTED = (
+    "Outrider runs on Linux, and on macOS without a GPU. On Windows, run it in WSL2 "
+    "(`wsl --install`) or in Docker: there it is Linux, GPUs included."
+)
+
+
+def main() -> None:
+    if sys.platform == "win32":
+        sys.exit(UNSUPPORTED)
+    # Only now: much of what it brings in is not there on Windows.
+    from .cli import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

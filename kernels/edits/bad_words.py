@@ -4,10 +4,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import uses_triton
+from ..triton_or_none import tl, triton
 from .edit_rows import EditRows, check_rows
 
 _LANES = 64

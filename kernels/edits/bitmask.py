@@ -1,10 +1,9 @@
 """Tokens that a row may not have, as a bitmask: allowed ids, and what a grammar admits."""
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import uses_triton
+from ..triton_or_none import tl, triton
 
 _BLOCK = 1024
 

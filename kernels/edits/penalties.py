@@ -11,10 +11,9 @@ A row is therefore right whenever the table was last brought up to date.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import uses_triton
+from ..triton_or_none import tl, triton
 from .edit_rows import EditRows, check_rows
 
 _BLOCK = 1024

@@ -6,10 +6,9 @@ Both are one short list a request, without a token twice, so that no two lanes w
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import uses_triton
+from ..triton_or_none import tl, triton
 from .edit_rows import EditRows, check_rows
 
 _LANES = 128

@@ -8,11 +8,10 @@ a length that follows from its own, and from how many sequences a batch is made 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import num_programs
+from ..triton_or_none import tl, triton
 
 MAX_SPLITS = 16
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)

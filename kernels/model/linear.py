@@ -10,8 +10,6 @@ added to a residual is split over K, and what adds the parts normalises the sum.
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import uses_triton
@@ -20,6 +18,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 from .product import is_ahead, product
 from .rms_norm import Norm, rms_norm, rms_norm_reference
 from .silu_mul import silu_mul, silu_mul_reference

@@ -13,8 +13,6 @@ last to finish merges.
 import functools
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import num_programs
@@ -23,6 +21,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 from .attention_items import MAX_SPLITS, WIDTH, AttentionItems
 
 # Of one row: the large product behind them starts early where programs leave it registers.

@@ -7,8 +7,6 @@ such a product is split over K, and what adds the parts (`split_product`) does m
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import num_programs
@@ -17,6 +15,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 
 # Measured on an H200.
 _MAX_ROWS = 32

@@ -4,8 +4,6 @@ rope(x) = x * cos + rotate_half(x) * sin,     rotate_half([a, b]) = [-b, a]
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import uses_triton
@@ -14,6 +12,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 from .rms_norm import Norm, rms_norm_reference
 
 _HEADS_PER_PROGRAM = 8

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import uses_triton
+from ..triton_or_none import tl, triton
 
 
 class Rows(NamedTuple):

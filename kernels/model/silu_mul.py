@@ -2,8 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import (
@@ -11,6 +9,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

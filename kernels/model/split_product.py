@@ -9,8 +9,6 @@ whole, and normalises it too.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import (
@@ -18,6 +16,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 from .product import is_ahead, num_splits_of, product_parts
 from .rms_norm import Norm
 

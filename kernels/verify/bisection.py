@@ -5,8 +5,6 @@ fixed-point sums, so the outcome depends on no order.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import num_programs
 from ..dependent_launch import (
@@ -14,6 +12,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 from .decide import OPEN, accept_test, load_draft
 from .drafts import COLUMNS, Step, Verified, rows_of
 from .keys import key_of, value_of

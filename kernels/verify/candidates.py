@@ -5,9 +5,7 @@ every logit above it. If those logits are few and their mass suffices, every one
 before it are a sum over the others, and the filters are a comparison each. No sort.
 """
 
-import triton
-import triton.language as tl
-
+from ..triton_or_none import tl, triton
 from .keys import key_of, relative_of, value_of, weight_of
 from .philox import exp, fixed
 from .sampling import GROUP

@@ -10,9 +10,8 @@ with u_i <= P_i are read, and none at all when u_k <= P_k = h_k.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
+from ..triton_or_none import tl, triton
 from .drafts import COLUMNS, Step, draft_row, row_index_reference
 from .philox import (
     Purpose,

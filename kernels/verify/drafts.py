@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
+from ..triton_or_none import tl, triton
 from .philox import Purpose
 from .sampling import Sampling
 

@@ -5,9 +5,8 @@ each with 40 random bits over int64 weights; one block is read. `match` draws as
 """
 
 import torch
-import triton
-import triton.language as tl
 
+from ..triton_or_none import tl, triton
 from .candidates import load_candidates
 from .decide import Plan
 from .drafts import Step, Verified, emit_reference, row_index_reference

@@ -5,8 +5,6 @@ do. All programs share the listed rows evenly; a second kernel draws, a program 
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import num_programs
 from ..dependent_launch import (
@@ -14,6 +12,7 @@ from ..dependent_launch import (
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 from .decide import BAD, accept_tests
 from .drafts import COLUMNS, Step, Verified, draft_row, emit, rows_of
 from .draw import draw_from_blocks, draw_words

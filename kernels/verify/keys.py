@@ -1,8 +1,6 @@
 """Logits as int32 keys in their own order, and the fixed-point weights that keys stand for."""
 
-import triton
-import triton.language as tl
-
+from ..triton_or_none import tl, triton
 from .philox import exp, fixed
 
 

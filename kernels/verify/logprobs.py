@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import uses_triton
+from ..triton_or_none import tl, triton
 from .keys import key_of, value_of
 from .sampling import BLOCK, GROUP
 from .scan import merge_totals, scan

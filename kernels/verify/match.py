@@ -7,9 +7,8 @@ highest logit bound the scores of a group, and few groups are ever looked at.
 """
 
 import torch
-import triton
-import triton.language as tl
 
+from ..triton_or_none import tl, triton
 from .keys import key_of, value_of
 from .philox import (
     Purpose,

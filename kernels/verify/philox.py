@@ -12,10 +12,9 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import INTERPRET
+from ..triton_or_none import tl, triton
 
 MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

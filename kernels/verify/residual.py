@@ -5,9 +5,8 @@ multiples of 2**-40.
 """
 
 import torch
-import triton
-import triton.language as tl
 
+from ..triton_or_none import tl, triton
 from .decide import Plan
 from .drafts import Step, draft_row, row_index_reference
 from .philox import FIXED_ONE, exp2, fixed

@@ -9,9 +9,8 @@ come here emits that outcome, or lists the rows that must be read again first (f
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
+from ..triton_or_none import tl, triton
 from .decide import BAD, accept_tests
 from .drafts import COLUMNS, emit
 from .match import own_token

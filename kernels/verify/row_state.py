@@ -12,14 +12,13 @@ where that takes no other reading of the row (draw.py, match.py), and hands over
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from ..dependent_launch import (
     dependent_launch,
     start_next_kernel,
     wait_for_inputs,
 )
+from ..triton_or_none import tl, triton
 from .bisection import bisect_rows
 from .candidates import (
     CANDIDATE_SCRATCH,

@@ -4,8 +4,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+
+from ..triton_or_none import tl, triton
 
 BLOCK = 1024  # tokens of one block of a row; part of what a draw means, so never tuned by batch
 GROUP = 64  # tokens of one group: their maxima narrow searches; part of what a `match` draw means

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from .._dispatch import INTERPRET, num_programs
 from ..dependent_launch import dependent_launch, start_next_kernel
+from ..triton_or_none import tl, triton
 from .philox import FIXED_ONE, exp, exp2
 from .sampling import BLOCK, GROUP, Sampling, block_width, is_filtered, num_blocks
 

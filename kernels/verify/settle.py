@@ -1,9 +1,8 @@
 """How many drafts stand by the rule `block`, once the rows that were left open are read."""
 
 import torch
-import triton
-import triton.language as tl
 
+from ..triton_or_none import tl, triton
 from .decide import Plan, accept_words_reference
 from .drafts import COLUMNS, Step
 from .philox import FIXED_ONE, exp, uniform_reference

@@ -7,11 +7,10 @@ last slot is nobody's: padding reads and writes it, and it never knows a token.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import uses_triton
+from ..triton_or_none import tl, triton
 from .drafts import Verified
 from .sampling import STATE_WIDTH, Sampling
 from .verify import DraftSample

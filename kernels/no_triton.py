@@ -1,0 +1,56 @@
+"""What the host's side of kernels uses of Triton, for systems that have none."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+class _NoKernel:
+    """In place of a compiled function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = function.__name__
+
+    def __getitem__(self, grid: object) -> "_NoKernel":
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        raise RuntimeError(f"the kernel {self._name} needs Triton, which is not installed")
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    return _NoKernel if function is None else _NoKernel(function)
+
+
+def cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+@jit
+def gdc_launch_dependents() -> None: ...
+
+
+@jit
+def gdc_wait() -> None: ...
+
+
+class _Constant:
+    """In place of `tl.constexpr`: a global of kernels whose value the host may read."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Language:
+    """In place of `triton.language`: the types that annotations and constants name."""
+
+    constexpr = _Constant
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+language = _Language()
