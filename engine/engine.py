@@ -199,6 +199,8 @@ class Engine:
             for request in queued:
                 self.scheduler.finish(request)
             raise
+        if not self._requests:
+            self.worker.begin()
         self._requests.update((request.request_id, request) for request in queued)
 
     def abort(self, request_ids: list[str]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .api import ReportProgress, SamplingParams
 from .config import EngineConfig
+from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
 from .models.pair import ModelPair
 from .proposers import build_proposer
@@ -69,6 +70,7 @@ class Worker:
         )
         self.scorer = Scorer(self.pair.target, vocab_size)
         self.verifier = Verifier(self.slots, self.edits, vocab_size)
+        self._cpu_share = CPUShare(self.pair.target.thread_counts)
         self._most_rows = config.scheduler.max_num_batched_tokens
         if self.device.type == "cuda":
             report("compiling kernels", 0, 1)
@@ -139,9 +141,14 @@ class Worker:
         """Whether drafts for a sequence can only follow tokens that the host knows."""
         return self.proposer.needs_host or self.edits.need_host(request.slot)
 
+    def begin(self) -> None:
+        """Work comes, after there was none."""
+        self._cpu_share.begin()
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Step:
         """Draft, and score what was drafted, behind what the device knows by then."""
+        self._cpu_share.adapt()
         start_s, begin = time.perf_counter(), self._event()
         self.proposer.propose(plan)
         logits = self.scorer.score(plan)

@@ -17,6 +17,7 @@ from .admission import UnsupportedModelError, max_positions
 from .attention import KVPages, PagedAttention, PassContext
 from .loading import load_network, rounds_weights
 from .network import Pass
+from .thread_counts import alike_thread_counts
 
 # Prompts beside decodes are captured by so many rows. A GPU takes longer for more of them than the
 # host takes to launch what they need.
@@ -46,6 +47,10 @@ class PagedModel:
         self.max_positions = max_positions(hf_config)
         self.dtype = self.network.dtype
         self.vocab_size = self.network.vocab_size
+        # Numbers of threads to choose from, the most first.
+        self.thread_counts: tuple[int, ...] = (torch.get_num_threads(),)
+        if device.type == "cpu" and not is_draft:  # which is not held to the bit, nor asked
+            self.thread_counts = alike_thread_counts(self.network)
 
     @property
     def bytes_per_token(self) -> int:

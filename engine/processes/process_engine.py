@@ -137,13 +137,12 @@ class ProcessEngine(Dispatcher):
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, and CPU threads that wait briefly before they sleep, unless the user says otherwise.
+    """Ours, and CPU threads that wait for each other awake, unless the user says otherwise.
 
-    OpenMP's threads spin at barriers for milliseconds. On a machine with neighbours the spinning
-    thread takes the core from the very thread it waits for (34 to 1 tokens/s); without any spinning
-    every barrier costs a system call (34 to 24): benchmarks/log/cpu.md.
+    A thread that falls asleep at a barrier is woken by a system call (56 to 38 tokens/s). Beside a
+    neighbour waiting awake is worse, but there `CPUShare` lets nobody wait: benchmarks/log/cpu.md.
     """
     environment = dict(os.environ)
     if environment.keys().isdisjoint({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}):
-        environment["GOMP_SPINCOUNT"] = "2000"
+        environment["GOMP_SPINCOUNT"] = "20000"
     return environment

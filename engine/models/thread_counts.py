@@ -1,0 +1,44 @@
+"""With how many threads a model computes the same bits."""
+
+import torch
+
+from .attention import KVPages
+from .network import Network
+from .proof import CHECKED_LENGTHS, one_prompt
+
+
+@torch.inference_mode()
+def alike_thread_counts(network: Network) -> tuple[int, ...]:
+    """All threads and halves of them, as far as logits come out the same to the bit.
+
+    Found out by computing: a library may sum in other parts for other numbers of threads.
+    """
+    most = torch.get_num_threads()
+    counts, count = [most], most // 2
+    truth = _logits(network)
+    try:
+        while count >= 1:
+            torch.set_num_threads(count)
+            if all(map(torch.equal, _logits(network), truth)):
+                counts.append(count)
+            count //= 2
+    finally:
+        torch.set_num_threads(most)
+    return tuple(counts)
+
+
+def _logits(network: Network) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for length in CHECKED_LENGTHS:
+        for layer in network.attentions:
+            shape = (1, length, layer.num_kv_heads)
+            layer.pages = KVPages(
+                torch.zeros(*shape, layer.head_dim, dtype=network.dtype),
+                torch.zeros(*shape, layer.value_dim, dtype=network.dtype),
+            )
+        ids = torch.randint(0, network.vocab_size, (length,), generator=generator)
+        found.append(network(one_prompt(ids)).logits)
+    for layer in network.attentions:
+        layer.pages = None
+    return found

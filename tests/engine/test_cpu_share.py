@@ -1,0 +1,121 @@
+"""Threads give way to a neighbour, and only where bits do not hang on them."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import DEVICE
+
+from outrider.engine import cpu_share
+from outrider.engine.config import ModelConfig
+from outrider.engine.cpu_share import CPUShare, fitting
+from outrider.engine.models import thread_counts
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.network import Pass
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Machine:
+    """Two cores of four, a clock, and what has been computed on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = self.own_s = self.idle_s = 0.0
+        self._stat = folder / "stat"
+
+    def pass_time(self, seconds: float, *, own: float, others: float) -> None:
+        self.now_s += seconds
+        self.own_s += own * seconds
+        self.idle_s += (2 - own - others) * seconds
+        idle = [f"cpu{i} 9 9 9 {int(self.idle_s * TICKS / 2)} 0 9 9 9" for i in (1, 3)]
+        lines = ["cpu 1 1 1 1 1", "cpu0 5 5 5 77 1", idle[0], "cpu2 5 5 5 77 1", idle[1], "intr 4"]
+        self._stat.write_text("\n".join(lines))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path)
+    machine.pass_time(1.0, own=0, others=0)
+    monkeypatch.setattr(cpu_share, "_STAT", tmp_path / "stat")
+    clock = SimpleNamespace(monotonic=lambda: machine.now_s, process_time=lambda: machine.own_s)
+    monkeypatch.setattr(cpu_share, "time", clock)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3})
+    return machine
+
+
+def test_threads_give_way_to_a_neighbour_and_come_back(machine: Machine) -> None:
+    share = CPUShare((2, 1))
+    share.begin()
+    seen = []
+    for own, others in ((2, 0), (1.4, 0.6), (1, 1), (1, 0.2), (1, 0.05), (1.85, 0.15)):
+        machine.pass_time(0.3, own=own, others=others)
+        share.adapt()
+        seen.append(torch.get_num_threads())
+    assert seen == [2, 1, 1, 1, 2, 2]
+
+
+def test_what_others_did_while_we_had_no_work_does_not_count(machine: Machine) -> None:
+    share = CPUShare((2, 1))
+    share.begin()
+    machine.pass_time(9, own=0, others=2)
+    share.begin()
+    machine.pass_time(0.3, own=2, others=0)
+    share.adapt()
+    assert torch.get_num_threads() == 2
+
+
+def test_one_count_is_left_alone(machine: Machine) -> None:
+    share = CPUShare((2,))
+    share.begin()
+    machine.pass_time(1, own=0.5, others=1.5)
+    share.adapt()
+    assert torch.get_num_threads() == 2
+
+
+def test_a_system_that_tells_nothing_changes_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_share, "_STAT", Path("/nowhere/stat"))
+    share = CPUShare((2, 1))
+    share.begin()
+    machine.pass_time(1, own=0.5, others=1.5)
+    share.adapt()
+    assert torch.get_num_threads() == 2
+
+
+def test_as_many_threads_as_cores_are_left_for() -> None:
+    counts = (16, 8, 4, 2, 1)
+    for others, wanted in ((0, 16), (0.2, 16), (1, 8), (7.5, 8), (9, 4), (15, 1), (16, 1)):
+        assert fitting(counts, 16, 16, others) == wanted
+    assert fitting((8, 4, 2, 1), 8, 16, 7) == 8  # a thread for every second core
+
+
+def test_only_counts_with_the_same_bits_are_offered(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE.type != "cpu":
+        pytest.skip("threads of a CPU")
+    network, _ = load_network(ModelConfig(path=str(tiny_model("llama"))), DEVICE)
+    real = type(network).__call__
+
+    def by_threads(self: Any, context: Any) -> Pass:
+        found = real(self, context)
+        return found._replace(logits=found.logits + 1e-3 * torch.get_num_threads())
+
+    assert 2 in thread_counts.alike_thread_counts(network)
+    monkeypatch.setattr(type(network), "__call__", by_threads)
+    assert thread_counts.alike_thread_counts(network) == (2,)
+    assert torch.get_num_threads() == 2
+    assert all(attention.pages is None for attention in network.attentions)
