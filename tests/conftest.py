@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Among parallel workers, the tests of a file that share something go to one of them."""
     if not config.pluginmanager.hasplugin("xdist"):  # on a GPU machine

@@ -141,7 +141,7 @@ class Client:
         self._inbox: list[ToEngine] = []
         self._new = new
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
+    def receive(self, wait_s: float | None) -> list[ToEngine]:
         inbox, self._inbox = self._inbox, []
         return inbox
 

@@ -1,8 +1,10 @@
 """Drive an engine to the end, and the truths to hold it against."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_models import DEVICE
@@ -87,10 +89,14 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
 
 
+@functools.lru_cache(maxsize=1)
+def _by_transformers(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
+
+
 def generate(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """The target's own greedy output, by transformers' generate."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
-    ids = model.generate(
+    ids = _by_transformers(path).generate(
         torch.tensor([prompt], device=DEVICE),
         max_new_tokens=num_tokens,
         do_sample=False,
