@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from .call_stream import CallArguments, CallPart, CallStart, CallStream, call_stream, start_of_tail
 from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, calls_of_field
 
 THINK, END_THINK = "<think>", "</think>"
@@ -18,14 +19,16 @@ class Text:
     reasoning: bool = False
 
 
-Part = Text | ToolCall
+Part = Text | CallPart
+# What may stand between two calls, and behind the last.
+_SEPARATORS = " \t\r\n]},;"
 
 
 class MessageParser(ABC):
     """Takes a growing text apart. The parts are the same however the text is cut into pieces.
 
-    Text that looks like a call and is none, or is cut off, is content. The work is in proportion
-    to the text.
+    Text that looks like a call and is none is content. A call that has begun stays one, also if it
+    is cut off. The work is in proportion to the text.
     """
 
     def __init__(
@@ -51,7 +54,11 @@ class MessageParser(ABC):
         except NOT_A_CALL:
             return self._content(written)
         self._blanks, self._after_call = [], True
-        return [*calls]
+        return [
+            part
+            for call in calls
+            for part in (CallStart(call.name), CallArguments(call.arguments))
+        ]
 
     def _content(self, text: str) -> list[Part]:
         if self._after_call and (not text or text.isspace()):
@@ -86,6 +93,7 @@ class MarkerParser(MessageParser):
         begun: bool = False,
     ) -> None:
         super().__init__(tools, form.calls if form else calls_of_field)
+        self._form = form
         self._open = form.open if form else ()
         self._close = (form.close if form else None) or ""
         self._may_call_within = form is not None and not form.at_start
@@ -103,7 +111,8 @@ class MarkerParser(MessageParser):
         # No marker has the first character of another within it, so that none overlap.
         self._markers = {marker for markers in self._ends.values() for marker in markers}
         self._pattern = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
-        self._call: list[str] = []  # what has been written of it
+        self._call: list[str] = []  # what has been written of it, unless it is told as it comes
+        self._stream: CallStream | None = None
         self._tail = ""  # what may be the beginning of a marker
 
     def push(self, text: str) -> list[Part]:
@@ -112,8 +121,7 @@ class MarkerParser(MessageParser):
     def flush(self) -> list[Part]:
         parts = self._read("", ended=True)
         if self._state is _State.CALL:
-            written, self._call = "".join(self._call), []
-            parts += self._called(written, written)
+            parts += self._end_call("")
         return parts if self._after_call else [*parts, *self._with_blanks("")]
 
     def _read(self, text: str, *, ended: bool) -> list[Part]:
@@ -129,7 +137,7 @@ class MarkerParser(MessageParser):
                 parts += self._add(text[at : marker.start()])
                 parts += self._turn(marker[0])
                 at = marker.end()
-        end = len(text) if ended else max(at, _start_of_tail(text, self._markers))
+        end = len(text) if ended else max(at, start_of_tail(text, self._markers))
         self._tail = text[end:]
         return parts + self._add(text[at:end])
 
@@ -147,8 +155,7 @@ class MarkerParser(MessageParser):
         if not text:
             return []
         if self._state is _State.CALL:
-            self._call.append(text)
-            return []
+            return self._add_to_call(text)
         if self._state is _State.REASONING:
             return [Text(text, reasoning=True)]
         return self._content(text)
@@ -156,16 +163,38 @@ class MarkerParser(MessageParser):
     def _turn(self, marker: str) -> list[Part]:
         if self._state is _State.CALL:
             self._state = _State.CONTENT
-            written, self._call = "".join(self._call), []
-            return self._called(written, written + marker)
+            return self._end_call(marker)
         if self._state is _State.REASONING:
             self._state = _State.CONTENT
             return []
         if marker == THINK:
             self._state = _State.REASONING
             return [] if self._after_call else self._with_blanks("")
-        self._state, self._call = _State.CALL, [marker]
-        return []
+        self._state = _State.CALL
+        return self._add_to_call(marker)
+
+    def _add_to_call(self, text: str) -> list[Part]:
+        assert self._form is not None  # it opens calls
+        if self._stream is None:
+            self._stream = call_stream(self._form, self._tools)
+        parts = self._stream.push(text)
+        if not self._stream.begun:
+            self._call.append(text)
+        return [*parts]
+
+    def _end_call(self, marker: str) -> list[Part]:
+        stream, self._stream = self._stream, None
+        written, self._call = "".join(self._call), []
+        if stream is None or not stream.begun:
+            return self._called(written, written + marker)
+        parts: list[Part] = [*stream.finish()]
+        self._blanks, self._after_call = [], True
+        rest = stream.rest.lstrip(_SEPARATORS)
+        if rest.rstrip(_SEPARATORS):
+            assert self._form is not None
+            bracket = "[" if self._form.is_list and rest.startswith("{") else ""
+            parts += self._called(bracket + rest, rest)
+        return parts
 
     def _content(self, text: str) -> list[Part]:
         if not self._may_call_within:
@@ -174,12 +203,3 @@ class MarkerParser(MessageParser):
         parts = self._with_blanks(said) if said else []
         self._blanks.append(text[len(said) :])
         return parts
-
-
-def _start_of_tail(text: str, markers: set[str]) -> int:
-    """Where the longest end of the text starts that a marker begins with."""
-    longest = max(map(len, markers), default=1) - 1
-    for start in range(max(0, len(text) - longest), len(text)):
-        if any(marker.startswith(text[start:]) for marker in markers):
-            return start
-    return len(text)

@@ -33,6 +33,13 @@ class CallFormat:
     at_start: bool = False  # the whole answer is calls, or none of it
     calls: Callable[[str, dict[str, Any]], list[ToolCall]]  # raises one of NOT_A_CALL
     short_ids: bool = False  # ids of calls must have nine letters and digits
+    is_list: bool = False  # several calls are a JSON list
+    is_xml: bool = False  # arguments come as tags, not as JSON
+    names_before_json: bool = False  # the arguments alone are JSON
+
+    def is_bare(self, text: str) -> bool:
+        """Whether calls that are written like this have no mark but their JSON."""
+        return "{" in self.open and text.lstrip().startswith("{")
 
 
 def call_id(*, short: bool) -> str:
@@ -78,7 +85,7 @@ def _qwen_xml(text: str, tools: dict[str, Any]) -> list[ToolCall]:
         raise ValueError("not a call")
     types = tools.get(name, {}).get("parameters", {}).get("properties")
     arguments = {
-        key: _typed(value, types.get(key) if isinstance(types, dict) else None)
+        key: typed_value(value, types.get(key) if isinstance(types, dict) else None)
         for key, value in _parameters(body)
     }
     return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
@@ -96,12 +103,17 @@ def _parameters(body: str) -> Iterator[tuple[str, str]]:
                 break
 
 
+def is_text(schema: Any) -> bool:
+    """Whether a parameter's value is a string, as far as its schema says."""
+    return not isinstance(schema, dict) or schema.get("type", "string") == "string"
+
+
 _KEY_RUN = re.compile(r"([^>\n]*)([>\n]|\Z)")
 
 
-def _typed(value: str, schema: Any) -> Any:
+def typed_value(value: str, schema: Any) -> Any:
     """A parameter's text as the value that its schema asks for."""
-    if isinstance(schema, dict) and schema.get("type", "string") != "string":
+    if not is_text(schema):
         try:
             return from_json(value, allow_inf_nan=False)
         except ValueError:
@@ -147,7 +159,7 @@ def _list(text: str, tools: dict[str, Any]) -> list[ToolCall]:
     return [_call(given) for given in from_json(text)]
 
 
-LIST = CallFormat(open=("[",), at_start=True, calls=_list)
+LIST = CallFormat(open=("[",), at_start=True, calls=_list, is_list=True)
 # The first that a chat template shows is taken.
 FORMATS: dict[str, CallFormat] = {
     "qwen_xml": CallFormat(
@@ -155,12 +167,18 @@ FORMATS: dict[str, CallFormat] = {
         open=("<tool_call>",),
         close="</tool_call>",
         calls=_qwen_xml,
+        is_xml=True,
     ),
     "hermes": CallFormat(
         shown_by=("<tool_call>",), open=("<tool_call>",), close="</tool_call>", calls=_hermes
     ),
     "mistral": CallFormat(
-        shown_by=("[TOOL_CALLS]",), open=("[TOOL_CALLS]",), calls=_mistral, short_ids=True
+        shown_by=("[TOOL_CALLS]",),
+        open=("[TOOL_CALLS]",),
+        calls=_mistral,
+        short_ids=True,
+        is_list=True,
+        names_before_json=True,
     ),
     "llama3_json": CallFormat(
         shown_by=('"parameters": ',),

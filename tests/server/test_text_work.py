@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from message_parts import joined
 
-from outrider.server.text import response_template, tool_calls
+from outrider.server.text import call_stream, response_template, tool_calls
 from outrider.server.text.detokenizer import Detokenizer, StopStrings
 from outrider.server.text.message_format import MessageFormat
 from outrider.server.text.message_parser import Text
+from outrider.server.text.tool_calls import ToolCall
 from outrider.server.text.tokenizer import Tokenizer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -23,6 +25,12 @@ OPENED = {
     "qwen_xml": "<tool_call><function=weather>",
     "mistral": "[TOOL_CALLS]",
     "llama3_json": "{",
+}
+ARGUMENTS = {  # a call that has begun
+    "hermes": '<tool_call>{"name": "weather", "arguments": {',
+    "qwen_xml": "<tool_call><function=weather><parameter=a>",
+    "mistral": "[TOOL_CALLS]weather{",
+    "llama3_json": '{"name": "weather", "parameters": {',
 }
 CLOSED = {"hermes": "</tool_call>", "qwen_xml": "</function></tool_call>"}
 LOOPS = [
@@ -40,6 +48,8 @@ LOOPS = [
     "</function>",
     "[TOOL_CALLS]",
     "[",
+    "{}",
+    '{"name": "weather", "arguments": {}},',
     '{"a":',
     '{"name": "weather"};',
     '"',
@@ -107,14 +117,18 @@ class CountedPattern:
         self._work.num_chars += len(text)
         return self._pattern.fullmatch(text)
 
-    def match(self, text: str, at: int) -> Any:
-        found = self._pattern.match(text, at)
-        self._work.num_chars += found.end() - at + 1
+    def match(self, text: str, at: int, *end: int) -> Any:
+        found = self._pattern.match(text, at, *end)
+        self._work.num_chars += 1 + (found.end() if found else min([len(text), *end])) - at
         return found
 
-    def search(self, text: str, at: int, **kw: Any) -> Any:
-        self._work.num_chars += len(text) + self._also()  # the whole of it has been copied
-        return self._pattern.search(text, at, **kw)
+    def search(self, text: str, at: int, *end: int, **kw: Any) -> Any:
+        found = self._pattern.search(text, at, *end, **kw)
+        if kw:
+            self._work.num_chars += len(text) + self._also()  # the whole of it has been copied
+        else:
+            self._work.num_chars += 1 + (found.end() if found else min([len(text), *end])) - at
+        return found
 
 
 def grows_with(work_of: Callable[[int], int], size: int) -> None:
@@ -137,6 +151,9 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
             for pattern in ("_KEY_RUN", "_NAME", "_ID", "_SEMICOLON"):
                 counted = CountedPattern(getattr(tool_calls, pattern), work)
                 patch.setattr(tool_calls, pattern, counted)
+            for pattern in ("_JSON_HEAD", "_NAME_HEAD", "_OUTSIDE", "_IN_STRING", "_XML_TAG"):
+                counted = CountedPattern(getattr(call_stream, pattern), work)
+                patch.setattr(call_stream, pattern, counted)
             parser: Any = MessageFormat("", name=name, reasoning=True).parser("", [WEATHER])
             parser._pattern = CountedPattern(parser._pattern, work)
             calls = parser._calls
@@ -147,7 +164,7 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
         return work.num_chars
 
     for loop in LOOPS:
-        for begun in ("", OPENED[name]):
+        for begun in ("", OPENED[name], ARGUMENTS[name]):
             ended = CLOSED.get(name, "") if begun else ""
             grows_with(lambda n, b=begun, x=loop, e=ended: work_of(b + x * (n // len(x)) + e), 120)
 
@@ -232,7 +249,7 @@ def test_strings_with_delimiters_of_their_own_are_read_once() -> None:
 DEEP = '{"a":' * 5000
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
 def test_a_call_that_is_nested_too_deeply_is_content(name: Any) -> None:
     text = OPENED[name] + '"a":' * (name == "llama3_json") + DEEP
     assert said(parts_of(MessageFormat("", name=name), text)) == text
@@ -257,19 +274,8 @@ def test_pieces_make_no_difference_and_nothing_is_lost(name: Any) -> None:
         text = "".join(rng.choices(pieces, k=rng.randint(1, 9)))
         whole = joined(parts_of(form, text, 10**9))
         assert joined(parts_of(form, text, rng.randint(1, 9))) == whole
-        if "<think>" not in text and all(kind == "content" for kind, _ in whole):
-            assert "".join(value for _, value in whole) == text
-
-
-def joined(parts: list[Any]) -> list[tuple[str, str]]:
-    told: list[tuple[str, str]] = []
-    for part in parts:
-        kind = "call" if not isinstance(part, Text) else "thought" if part.reasoning else "content"
-        value = part.text if isinstance(part, Text) else part.name + part.arguments
-        if told and told[-1][0] == kind != "call":
-            value = told.pop()[1] + value
-        told.append((kind, value))
-    return told
+        if "<think>" not in text and all(isinstance(part, Text) for part in whole):
+            assert said(whole) == text
 
 
 def test_stop_strings() -> None:
@@ -343,8 +349,9 @@ def test_calls_keep_their_arguments() -> None:
         "<tool_call>\n<function=weather>\n<parameter=a>\nx > y\n<b>\n</parameter>\n"
         "<parameter=\n<parameter=b>\n\n1\n</parameter></function>\n</tool_call>"
     )
-    (call,) = parts_of(MessageFormat("", name="qwen_xml"), xml)
+    (call,) = joined(parts_of(MessageFormat("", name="qwen_xml"), xml))
+    assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == {"a": "x > y\n<b>", "b": "\n1"}
     mistral = '[TOOL_CALLS] weather[CALL_ID]x1[ARGS]{"a": "{"}[TOOL_CALLS][{"name": "f"}]'
-    first, second = parts_of(MessageFormat("", name="mistral"), mistral)
-    assert (first.name, first.arguments, second.name) == ("weather", '{"a": "{"}', "f")
+    calls = joined(parts_of(MessageFormat("", name="mistral"), mistral))
+    assert calls == [ToolCall("weather", '{"a": "{"}'), ToolCall("f", "{}")]

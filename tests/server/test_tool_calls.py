@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 from asgi import post
+from message_parts import joined
 from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
@@ -44,7 +45,7 @@ OSLO = ToolCall("weather", '{"city": "Oslo", "days": 3}')
 def parse(
     format_name: str, text: str, *, sizes: Sequence[int] = (10**6,), prompt: str = "", **kw: Any
 ) -> list[Text | ToolCall]:
-    """The parts of a text that comes in pieces of these sizes, over and over; texts joined."""
+    """The parts of a text that comes in pieces of these sizes, over and over, joined."""
     form = MessageFormat(TEMPLATES.get(format_name, ""), **kw)
     parser = form.parser(prompt, [WEATHER])
     assert parser is not None
@@ -56,17 +57,6 @@ def parse(
     return joined(parts + parser.flush())
 
 
-def joined(parts: list[Any]) -> list[Any]:
-    result: list[Any] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if isinstance(part, Text) and isinstance(last, Text) and part.reasoning == last.reasoning:
-            result[-1] = Text(last.text + part.text, part.reasoning)
-        else:
-            result.append(part)
-    return result
-
-
 CALL_ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 CASES = [
     ("hermes", CALL_ROME, [ROME]),
@@ -76,7 +66,10 @@ CASES = [
     ("hermes", CALL_ROME.removesuffix("</tool_call>"), [ROME]),
     ("hermes", "3 < 4 <tool", [Text("3 < 4 <tool")]),
     ("hermes", "a <tool_call>b</tool_call> c", [Text("a <tool_call>b</tool_call> c")]),
-    ("hermes", CALL_ROME[:-25], [Text(CALL_ROME[:-25])]),
+    ("hermes", CALL_ROME[:30], [Text(CALL_ROME[:30])]),
+    # A call that has begun stays one.
+    ("hermes", CALL_ROME[:-25], [ToolCall("weather", '{"cit')]),
+    ("hermes", CALL_ROME.replace('"}}', '"} so }'), [ROME, Text("so }\n")]),
     ("hermes", '<tool_call>{"name": 1}</tool_call>', [Text('<tool_call>{"name": 1}</tool_call>')]),
     (
         "qwen_xml",

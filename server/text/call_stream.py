@@ -1,0 +1,240 @@
+"""Calls of tools told while they are being written: a name first, then arguments in pieces.
+
+A call that has been told cannot be taken back. So the readers here know only the forms that models
+are trained to write; what looks different is left to the readers of whole calls (`tool_calls`).
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from .tool_calls import CallFormat, is_text, typed_value
+
+MAX_HEAD_CHARS = 512  # of what leads to a call's arguments, or from one of them to the next
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins; its arguments follow."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of the call that began last: a piece of a JSON text."""
+
+    text: str
+
+
+CallPart = CallStart | CallArguments
+
+
+def call_stream(form: CallFormat, tools: dict[str, Any]) -> "CallStream":
+    return XMLCallStream(form, tools) if form.is_xml else JSONCallStream(form, tools)
+
+
+def start_of_tail(text: str, markers: Collection[str]) -> int:
+    """Where the longest end of the text starts that a marker begins with."""
+    longest = max(map(len, markers), default=1) - 1
+    for start in range(max(0, len(text) - longest), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return start
+    return len(text)
+
+
+class CallStream(ABC):
+    """Reads a growing text that holds calls. The work is in proportion to the text."""
+
+    def __init__(self, form: CallFormat, tools: dict[str, Any]) -> None:
+        self._form = form
+        self._tools = tools
+        self._unread = ""
+        self._skipped: list[str] = []  # since it gave up
+        self._gave_up = False
+        self.begun = False  # a call has been told
+
+    def push(self, text: str) -> list[CallPart]:
+        """What this text adds to the calls."""
+        if self._gave_up:
+            self._skipped.append(text)
+            return []
+        parts: list[CallPart] = []
+        text, at = self._unread + text, 0
+        while not self._gave_up and (end := self._read(text, at, parts)) > at:
+            at = end
+        self._unread = text[at:]
+        return parts
+
+    @abstractmethod
+    def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
+        """Read on from `at`, add what that tells to `parts`, and return how far it went."""
+
+    @abstractmethod
+    def finish(self) -> list[CallPart]:
+        """What is left to be told of the last call, now that nothing follows."""
+
+    @property
+    def rest(self) -> str:
+        """What has been written behind the last call and is none that can be told."""
+        return "".join([self._unread, *self._skipped])
+
+    def _begin(self, head: re.Match[str] | None, text: str, at: int) -> bool:
+        """Whether a call begins here. Gives up if none does, and none can come."""
+        if head is None:
+            self._gave_up = len(text) - at > MAX_HEAD_CHARS
+            return False
+        # A bare JSON object is a call only if it names a tool.
+        self._gave_up = head["name"] not in self._tools and self._form.is_bare(text[at:])
+        self.begun |= not self._gave_up
+        return not self._gave_up
+
+
+class JSONCallStream(CallStream):
+    """`{"name": …, "arguments": {…}}`, one or several, or Mistral's `name{…}`.
+
+    The arguments are told as they are written.
+    """
+
+    _depth = 0  # of braces within the arguments; 0: outside of them
+    _in_string = False
+    _closes = False  # an object around the arguments is still to be closed
+
+    def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
+        if self._depth:
+            return self._arguments(text, at, parts)
+        if self._closes:
+            brace = _CLOSING_BRACE.match(text, at)
+            assert brace is not None  # it matches anything
+            self._closes = brace.end() == len(text) and not brace[1]
+            self._gave_up = not self._closes and not brace[1]
+            return brace.end()
+        head = _JSON_HEAD.match(text, at, at + MAX_HEAD_CHARS)
+        is_object = head is not None
+        if head is None and self._form.names_before_json:
+            head = _NAME_HEAD.match(text, at, at + MAX_HEAD_CHARS)
+        if not self._begin(head, text, at):
+            return at
+        assert head is not None
+        parts += CallStart(head["name"]), CallArguments("{")
+        self._depth, self._closes = 1, is_object
+        return head.end()
+
+    def _arguments(self, text: str, at: int, parts: list[CallPart]) -> int:
+        """Up to the brace that closes them, if it has come."""
+        start = at
+        while self._depth and (
+            mark := (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+        ):
+            if mark[0] == "\\" and mark.end() == len(text):
+                at = mark.start()
+                break
+            at = mark.end() + (mark[0] == "\\")
+            if mark[0] == '"':
+                self._in_string = not self._in_string
+            elif mark[0] != "\\":
+                self._depth += 1 if mark[0] == "{" else -1
+        else:
+            at = len(text) if self._depth else at
+        if at > start:
+            parts.append(CallArguments(text[start:at]))
+        return at
+
+    def finish(self) -> list[CallPart]:
+        if not self._depth or not self._unread:
+            return []
+        text, self._unread = self._unread, ""
+        return [CallArguments(text)]
+
+
+_JSON_HEAD = re.compile(
+    r"[\s\[,;]*+(?:<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)?+[\s\[,;]*+"
+    r'\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+\{'
+)
+_NAME_HEAD = re.compile(
+    r"\s*+(?:\[TOOL_CALLS\])?+\s*+(?P<name>[\w.-]++)(?:\[CALL_ID\]\w++)?+(?:\[ARGS\])?+\s*+\{"
+)
+_CLOSING_BRACE = re.compile(r"\s*+(\}?)")
+_OUTSIDE = re.compile(r'["{}]')
+_IN_STRING = re.compile(r'["\\]')
+
+
+class XMLCallStream(CallStream):
+    """`<function=name><parameter=key>value</parameter></function>`, as Qwen-Coder writes it.
+
+    Values that are strings are told as they are written, others one by one.
+    """
+
+    _name: str | None = None  # of the call that is open
+    _num_values = 0
+    _value: list[str] | None = None  # of the parameter that is open
+    _schema: Any = None  # of its value
+
+    def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
+        if self._value is not None:
+            return self._read_value(self._value, text, at, parts)
+        if self._name is None:
+            head = _XML_HEAD.match(text, at, at + MAX_HEAD_CHARS)
+            if not self._begin(head, text, at):
+                return at
+            assert head is not None
+            self._name, self._num_values = head["name"], 0
+            parts += CallStart(self._name), CallArguments("{")
+            return head.end()
+        tag = _XML_TAG.search(text, at, at + MAX_HEAD_CHARS)
+        if tag is None:
+            self._gave_up = len(text) - at > MAX_HEAD_CHARS
+            return at
+        if tag["key"] is None:
+            self._name = None
+            parts.append(CallArguments("}"))
+            return tag.end()
+        function = self._tools.get(self._name, {})
+        properties = (function.get("parameters") or {}).get("properties")
+        self._schema = properties.get(tag["key"]) if isinstance(properties, dict) else None
+        comma = ", " if self._num_values else ""
+        quote = '"' if is_text(self._schema) else ""
+        key = json.dumps(tag["key"], ensure_ascii=False)
+        parts.append(CallArguments(f"{comma}{key}: {quote}"))
+        self._num_values += 1
+        self._value = []
+        return tag.end()
+
+    def _read_value(self, value: list[str], text: str, at: int, parts: list[CallPart]) -> int:
+        end = text.find(_END_VALUE, at)
+        tail = at + start_of_tail(text[at:], _END_VALUES) if end < 0 else end
+        if end > at and text[end - 1] == "\n":
+            tail = end - 1
+        piece = text[at:tail]
+        if not is_text(self._schema):
+            value.append(piece)
+        elif piece:
+            parts.append(CallArguments(_escaped(piece)))
+        if end < 0:
+            return tail
+        if is_text(self._schema):
+            parts.append(CallArguments('"'))
+        else:
+            told = typed_value("".join(value), self._schema)
+            parts.append(CallArguments(json.dumps(told, ensure_ascii=False)))
+        self._value = None
+        return end + len(_END_VALUE)
+
+    def finish(self) -> list[CallPart]:
+        if self._value is None or not is_text(self._schema) or not self._unread:
+            return []
+        text, self._unread = self._unread, ""
+        return [CallArguments(_escaped(text))]
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+_XML_HEAD = re.compile(r"\s*+(?:<tool_call>)?+\s*+<function=(?P<name>[^>\n]++)>")
+_XML_TAG = re.compile(r"<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>")
+_END_VALUE = "</parameter>"
+_END_VALUES = (_END_VALUE, "\n" + _END_VALUE)

@@ -1,0 +1,25 @@
+"""The parts of an answer put together again."""
+
+from collections.abc import Iterable
+
+from outrider.server.text.call_stream import CallArguments, CallStart
+from outrider.server.text.message_parser import Part, Text
+from outrider.server.text.tool_calls import ToolCall
+
+
+def joined(parts: Iterable[Part]) -> list[Text | ToolCall]:
+    """Neighbouring texts of a kind as one text, and calls with all of their arguments."""
+    result: list[Text | ToolCall] = []
+    for part in parts:
+        last = result[-1] if result else None
+        match part, last:
+            case CallStart(), _:
+                result.append(ToolCall(part.name, ""))
+            case CallArguments(), ToolCall():
+                result[-1] = ToolCall(last.name, last.arguments + part.text)
+            case Text(), Text(reasoning=part.reasoning):
+                result[-1] = Text(last.text + part.text, part.reasoning)
+            case _:
+                assert isinstance(part, Text)
+                result.append(part)
+    return result
