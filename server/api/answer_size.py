@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from ..http.errors import APIError, invalid_value
-from .protocol import SamplingFields
+from .protocol import ChoiceFields
 
 # Bytes of an HTTP process and an engine together, rounded up from what they were measured to take:
 TOKEN_BYTES = 256  # a token that is drawn, with its text
@@ -17,7 +17,7 @@ ARGUMENT_BYTES = 32  # a byte of JSON that a logits processor is made with
 
 def check_answer_size(
     max_bytes: int,
-    fields: SamplingFields,
+    fields: ChoiceFields,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
@@ -55,7 +55,7 @@ def _told_bytes(num_alternatives: int | None) -> int:
 
 
 def _too_large(
-    fields: SamplingFields, parts: dict[str, int], *, needed: int, allowed: int
+    fields: ChoiceFields, parts: dict[str, int], *, needed: int, allowed: int
 ) -> APIError:
     large = [name for name, size in parts.items() if size > needed / 10]
     names: list[str] = []

@@ -1,19 +1,14 @@
 """POST /v1/chat/completions."""
 
-import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..grammar.tool_choice import NamedTool, callable_tools, calls_grammar
-from ..http.api_keys import request_key
-from ..http.errors import invalid_value
-from ..text.chat_template import ChatTemplateError
-from ..text.message_parser import Text
+from ..text.call_stream import CallArguments, CallStart
+from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
-from .answer import MIN_LOGPROB, Answer
 from .chat_protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -21,14 +16,16 @@ from .chat_protocol import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatDelta,
-    ChatFields,
     ChatLogprobs,
     ChatMessage,
+    CustomCall,
     FunctionCall,
     TokenLogprob,
     ToolCallChunk,
     TopLogprob,
 )
+from .chat_turn import ChatTurn, prepare_turn
+from .choices import ChoicesAnswer
 from .generation import Delta, Token
 from .service import Service
 
@@ -37,150 +34,19 @@ async def create_chat_completion(
     service: Service, body: ChatCompletionRequest, http: Request
 ) -> Response:
     """Answer a chat completion request, as a stream or as a whole."""
-    service.check_request(body, http, num_prompts=1)
-    if body.top_logprobs and not body.logprobs:
-        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
-    tools = callable_tools(body.tool_choice, body.tools)
-    prompt = await chat_prompt(
-        service,
-        body,
-        body.tools if tools else [],
-        body.template_variables,
-        must_fit=body.truncate_prompt_tokens is None,
-    )
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
-    prompt = prompt._replace(token_ids=kept)
-    room_tokens = max(1, service.engine_info.max_model_len - len(kept))
-    grammar = await _grammar(service, body, tools)
-    # Off the event loop, because a model's own response template goes over the prompt.
-    answer = await asyncio.to_thread(
-        _ChatAnswer, service, body, prompt, tools, follows_grammar=grammar is not None
-    )
-    samples = service.samples(
-        body,
-        [prompt.token_ids],
-        param="messages",
-        max_tokens=max_tokens
-        or min(room_tokens, service.sampling_defaults.max_tokens or room_tokens),
-        logprobs=body.top_logprobs if body.logprobs else None,
-        key=request_key(http),
-        told_of_prompts=[body.prompt_logprobs],
-        grammar=grammar,
-        shown_special_ids=answer.shown_special_ids,
-    )
-    return await answer.respond(http, samples)
+    turn = await prepare_turn(service, body, http)
+    return await _ChatAnswer(service, body, turn).respond(http, turn.samples)
 
 
-class ChatPrompt(NamedTuple):
-    text: str
-    token_ids: list[int]
-
-
-async def chat_prompt(
-    service: Service,
-    body: ChatFields,
-    tools: list[dict[str, Any]],
-    variables: dict[str, Any],
-    *,
-    must_fit: bool = False,
-) -> ChatPrompt:
-    """The prompt that the model's chat template makes; raises APIError."""
-    template = service.tokenizer.chat_template
-    if template is None:
-        raise invalid_value(
-            "messages",
-            f"The model {service.model_name!r} has no chat template and takes no messages; "
-            "send a prompt to /v1/completions.",
-        )
-    if body.has_two_ends:
-        raise invalid_value(
-            "continue_final_message",
-            "continue_final_message and add_generation_prompt exclude each other: the prompt ends "
-            "either within the last message or with the beginning of a new one.",
-        )
-    if reserved := sorted(template.reserved & variables.keys()):
-        raise invalid_value(
-            "chat_template_kwargs",
-            f"chat_template_kwargs cannot set {reserved[0]}: it sets variables of the model's chat "
-            "template.",
-        )
-
-    if len(body.messages) > (most := service.engine_info.max_model_len):
-        raise invalid_value(
-            "messages",
-            f"There are {len(body.messages)} messages, of a token each at least; this model's "
-            f"maximum context length is {most} tokens. Please shorten the messages.",
-        )
-
-    def render() -> str:
-        return template.render(
-            [message.for_template() for message in body.messages],
-            tools=tools,
-            add_generation_prompt=body.prompts_an_answer,
-            continue_final_message=body.continue_final_message,
-            variables=variables,
-        )
-
-    try:
-        text = await asyncio.to_thread(render)
-    except ChatTemplateError as error:
-        raise invalid_value(
-            "messages", f"The model's chat template refuses these messages: {error}"
-        ) from None
-    (ids,) = await service.tokenize(
-        [text],
-        add_special_tokens=body.add_special_tokens,
-        must_fit="messages" if must_fit else None,
-    )
-    return ChatPrompt(text, ids)
-
-
-async def _grammar(
-    service: Service, body: ChatCompletionRequest, tools: list[dict[str, Any]]
-) -> str | None:
-    """What the answer must follow; raises APIError."""
-    asked = await service.grammars.grammar_of(body.response_format, body.structured_outputs)
-    if not body.must_call:
-        return asked
-    if asked is not None:
-        raise invalid_value(
-            "tool_choice", "A call that is required and a format of the answer exclude each other."
-        )
-    at_once = body.tool_choice == "required" and body.parallel_tool_calls
-    grammar = calls_grammar(tools, max_calls=None if at_once else 1)
-    return await service.grammars.check("tool_choice", grammar)
-
-
-class _ChatAnswer(Answer):
-    def __init__(
-        self,
-        service: Service,
-        body: ChatCompletionRequest,
-        prompt: ChatPrompt,
-        tools: list[dict[str, Any]],
-        *,
-        follows_grammar: bool,
-    ) -> None:
-        super().__init__(service, body, [prompt.token_ids], id_prefix="chatcmpl")
+class _ChatAnswer(ChoicesAnswer):
+    def __init__(self, service: Service, body: ChatCompletionRequest, turn: ChatTurn) -> None:
+        super().__init__(service, body, [turn.prompt.token_ids], id_prefix="chatcmpl")
         self._body = body
-        self._format = service.message_format
-        self._parsers = [
-            self._format.parser(
-                prompt.text, tools, must_call=body.must_call, follows_grammar=follows_grammar
-            )
-            for _ in range(body.n)
-        ]
-        self._num_calls = [0] * body.n
+        self._calls_one_by_name = turn.calls.named
+        self._num_calls = [0] * body.n  # that have been told of
+        self._calls_free_text = [False] * body.n  # the last of them
         if body.return_token_ids:
-            self._head["prompt_token_ids"] = prompt.token_ids
-
-    @property
-    def shown_special_ids(self) -> frozenset[int]:
-        """Special tokens that are part of the text, as the answer is taken apart by them."""
-        if self._parsers[0] is None:
-            return frozenset()
-        return self._service.tokenizer.special_ids_of(self._format.delimiters)
+            self._head["prompt_token_ids"] = turn.prompt.token_ids
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
         if not self._body.stream:
@@ -195,7 +61,7 @@ class _ChatAnswer(Answer):
         if first and self._body.prompt_logprobs is not None:
             told = self._prompt_logprobs(delta, self._body.prompt_logprobs)
             self._head["prompt_logprobs"] = told
-        said = self._said(delta)
+        said = self._said(delta.index, delta.parts)
         if first and self._body.echoed:
             said.insert(0, {"content": self._body.echoed})
         fields: dict[str, Any] = {
@@ -205,8 +71,7 @@ class _ChatAnswer(Answer):
             "stop_reason": delta.stop_reason,
         }
         # As OpenAI has it: who names the one tool to call learns nothing from the reason.
-        named = isinstance(self._body.tool_choice, NamedTool)
-        if delta.finish_reason == "stop" and self._num_calls[delta.index] and not named:
+        if delta.finish_reason == "stop" and delta.num_calls and not self._calls_one_by_name:
             fields["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]
@@ -227,45 +92,45 @@ class _ChatAnswer(Answer):
             *(ChatChunkChoice(delta=ChatDelta(**each), **fields) for each in last),
         ]
 
-    def _said(self, delta: Delta) -> list[dict[str, Any]]:
-        """What the delta adds to the message: texts, and calls one by one."""
-        parser = self._parsers[delta.index]
-        if parser is None:
-            return [{"content": delta.text}] if delta.text else []
-        parts = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parts += parser.flush()
+    def _said(self, index: int, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """What the parts add to the message: texts, and calls one by one."""
         said: list[dict[str, Any]] = []
+        pieces: list[str] = []  # of what is said last
         for part in parts:
-            if isinstance(part, Text):
-                if self._body.must_call:  # a call that was cut off
-                    continue
-                if part.reasoning and not self._body.include_reasoning:
-                    continue
-                name = "reasoning_content" if part.reasoning else "content"
-                if not (said and name in said[-1]):
-                    said.append({name: []})
-                said[-1][name].append(part.text)
-            elif self._body.parallel_tool_calls or not self._num_calls[delta.index]:
-                call = ToolCallChunk(
-                    index=self._num_calls[delta.index],
-                    id=call_id(short=self._format.short_ids),
-                    type="function",
-                    function=FunctionCall(name=part.name, arguments=part.arguments),
-                )
-                self._num_calls[delta.index] += 1
-                said.append({"tool_calls": [call]})
-        joined = [
-            {
-                name: value if name == "tool_calls" else "".join(value)
-                for name, value in each.items()
-            }
-            for each in said
-        ]
-        for each in joined:
+            match part:
+                case Text():
+                    name = "reasoning_content" if part.reasoning else "content"
+                    if not said or name not in said[-1]:
+                        said.append({name: (pieces := [])})
+                    pieces.append(part.text)
+                case CallStart():
+                    pieces = []
+                    said.append({"tool_calls": [self._new_call(index, part, pieces)]})
+                case CallArguments():
+                    if not said or "tool_calls" not in said[-1]:
+                        pieces = []
+                        said.append({"tool_calls": [self._more_of_call(index, pieces)]})
+                    pieces.append(part.text)
+        told = [{name: _joined(value) for name, value in each.items()} for each in said]
+        for each in told:
             if "reasoning_content" in each:
                 each["reasoning"] = each["reasoning_content"]  # clients look for one or the other
-        return joined
+        return told
+
+    def _new_call(self, index: int, start: CallStart, pieces: list[str]) -> dict[str, Any]:
+        self._calls_free_text[index] = start.is_free_text
+        self._num_calls[index] += 1
+        call = self._more_of_call(index, pieces)
+        call["id"] = call_id(short=self._service.message_format.short_ids)
+        call["type"] = "custom" if start.is_free_text else "function"
+        call[call["type"]]["name"] = start.name
+        return call
+
+    def _more_of_call(self, index: int, pieces: list[str]) -> dict[str, Any]:
+        call: dict[str, Any] = {"index": self._num_calls[index] - 1}
+        if self._calls_free_text[index]:
+            return call | {"custom": {"input": pieces}}
+        return call | {"function": {"arguments": pieces}}
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs:
         content = []
@@ -279,12 +144,18 @@ class _ChatAnswer(Answer):
             content.append(TokenLogprob(**chosen, top_logprobs=top))
         return ChatLogprobs(content=content, refusal=None)
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._token_text(token_id),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": list(self._service.tokenizer.token_bytes(token_id)),
-        }
+
+def _joined(value: list[Any]) -> str | list[ToolCallChunk]:
+    """What is said, from its pieces: a text, or one call."""
+    if not value or isinstance(value[0], str):
+        return "".join(value)
+    (call,) = value
+    fields = {name: each for name, each in call.items() if name not in ("function", "custom")}
+    if "custom" in call:
+        custom = call["custom"] | {"input": "".join(call["custom"]["input"])}
+        return [ToolCallChunk(custom=CustomCall(**custom), **fields)]
+    function = call["function"] | {"arguments": "".join(call["function"]["arguments"])}
+    return [ToolCallChunk(function=FunctionCall(**function), **fields)]
 
 
 def _message(said: list[dict[str, Any]]) -> ChatMessage:

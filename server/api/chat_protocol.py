@@ -5,33 +5,20 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     ConfigDict,
     Discriminator,
     FailFast,
     Field,
     JsonValue,
     Tag,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
 from ..grammar.tool_choice import ToolChoice
-from .fields import (
-    MAX_LOGPROBS,
-    APIRequest,
-    Int,
-    UnknownField,
-    unknown_names,
-)
-from .protocol import (
-    APIResponse,
-    GenerationResponse,
-    PromptLogprobs,
-    SamplingFields,
-)
+from .fields import APIRequest, Int, NumLogprobs, UnknownField
+from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs
+from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
 
 
 class TextPart(APIRequest):
@@ -63,62 +50,8 @@ Content = Annotated[
 ]
 
 
-def _tool(value: dict[str, Any]) -> dict[str, Any]:
-    """Checked, and otherwise left as it came: templates print tools with their keys in order."""
-    match value:
-        case {"type": "function", "function": {"name": str(name), **rest}} if name:
-            if isinstance(rest.get("parameters", {}), dict):
-                return value
-    raise ValueError('expected {"type": "function", "function": {"name": …, "parameters": {…}, …}}')
-
-
-def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
-    """Arguments come as a text with JSON, and templates expect the object that it says."""
-    match value:
-        case {"function": {"name": str(), "arguments": str(text)} as function}:
-            try:
-                arguments = from_json(text or "{}", allow_inf_nan=False)
-            except ValueError:
-                arguments = None
-            if not isinstance(arguments, dict):
-                raise ValueError("function.arguments: expected a text that is a JSON object")
-            return value | {"function": function | {"arguments": arguments}}
-        case {"function": {"name": str()}}:
-            return value
-    raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
-
-
-def _function_schema(*, min_length: int, **fields: Any) -> dict[str, Any]:
-    """What the OpenAPI document tells of a dict that is passed on as it came."""
-    name = {"type": "string", "minLength": min_length}
-    return {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {"name": name, **fields},
-            },
-        },
-    }
-
-
-Tool = Annotated[
-    dict[str, Any],
-    AfterValidator(_tool),
-    WithJsonSchema(_function_schema(min_length=1, parameters={"type": "object"})),
-]
-GivenToolCall = Annotated[
-    dict[str, Any],
-    AfterValidator(_tool_call),
-    WithJsonSchema(_function_schema(min_length=0, arguments={"type": "object"})),
-]
-ToolCalls = TypeAliasType("ToolCalls", Annotated[list[GivenToolCall], FailFast()])
-MAX_TOOLS = 1024  # each of n answers has them in a table of its own
-TOOL_FIELDS = frozenset({"type", "function"})
-FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return"})
+# What an assistant may have said in place of content, as clients repeat it.
+SAYING = frozenset({"refusal", "reasoning", "reasoning_content"})
 # Others are up to the template of the model.
 ROLES: list[JsonValue] = ["system", "developer", "user", "assistant", "tool"]
 
@@ -129,7 +62,13 @@ class Message(APIRequest):
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
+                {
+                    "required": ["tool_calls"],
+                    "properties": {
+                        "role": {"const": "assistant"},
+                        "tool_calls": {"type": "array", "minItems": 1},
+                    },
+                },
                 {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
             ]
         }
@@ -143,6 +82,9 @@ class Message(APIRequest):
     def _says_something(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role!r} needs content")
+        said = self.tool_calls or (self.model_extra or {}).keys() & SAYING
+        if self.content is None and not said:
+            raise ValueError("a message of role 'assistant' needs content or tool_calls")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -150,8 +92,8 @@ class Message(APIRequest):
         message = self.model_dump(exclude_unset=True)
         if message.get("reasoning"):  # as answers have it, too; templates know the other name
             message.setdefault("reasoning_content", message["reasoning"])
-        if self.content is None and self.tool_calls:
-            message["content"] = ""  # many templates write it in any case
+        if self.content is None:
+            message["content"] = message.get("refusal") or ""  # many templates write it in any case
         if isinstance(self.content, list):
             message["content"] = "\n".join(part.text for part in self.content)
         return message
@@ -174,10 +116,7 @@ class ChatFields(APIRequest):
 
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         yield from super()._unknown_inside(path)
-        for i, tool in enumerate(self.tools):
-            place = f"{path}tools[{i}]."
-            yield from unknown_names(tool, TOOL_FIELDS, path=place)
-            yield from unknown_names(tool["function"], FUNCTION_FIELDS, path=f"{place}function.")
+        yield from unknown_in_tools(self.tools, path)
 
     @property
     def prompts_an_answer(self) -> bool:
@@ -191,20 +130,16 @@ class ChatFields(APIRequest):
         return asked and self.add_generation_prompt and self.continue_final_message
 
 
-class ChatCompletionRequest(SamplingFields, ChatFields):
+class ChatCompletionRequest(ChoiceFields, ChatFields):
     max_completion_tokens: Int | None = Field(default=None, ge=1)
     max_tokens: Int | None = Field(default=None, ge=1)  # the older name of the same
     logprobs: bool = False
-    top_logprobs: Int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: NumLogprobs = 0
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     include_reasoning: bool = True  # where it is told apart
     echo: bool = False
     reasoning_effort: str | None = None
-
-    @property
-    def must_call(self) -> bool:
-        return self.tool_choice not in ("none", "auto")
 
     @property
     def echoed(self) -> str:
@@ -240,17 +175,25 @@ class ChatLogprobs(APIResponse):
 
 
 class FunctionCall(APIResponse):
-    name: str
+    name: str | None = None
     arguments: str
 
 
+class CustomCall(APIResponse):
+    name: str | None = None
+    input: str
+
+
 class ToolCall(APIResponse):
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
+    id: str | None = None
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class ToolCallChunk(ToolCall):
+    """What a stream adds to a call: all but the rest of its arguments comes first."""
+
     index: int
 
 

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from ..http.api_keys import request_key
 from ..http.errors import invalid_value, unsupported
 from ..text.detokenizer import Detokenizer
-from .answer import MIN_LOGPROB, Answer
+from .answer import MIN_LOGPROB
+from .choices import ChoicesAnswer
 from .generation import Delta, Token
 from .protocol import (
     Completion,
@@ -25,6 +26,7 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
     """Answer a completion request, as a stream or as a whole."""
     service.check_request(body, http, num_prompts=len(body.prompts))
     _check(body)
+    logprobs = body.logprobs = service.num_logprobs(body.logprobs, "logprobs")
     prompts = [
         service.truncate(body, prompt, body.max_tokens)
         for prompt in await service.tokenize(
@@ -39,9 +41,9 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         prompts,
         param="prompt",
         max_tokens=body.max_tokens,
-        logprobs=0 if body.logprobs is None and ranks_samples else body.logprobs,
+        logprobs=0 if logprobs is None and ranks_samples else logprobs,
         key=request_key(http),
-        told_of_prompts=[body.prompt_logprobs, body.logprobs if body.echo else None],
+        told_of_prompts=[body.prompt_logprobs, logprobs if body.echo else None],
         grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
     )
     # Off the event loop, because an echo decodes the prompts.
@@ -62,7 +64,7 @@ def _check(body: CompletionRequest) -> None:
         raise unsupported("suffix", "suffix is not supported: the model continues a prompt only.")
 
 
-class _CompletionAnswer(Answer):
+class _CompletionAnswer(ChoicesAnswer):
     def __init__(self, service: Service, body: CompletionRequest, prompts: list[list[int]]) -> None:
         super().__init__(service, body, prompts, id_prefix="cmpl")
         self._body = body

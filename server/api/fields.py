@@ -19,12 +19,16 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 from typing_extensions import TypeAliasType
 
-from ..config.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
+from ..config.server_settings import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+)
 from ..http.errors import cut
 
 MAX_STOP_CHARS = 1024
 MAX_INT = 2**63 - 1
-MAX_LOGPROBS = 20
 MAX_BAD_WORD_CHARS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_LOGITS_PROCESSORS = 16
@@ -44,14 +48,26 @@ def _whole_number(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
+# -1: as many as this server tells of.
+NumLogprobs = Annotated[int, BeforeValidator(_whole_number), Field(ge=-1, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 # Lists and dicts stop at their first wrong item: a body of 4 MB has room for millions, and each
 # error that pydantic collects takes a kilobyte. Named, because a bare FailFast cannot be part of a
 # union.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
-TokenIds = TypeAliasType(
-    "TokenIds", Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1)]
-)
+
+
+def _whole_numbers(value: object) -> object:
+    """As `_whole_number`, for lists so long that a call for each item would be felt."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [_whole_number(item) for item in value]
+    return value
+
+
+TokenIdList = Annotated[
+    list[Annotated[int, Field(ge=0)]], FailFast(), BeforeValidator(_whole_numbers)
+]
+TokenIds = TypeAliasType("TokenIds", Annotated[TokenIdList, Field(min_length=1)])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 StopStrings = TypeAliasType(
     "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]

@@ -13,6 +13,8 @@ from ..http.errors import dead_end, internal_error, timed_out, unavailable
 from ..observe.acceptance import Acceptance
 from ..observe.metrics import Metrics
 from ..text.detokenizer import Detokenizer, StopStrings
+from ..text.message_parser import Part
+from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
 
 
@@ -38,14 +40,20 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What has been added to one sequence: text, and the tokens that it came from."""
+    """What has been added to one sequence: text, and the tokens that it came from.
+
+    Every API's answer is made of these. In a chat, `parts` are what the text says.
+    """
 
     index: int
     text: str
+    parts: list[Part]
     tokens: list[Token]
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None
     completion_tokens: int  # of this sequence, so far
+    reasoning_tokens: int  # of these, those that its reasoning was written with
+    num_calls: int  # of tools, so far
     cached_tokens: int  # of its prompt
     prompt_logprobs: Sequence[TokenLogprobs]  # from the prompt's second token on, if asked for
 
@@ -58,13 +66,19 @@ class Sample:
     """
 
     def __init__(
-        self, index: int, request: NewRequest, tokenizer: Tokenizer, options: TextOptions
+        self,
+        index: int,
+        request: NewRequest,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        reader: MessageReader | None = None,
     ) -> None:
         self.index = index
         self.request = request
         self.finished = False
         self.acceptance = Acceptance()
         self._options = options
+        self._reader = reader
         self._detokenizer = Detokenizer(
             tokenizer,
             request.prompt_token_ids,
@@ -74,6 +88,7 @@ class Sample:
         self._stops = StopStrings(options.stop, include=options.include_stop)
         self.queue_s = 0.0
         self._num_tokens = 0
+        self._num_reasoning_tokens = 0
         self._num_chars = 0
         self._pending: list[Token] = []  # taken, but their text is held back
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -123,13 +138,21 @@ class Sample:
         if not (text or has_tokens or self.finished):
             return None
         tokens, self._pending = self._pending, []
+        parts: list[Part] = []
+        if self._reader is not None:
+            parts = self._reader.read(text, ended=self.finished)
+            offsets = (token.text_offset for token in tokens)
+            self._num_reasoning_tokens = self._reader.num_reasoning(offsets)
         return Delta(
             index=self.index,
             text=text,
+            parts=parts,
             tokens=tokens,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             completion_tokens=self._num_tokens,
+            reasoning_tokens=self._num_reasoning_tokens,
+            num_calls=self._reader.num_calls if self._reader is not None else 0,
             cached_tokens=output.num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
         )

@@ -13,11 +13,11 @@ from ..grammar.structured_outputs import ResponseFormat, StructuredOutputs
 from .fields import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGITS_PROCESSORS,
-    MAX_LOGPROBS,
     APIRequest,
     BadWords,
     Int,
     LogitBias,
+    NumLogprobs,
     Prompt,
     StopString,
     StopStrings,
@@ -66,12 +66,10 @@ LogitsProcessors = TypeAliasType(
 
 
 class SamplingFields(APIRequest):
-    """What completions and chat have in common."""
+    """How tokens are drawn: what every API takes."""
 
     model: str | None = None
-    n: Int = Field(default=1, ge=1)
     stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: Int = Field(default=0, ge=-1)
@@ -84,27 +82,36 @@ class SamplingFields(APIRequest):
     bad_words: BadWords = Field(default_factory=list)
     min_tokens: Int = Field(default=0, ge=0)
     logits_processors: LogitsProcessors = Field(default_factory=list)
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     seed: Int | None = None
-    stop: StopString | StopStrings = Field(default_factory=list)
     stop_token_ids: Annotated[list[Int], FailFast()] = Field(
         default_factory=list, max_length=MAX_STOP_TOKEN_IDS
     )
     ignore_eos: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    priority: Int = 0
+    speculation: Speculation = Speculation()
+    user: str | None = None
+
+
+class ChoiceFields(SamplingFields):
+    """What completions and chats have in common, which are answered with choices."""
+
+    n: Int = Field(default=1, ge=1)
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    stop: StopString | StopStrings = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
-    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
+    truncate_prompt_tokens: Int | None = Field(
+        default=None, ge=-1, json_schema_extra={"not": {"const": 0}}
+    )
     truncation_side: Literal["left", "right"] = "left"
-    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
-    priority: Int = 0
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    speculation: Speculation = Speculation()
-    user: str | None = None
 
     @property
     def num_samples(self) -> int:
@@ -130,10 +137,10 @@ class SamplingFields(APIRequest):
         )
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(ChoiceFields):
     prompt: Prompt
     max_tokens: Int = Field(default=16, ge=0)
-    logprobs: Int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: NumLogprobs | None = None
     echo: bool = False
     best_of: Int | None = Field(default=None, ge=1)
     suffix: str | None = None
@@ -177,11 +184,16 @@ class PromptTokensDetails(APIResponse):
     cached_tokens: int
 
 
+class CompletionTokensDetails(APIResponse):
+    reasoning_tokens: int
+
+
 class Usage(APIResponse):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class SpeculationMetrics(APIResponse):
@@ -207,6 +219,7 @@ class GenerationResponse(APIResponse):
     object: str
     created: int
     model: str
+    system_fingerprint: str | None = None  # of what may change the answer of the same request
     choices: list[Any]
     usage: Usage | None = None
     metrics: RequestMetrics | None = None

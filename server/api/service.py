@@ -2,6 +2,8 @@
 
 import asyncio
 import ctypes
+import hashlib
+import importlib.metadata
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,15 +25,17 @@ from ..http.errors import (
 )
 from ..observe.metrics import Metrics
 from ..text.message_format import MessageFormat
+from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
 from .answer_size import check_answer_size
 from .fields import APIRequest
 from .generation import Sample, TextOptions
-from .protocol import SamplingFields
+from .protocol import ChoiceFields
 from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from .sampling_defaults import SamplingDefaults
 from .unknown_fields import check_unknown_fields
 
+VERSION = importlib.metadata.version("outrider")
 # Below this many characters, tokenizing is quicker than handing it to a thread.
 INLINE_CHARS = 2048
 # Above so many, texts are tokenized one after the other: each takes a hundred times its size.
@@ -68,6 +72,13 @@ class Service:
             raise EngineUnavailableError(self.client.status_reason or "The engine is starting.")
         return self.client.info
 
+    @property
+    def fingerprint(self) -> str:
+        """Stands for what may change the answer of the same request: program, model, arithmetic."""
+        info = self.engine_info
+        parts = (VERSION, self.model_name, info.device, info.target_dtype, info.draft_dtype)
+        return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
+
     def check_model(self, given: str | None) -> None:
         """Raise APIError for another model's name; without one, there is no doubt."""
         if given and given not in self.model_names:
@@ -78,8 +89,9 @@ class Service:
         self.check_model(model)
         check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
 
-    def check_request(self, fields: SamplingFields, http: Request, *, num_prompts: int) -> None:
-        """Refuse what can be told before there are prompts; raises APIError."""
+    def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
+        """Refuse what can be told before there are prompts, and set what is left to the server;
+        raises APIError."""
         self.check_fields(fields, fields.model, http)
         if fields.priority and not self._may_set_priority(http):
             raise forbidden(
@@ -103,6 +115,7 @@ class Service:
             )
         if fields.prompt_logprobs is not None and fields.stream:
             raise invalid_value("prompt_logprobs", "prompt_logprobs cannot be streamed.")
+        fields.prompt_logprobs = self.num_logprobs(fields.prompt_logprobs, "prompt_logprobs")
         if fields.truncate_prompt_tokens == 0:
             raise invalid_value(
                 "truncate_prompt_tokens",
@@ -122,6 +135,17 @@ class Service:
                 )
         if fields.stream_options is not None and not fields.stream:
             raise invalid_value("stream_options", "stream_options needs stream: true.")
+
+    def num_logprobs(self, given: int | None, param: str) -> int | None:
+        """So many alternatives beside each token; -1 asks for as many as there may be."""
+        most = self.settings.max_logprobs
+        if given is not None and given > most:
+            raise invalid_value(
+                param,
+                f"{param} is {given}; this server tells of at most {most} alternatives "
+                "(server.max_logprobs).",
+            )
+        return most if given == -1 else given
 
     async def tokenize(
         self,
@@ -157,7 +181,7 @@ class Service:
             finally:
                 give_memory_back()
 
-    def truncate(self, fields: SamplingFields, prompt: list[int], max_tokens: int) -> list[int]:
+    def truncate(self, fields: ChoiceFields, prompt: list[int], max_tokens: int) -> list[int]:
         """The tokens of a prompt that the request wants kept: the last ones, or the first."""
         limit = fields.truncate_prompt_tokens
         if limit == -1:
@@ -168,7 +192,7 @@ class Service:
 
     def samples(
         self,
-        fields: SamplingFields,
+        fields: ChoiceFields,
         prompts: list[list[int]],
         *,
         param: str,
@@ -177,11 +201,12 @@ class Service:
         told_of_prompts: Sequence[int | None],
         key: str | None,
         grammar: str | None = None,
+        readers: Sequence[MessageReader] = (),
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
         """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
         `told_of_prompts` are numbers of alternatives, as in `check_answer_size`; `key` is the
-        digest of the API key;
+        digest of the API key; `readers`, one a sample, are for what its text says;
         `shown_special_ids` are part of the text in every case.
 
         Raises APIError for what the engine could never run.
@@ -245,6 +270,7 @@ class Service:
                 ),
                 self.tokenizer,
                 options,
+                readers[index] if readers else None,
             )
             for index in range(len(prompts) * fields.num_samples)
         ]
@@ -252,7 +278,7 @@ class Service:
     def _may_set_priority(self, http: Request) -> bool:
         return self.priority_keys is None or request_key(http) in self.priority_keys
 
-    def _cache_salt(self, fields: SamplingFields, key: str | None) -> str:
+    def _cache_salt(self, fields: ChoiceFields, key: str | None) -> str:
         """What requests must have in common to share cached prefixes."""
         given = fields.cache_salt or ""
         if key is None or self.settings.share_cache_between_keys:

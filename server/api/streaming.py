@@ -1,7 +1,6 @@
 """Work that ends with its client, awaited as a whole or sent as server-sent events."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..http.errors import from_exception
+from ..http.errors import APIError, from_exception
 
 log = logging.getLogger("outrider.server.api.streaming")
 
@@ -40,20 +39,33 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Server-sent events from JSON texts, closed by `[DONE]` only if all went well.
+def server_sent(data: str, name: str | None = None) -> str:
+    """One event, as it is sent; its data has no line breaks, as JSON has none."""
+    return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
 
-    A failure under way becomes a last event with an error body. `close` is awaited at the end in
-    every case, also if the client leaves before the first event is asked for.
+
+class EventStream(Response):
+    """Server-sent events.
+
+    A failure under way is told by a last event, which `failed` makes: what says that all went well
+    must be one of `events`. `close` is awaited at the end in every case, also if the client leaves
+    before the first event is asked for.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        close: Callable[[], Awaitable[None]],
+        *,
+        failed: Callable[[APIError], str],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -64,19 +76,18 @@ class EventStream(Response):
             await self._close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        async def send_event(data: str) -> None:
-            body = f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async def send_event(event: str) -> None:
+            message = {"type": "http.response.body", "body": event.encode(), "more_body": True}
+            await send(message)
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for event in self._events:
                 await send_event(event)
-            await send_event("[DONE]")
         except Exception as error:
             answer = from_exception(error)
             if answer.status_code == 500 and answer is not error:
                 log.exception("a stream failed")
             scope["state"]["outcome"] = "error"
-            await send_event(json.dumps(answer.body()))
+            await send_event(self._failed(answer))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -3,13 +3,14 @@
 import asyncio
 from typing import Annotated, Any
 
-from pydantic import Discriminator, FailFast, Field, Tag
+from pydantic import Discriminator, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .chat import chat_prompt
+from ..grammar.tool_choice import as_function
 from .chat_protocol import ChatFields
-from .fields import APIRequest
+from .chat_turn import chat_prompt
+from .fields import APIRequest, TokenIdList
 from .protocol import APIResponse
 from .service import Service
 
@@ -47,7 +48,7 @@ class TokenizeResponse(APIResponse):
 
 class DetokenizeRequest(APIRequest):
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+    tokens: TokenIdList
 
 
 class DetokenizeResponse(APIResponse):
@@ -57,7 +58,11 @@ class DetokenizeResponse(APIResponse):
 async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Response:
     service.check_fields(body, body.model, http)
     if isinstance(body, TokenizeChat):
-        tokens = (await chat_prompt(service, body, body.tools, body.chat_template_kwargs)).token_ids
+        tokens = (
+            await chat_prompt(
+                service, body, [*map(as_function, body.tools)], body.chat_template_kwargs
+            )
+        ).token_ids
     else:
         (tokens,) = await service.tokenize(
             [body.prompt], add_special_tokens=body.add_special_tokens

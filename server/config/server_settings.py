@@ -12,6 +12,7 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2**17
 MAX_BAD_WORDS = 1024
+MAX_LOGPROBS = 20
 
 ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
 
@@ -154,6 +155,12 @@ class ServerSettings(Section):
         default=False,
         description="Tell in answers how many drafts were accepted (metrics.speculative_decoding), "
         "unless a request says otherwise (speculation.metrics).",
+    )
+    max_logprobs: int = Field(
+        default=MAX_LOGPROBS,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Most alternatives that a request may be told beside each token.",
     )
     max_stop_strings: int = Field(
         default=16, ge=0, le=MAX_STOP_STRINGS, description="Most stop strings of one request."

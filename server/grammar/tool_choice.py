@@ -1,12 +1,16 @@
 """`tool_choice`: whether an answer may, must or must not call tools, and which."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, FailFast, Field, Tag
 
 from ..api.fields import APIRequest
-from ..http.errors import invalid_value
+from ..http.errors import invalid_value, unsupported
 from .structured_outputs import GrammarText, lark_of_schema
+
+INPUT = "input"  # how a call names the text that a custom tool takes
 
 
 class NamedFunction(APIRequest):
@@ -17,31 +21,151 @@ class NamedTool(APIRequest):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
-    | Annotated[NamedTool, Tag("<tool>")],
-    Discriminator(lambda value: "<mode>" if isinstance(value, str) else "<tool>"),
+
+class NamedCustomTool(APIRequest):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedToolOfAKind = Annotated[
+    Annotated[NamedTool, Tag("<function>")] | Annotated[NamedCustomTool, Tag("<custom>")],
+    Discriminator(lambda value: "<custom>" if _type_of(value) == "custom" else "<function>"),
 ]
 
 
-def callable_tools(choice: ToolChoice, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools that an answer may call; raises APIError if the choice is none of them."""
+class ToolsToChooseFrom(APIRequest):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolOfAKind], FailFast(), Field(min_length=1)]
+
+
+class AllowedTools(APIRequest):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolsToChooseFrom
+
+
+def _type_of(value: object) -> object:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _kind_of_choice(value: object) -> str:
+    if isinstance(value, str):
+        return "<mode>"
+    kinds = {"allowed_tools": "<allowed>", "custom": "<custom>"}
+    given = _type_of(value)
+    return kinds.get(given, "<function>") if isinstance(given, str) else "<function>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<function>")]
+    | Annotated[NamedCustomTool, Tag("<custom>")]
+    | Annotated[AllowedTools, Tag("<allowed>")],
+    Discriminator(_kind_of_choice),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """What an answer may call.
+
+    `tools` are functions, also those that take a text: they have it as their one argument.
+    """
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    shown: list[dict[str, Any]] = field(default_factory=list)  # in the prompt
+    required: bool = False
+    named: bool = False  # one tool, by its name
+    most: int | None = None
+    free_text: frozenset[str] = frozenset()  # names of tools that take a text
+    input_grammar: GrammarText | None = None  # of the text, which is then all of the answer
+
+
+def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: bool) -> Calls:
+    """What the choice leaves of the tools of a request; raises APIError if it names none of them.
+
+    A grammar for the input of a tool can be followed only where nothing but that input is written.
+    """
     if choice == "none":
-        return []
-    if choice == "auto":
-        return tools
-    if not tools:
+        return Calls()
+    named = _named(choice)
+    if choice != "auto" and not tools:
         raise invalid_value("tool_choice", "tool_choice asks for a call, and there are no tools.")
-    if choice == "required":
-        return tools
-    named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
-    if not named:
-        raise invalid_value(
-            "tool_choice",
-            f"tool_choice names {choice.function.name!r}, which is not among the tools.",
+    chosen = [tool for tool in tools if named is None or _name(tool) in named]
+    for name in named or ():
+        if name not in map(_name, tools):
+            raise invalid_value(
+                "tool_choice", f"tool_choice names {name!r}, which is not among the tools."
+            )
+    required = choice == "required" or isinstance(choice, NamedTool | NamedCustomTool)
+    if isinstance(choice, AllowedTools):
+        required = choice.allowed_tools.mode == "required"
+    grammars = {_name(tool): text for tool in chosen if (text := _input_grammar(tool)) is not None}
+    alone = required and len(chosen) == 1 and (named is not None or not parallel)
+    if grammars and not alone:
+        raise unsupported(
+            "tools",
+            f"The input of {next(iter(grammars))!r} is to follow a grammar. That can be done only "
+            "if tool_choice names this tool; or leave the grammar out.",
         )
-    return named
+    functions = list(map(as_function, chosen))
+    by_name = isinstance(choice, NamedTool | NamedCustomTool)
+    return Calls(
+        tools=functions,
+        shown=functions if isinstance(choice, AllowedTools) else list(map(as_function, tools)),
+        required=required,
+        named=by_name,
+        most=1 if by_name or not parallel else None,
+        free_text=frozenset(_name(tool) for tool in chosen if tool["type"] == "custom"),
+        input_grammar=next(iter(grammars.values()), None),
+    )
+
+
+def as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as a function, which is all that templates and formats of calls know of."""
+    if tool["type"] == "function":
+        return tool
+    description = str(tool["custom"].get("description") or "")
+    if (grammar := _input_grammar(tool)) is not None:
+        description += f"\n\nThe input must follow this {grammar.syntax}:\n{grammar.text}"
+    parameters = {
+        "type": "object",
+        "properties": {INPUT: {"type": "string"}},
+        "required": [INPUT],
+    }
+    function = {
+        "name": tool["custom"]["name"],
+        "description": description.strip(),
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _named(choice: ToolChoice) -> list[str] | None:
+    match choice:
+        case NamedTool() | NamedCustomTool():
+            return [choice.name]
+        case AllowedTools():
+            return [tool.name for tool in choice.allowed_tools.tools]
+    return None
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return str(tool[tool["type"]]["name"])
+
+
+def _input_grammar(tool: dict[str, Any]) -> GrammarText | None:
+    match tool:
+        case {"custom": {"format": {"grammar": {"syntax": syntax, "definition": text}}}}:
+            return GrammarText(syntax, text)
+    return None
 
 
 def calls_grammar(tools: list[dict[str, Any]], *, max_calls: int | None) -> GrammarText:

@@ -1,6 +1,5 @@
 """The HTTP application over one engine."""
 
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,7 +28,7 @@ from ..api.protocol import (
     ModelList,
 )
 from ..api.sampling_defaults import NEUTRAL, SamplingDefaults
-from ..api.service import Service
+from ..api.service import VERSION, Service
 from ..api.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -69,8 +68,6 @@ _STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
-
-VERSION = importlib.metadata.version("outrider")
 
 
 def create_app(

@@ -21,11 +21,12 @@ class CallStart:
     """A call begins; its arguments follow."""
 
     name: str
+    is_free_text: bool = False  # they are no JSON, but the text that the tool takes
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the call that began last: a piece of a JSON text."""
+    """More of the arguments of the call that began last: a piece of their JSON."""
 
     text: str
 

@@ -1,5 +1,6 @@
 """What a model says, taken apart as it comes: content, reasoning, and calls of tools."""
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -38,6 +39,9 @@ class MessageParser(ABC):
     ) -> None:
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._calls = calls
+        self.num_read = 0  # characters that are known for what they are
+        # Where reasoning begins and ends, with its markers; the last may be open.
+        self.reasoning: list[tuple[int, float]] = []
         self._blanks: list[str] = []  # held: next to a call, blanks are no content
         self._after_call = False
 
@@ -47,6 +51,12 @@ class MessageParser(ABC):
     @abstractmethod
     def flush(self) -> list[Part]: ...
 
+    def _begin_reasoning(self, at: int) -> None:
+        self.reasoning.append((at, math.inf))
+
+    def _end_reasoning(self, at: int) -> None:
+        self.reasoning[-1] = (self.reasoning[-1][0], at)
+
     def _called(self, value: Any, written: str) -> list[Part]:
         """The calls that `value` says; `written` as content if it says none."""
         try:
@@ -55,9 +65,7 @@ class MessageParser(ABC):
             return self._content(written)
         self._blanks, self._after_call = [], True
         return [
-            part
-            for call in calls
-            for part in (CallStart(call.name), CallArguments(call.arguments))
+            part for call in calls for part in (CallStart(call.name), CallArguments(call.arguments))
         ]
 
     def _content(self, text: str) -> list[Part]:
@@ -100,6 +108,7 @@ class MarkerParser(MessageParser):
         self._state = _State.CONTENT
         if begun:
             self._state = _State.REASONING
+            self._begin_reasoning(0)
         elif form is not None and form.at_start:
             self._state = _State.START
         opening = self._open if self._may_call_within else ()
@@ -127,7 +136,8 @@ class MarkerParser(MessageParser):
     def _read(self, text: str, *, ended: bool) -> list[Part]:
         text, self._tail = self._tail + text, ""
         if self._state is _State.START:
-            text = self._begin(text, ended=ended)
+            num_given, text = len(text), self._begin(text, ended=ended)
+            self.num_read += num_given - len(text)
             if self._state is _State.START:
                 self._tail = text
                 return []
@@ -135,10 +145,15 @@ class MarkerParser(MessageParser):
         for marker in self._pattern.finditer(text):
             if marker[0] in self._ends[self._state]:
                 parts += self._add(text[at : marker.start()])
+                if self._state is _State.REASONING:
+                    self._end_reasoning(self.num_read + marker.end())
+                elif marker[0] == THINK:
+                    self._begin_reasoning(self.num_read + marker.start())
                 parts += self._turn(marker[0])
                 at = marker.end()
         end = len(text) if ended else max(at, start_of_tail(text, self._markers))
         self._tail = text[end:]
+        self.num_read += end
         return parts + self._add(text[at:end])
 
     def _begin(self, text: str, *, ended: bool) -> str:

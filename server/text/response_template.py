@@ -6,6 +6,7 @@ for within a bounded stretch of it, and once.
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class TemplateParser(MessageParser):
         self._num_call_chars = 0
         self._unread: list[str] = []  # within a long call, not given to the parser yet
         self._num_unread_chars = 0
+        self._num_given = 0  # characters, to the parser
 
     def push(self, text: str) -> list[Part]:
         self._unread.append(text)
@@ -94,7 +96,18 @@ class TemplateParser(MessageParser):
             rest = "".join([*self._blanks, *self._call, held, text or ""])
             return [Text(rest)] if rest else []
         self._forget(parser)
+        self._look_for_reasoning(parser, text)
         return [part for event in events for part in self._parts(event, ended=text is None)]
+
+    def _look_for_reasoning(self, parser: ResponseParser, text: str | None) -> None:
+        """Where it begins and ends, as near as can be told from outside."""
+        self._num_given += len(text or "")
+        self.num_read = self._num_given - (len(parser._buffer) - parser._pos)
+        is_open = bool(self.reasoning) and self.reasoning[-1][1] == math.inf
+        if parser._current in REASONING_FIELDS and not is_open:
+            self._begin_reasoning(max(0, self.num_read - len(text or "")))
+        elif is_open and parser._current not in REASONING_FIELDS:
+            self._end_reasoning(self.num_read)
 
     def _forget(self, parser: ResponseParser) -> None:
         """What the parser does not need any more."""

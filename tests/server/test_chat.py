@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from asgi import Reply, post
@@ -47,6 +48,7 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
     assert answer == {
         "object": "chat.completion",
         "model": "test-model",
+        "system_fingerprint": ANY,
         "choices": [
             {
                 "index": 0,
@@ -64,6 +66,7 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
@@ -338,9 +341,9 @@ def test_call_without_arguments_is_one(serve: Serve) -> None:
             "exclude each other",
         ),
         (
-            {"messages": [{"role": "assistant", "tool_calls": []}], "continue_final_message": True},
+            {"messages": [*HI, {"role": "assistant", "content": None}]},
             "messages",
-            'no "content" to continue',
+            "messages[1]: a message of role 'assistant' needs content or tool_calls",
         ),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
         ({"logprobs": 1}, "logprobs", "boolean"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from asgi import post
@@ -35,6 +36,7 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
     assert answer == {
         "object": "text_completion",
         "model": "test-model",
+        "system_fingerprint": ANY,
         "choices": [
             {
                 "index": 0,
@@ -52,6 +54,7 @@ def test_answer_has_the_shape_of_openai(serve: Serve) -> None:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

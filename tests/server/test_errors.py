@@ -70,7 +70,7 @@ def failing_after_two(request: NewRequest) -> list[Any]:
         (OK | {"best_of": 1, "n": 2}, "best_of"),
         (OK | {"best_of": 1000}, "best_of"),
         (OK | {"prompt_logprobs": 21}, "prompt_logprobs"),
-        (OK | {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (OK | {"prompt_logprobs": -2}, "prompt_logprobs"),
         (OK | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (OK | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (OK | {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),

@@ -15,8 +15,8 @@ from outrider.server.text import call_stream, response_template, tool_calls
 from outrider.server.text.detokenizer import Detokenizer, StopStrings
 from outrider.server.text.message_format import MessageFormat
 from outrider.server.text.message_parser import Text
-from outrider.server.text.tool_calls import ToolCall
 from outrider.server.text.tokenizer import Tokenizer
+from outrider.server.text.tool_calls import ToolCall
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 FORMATS = ["hermes", "qwen_xml", "mistral", "llama3_json"]
@@ -154,6 +154,7 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
             for pattern in ("_JSON_HEAD", "_NAME_HEAD", "_OUTSIDE", "_IN_STRING", "_XML_TAG"):
                 counted = CountedPattern(getattr(call_stream, pattern), work)
                 patch.setattr(call_stream, pattern, counted)
+            patch.setattr(call_stream, "MAX_HEAD_CHARS", 64)  # so much is read again and again
             parser: Any = MessageFormat("", name=name, reasoning=True).parser("", [WEATHER])
             parser._pattern = CountedPattern(parser._pattern, work)
             calls = parser._calls

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from asgi import Reply, post
+from message_parts import merged_calls
 from scripted_client import steps
 from served import Served
 
@@ -109,6 +110,8 @@ def test_answer_is_made_of_calls_alone(
     messages = [choice["delta" if stream else "message"] for choice in choices]
     assert not any(message.get("content") for message in messages)
     calls = [call for message in messages for call in message.get("tool_calls", [])]
+    if stream:
+        calls = merged_calls(calls)
     assert [call["function"]["name"] for call in calls] == names
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": 2}
     assert choices[-1]["finish_reason"] == reason
@@ -167,9 +170,14 @@ def test_tool_without_parameters_takes_any_object(
     assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
 
 
+def test_required_call_goes_before_a_format_of_the_answer(served: Served) -> None:
+    # Clients send both: the format is for what follows the calls.
+    fields = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    (choice,) = chat(served, **fields).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
 def test_what_cannot_be_required_is_refused(served: Served, tokenizer: Tokenizer) -> None:
-    both = chat(served, tool_choice="required", response_format={"type": "json_object"})
-    assert (both.status, both.error["param"]) == (400, "tool_choice")
     wrong = tool("add", a={"type": "nothing"})
     assert chat(served, tools=[wrong], tool_choice="required").error["param"] == "tool_choice"
     # Where no grammar can be followed, calls can still be made, but not required.

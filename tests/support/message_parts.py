@@ -1,6 +1,7 @@
 """The parts of an answer put together again."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from outrider.server.text.call_stream import CallArguments, CallStart
 from outrider.server.text.message_parser import Part, Text
@@ -23,3 +24,17 @@ def joined(parts: Iterable[Part]) -> list[Text | ToolCall]:
                 assert isinstance(part, Text)
                 result.append(part)
     return result
+
+
+def merged_calls(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a stream of chat completions, from what its chunks add to them."""
+    calls: list[dict[str, Any]] = []
+    for chunk in chunks:
+        more = {key: value for key, value in chunk.items() if key != "index"}
+        if "id" in chunk:
+            assert chunk["index"] == len(calls)
+            calls.append(more)
+        else:
+            assert chunk["index"] == len(calls) - 1
+            calls[-1]["function"]["arguments"] += more["function"]["arguments"]
+    return calls

@@ -1,0 +1,176 @@
+"""The next turn of a conversation: what chats, responses and messages ask of the model alike."""
+
+import asyncio
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+
+from ..grammar.tool_choice import Calls, calls_grammar, choose
+from ..http.api_keys import request_key
+from ..http.errors import invalid_value
+from ..text.chat_template import ChatTemplateError
+from ..text.message_parser import MessageParser
+from ..text.message_reader import MessageReader, RawCall
+from .chat_protocol import ChatCompletionRequest, ChatFields
+from .generation import Sample
+from .service import Service
+
+
+class ChatPrompt(NamedTuple):
+    text: str
+    token_ids: list[int]
+
+
+class ChatTurn(NamedTuple):
+    """What is to be generated; the samples' deltas have the parts of the answer."""
+
+    prompt: ChatPrompt
+    calls: Calls
+    samples: list[Sample]
+
+
+async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Request) -> ChatTurn:
+    """Make a prompt of the conversation, and samples that read the answer; raises APIError."""
+    service.check_request(body, http, num_prompts=1)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
+    body.top_logprobs = service.num_logprobs(body.top_logprobs, "top_logprobs") or 0
+    calls = choose(body.tool_choice, body.tools, parallel=body.parallel_tool_calls)
+    prompt = await chat_prompt(
+        service,
+        body,
+        calls.shown,
+        body.template_variables,
+        must_fit=body.truncate_prompt_tokens is None,
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
+    prompt = prompt._replace(token_ids=kept)
+    room_tokens = max(1, service.engine_info.max_model_len - len(kept))
+    grammar = await _grammar(service, body, calls)
+    # Off the event loop, because a model's own response template goes over the prompt.
+    readers = await asyncio.to_thread(
+        _readers, service, body, prompt, calls, follows_grammar=grammar is not None
+    )
+    samples = service.samples(
+        body,
+        [prompt.token_ids],
+        param="messages",
+        max_tokens=max_tokens
+        or min(room_tokens, service.sampling_defaults.max_tokens or room_tokens),
+        logprobs=body.top_logprobs if body.logprobs else None,
+        key=request_key(http),
+        told_of_prompts=[body.prompt_logprobs],
+        grammar=grammar,
+        readers=readers,
+        shown_special_ids=_shown_special_ids(service, readers),
+    )
+    return ChatTurn(prompt, calls, samples)
+
+
+def _readers(
+    service: Service,
+    body: ChatCompletionRequest,
+    prompt: ChatPrompt,
+    calls: Calls,
+    *,
+    follows_grammar: bool,
+) -> list[MessageReader]:
+    """One for each answer."""
+
+    def parser() -> MessageParser | None:
+        if calls.input_grammar is not None:
+            return RawCall(calls.tools[0]["function"]["name"])
+        return service.message_format.parser(
+            prompt.text, calls.tools, must_call=calls.required, follows_grammar=follows_grammar
+        )
+
+    return [
+        MessageReader(
+            parser(),
+            calls_only=calls.required,
+            with_reasoning=body.include_reasoning,
+            max_calls=calls.most,
+            free_text=calls.free_text,
+        )
+        for _ in range(body.n)
+    ]
+
+
+def _shown_special_ids(service: Service, readers: list[MessageReader]) -> frozenset[int]:
+    """Special tokens that are part of the text, as the answer is taken apart by them."""
+    if not readers[0].parses:
+        return frozenset()
+    return service.tokenizer.special_ids_of(service.message_format.delimiters)
+
+
+async def _grammar(service: Service, body: ChatCompletionRequest, calls: Calls) -> str | None:
+    """What the answer must follow; raises APIError.
+
+    A call that is required goes before a format, which clients send for what follows the calls.
+    """
+    if calls.input_grammar is not None:
+        return await service.grammars.check("tools", calls.input_grammar)
+    if calls.required:
+        grammar = calls_grammar(calls.tools, max_calls=calls.most)
+        return await service.grammars.check("tool_choice", grammar)
+    return await service.grammars.grammar_of(body.response_format, body.structured_outputs)
+
+
+async def chat_prompt(
+    service: Service,
+    body: ChatFields,
+    tools: list[dict[str, Any]],
+    variables: dict[str, Any],
+    *,
+    must_fit: bool = False,
+) -> ChatPrompt:
+    """The prompt that the model's chat template makes; raises APIError."""
+    template = service.tokenizer.chat_template
+    if template is None:
+        raise invalid_value(
+            "messages",
+            f"The model {service.model_name!r} has no chat template and takes no messages; "
+            "send a prompt to /v1/completions.",
+        )
+    if body.has_two_ends:
+        raise invalid_value(
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt exclude each other: the prompt ends "
+            "either within the last message or with the beginning of a new one.",
+        )
+    if reserved := sorted(template.reserved & variables.keys()):
+        raise invalid_value(
+            "chat_template_kwargs",
+            f"chat_template_kwargs cannot set {reserved[0]}: it sets variables of the model's chat "
+            "template.",
+        )
+
+    if len(body.messages) > (most := service.engine_info.max_model_len):
+        raise invalid_value(
+            "messages",
+            f"There are {len(body.messages)} messages, of a token each at least; this model's "
+            f"maximum context length is {most} tokens. Please shorten the messages.",
+        )
+
+    def render() -> str:
+        return template.render(
+            [message.for_template() for message in body.messages],
+            tools=tools,
+            add_generation_prompt=body.prompts_an_answer,
+            continue_final_message=body.continue_final_message,
+            variables=variables,
+        )
+
+    try:
+        text = await asyncio.to_thread(render)
+    except ChatTemplateError as error:
+        raise invalid_value(
+            "messages", f"The model's chat template refuses these messages: {error}"
+        ) from None
+    (ids,) = await service.tokenize(
+        [text],
+        add_special_tokens=body.add_special_tokens,
+        must_fit="messages" if must_fit else None,
+    )
+    return ChatPrompt(text, ids)

@@ -1,0 +1,179 @@
+"""Answers that are lists of choices: those of OpenAI's completions and chats."""
+
+import json
+import secrets
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..http.errors import APIError
+from ..text.message_parser import Part
+from .answer import MIN_LOGPROB, Answer
+from .generation import Delta, Generation, Token
+from .protocol import (
+    APIResponse,
+    ChoiceFields,
+    CompletionTokensDetails,
+    GenerationResponse,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    RequestMetrics,
+    Usage,
+)
+from .service import Service
+from .streaming import server_sent
+
+OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
+
+
+class ChoicesAnswer(Answer):
+    """A subclass says what a choice looks like."""
+
+    def __init__(
+        self, service: Service, body: ChoiceFields, prompts: list[list[int]], *, id_prefix: str
+    ) -> None:
+        super().__init__(service, body, prompts)
+        # What all parts of the answer begin with.
+        self._head: dict[str, Any] = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model_name,
+            "system_fingerprint": service.fingerprint,
+        }
+        self._n = body.n  # of each prompt's sequences, so many are in the answer
+        self._include_usage = body.include_usage
+        self._continuous_usage = body.continuous_usage
+        self._include_obfuscation = body.include_obfuscation
+        asked = body.speculation.metrics
+        self._include_metrics = service.settings.speculation_metrics if asked is None else asked
+        self._begun: set[int] = set()  # choices of which something has been said
+
+    @abstractmethod
+    def _choices(self, delta: Delta, *, first: bool) -> Sequence[APIResponse]:
+        """One choice, or what a stream adds to it, chunk by chunk; `first` where nothing was said
+        of it before."""
+
+    @abstractmethod
+    def _answer(self, choices: list[Any]) -> GenerationResponse:
+        """An answer, or one chunk of a stream."""
+
+    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+        async for delta in generation:
+            choices = self._next_choices(delta)
+            for choice in choices[:-1]:
+                yield self._chunk(choice)
+            self._count(delta)  # its tokens come with the last of its chunks
+            for choice in choices[-1:]:
+                yield self._chunk(choice)
+        if self._include_usage:
+            last = self._answer([])
+            last.usage = self._usage()
+            self._add_metrics(last)
+            yield self._event(last)
+        yield server_sent("[DONE]")
+
+    def _failed(self, error: APIError) -> str:
+        return server_sent(json.dumps(error.body()))
+
+    async def _whole(self, generation: Generation) -> str:
+        """The chunks of a stream, joined."""
+        last: dict[int, Delta] = {}
+        texts: dict[int, list[str]] = {}
+        parts: dict[int, list[Part]] = {}
+        tokens: dict[int, list[Token]] = {}
+        async for delta in generation:
+            self._count(delta)
+            texts.setdefault(delta.index, []).append(delta.text)
+            parts.setdefault(delta.index, []).extend(delta.parts)
+            tokens.setdefault(delta.index, []).extend(delta.tokens)
+            last[delta.index] = delta
+        deltas = [
+            replace(delta, text="".join(texts[i]), parts=parts[i], tokens=tokens[i])
+            for i, delta in sorted(last.items())
+        ]
+        whole = self._answer(
+            [choice for delta in self._chosen(deltas) for choice in self._next_choices(delta)]
+        )
+        whole.usage = self._usage()
+        self._add_metrics(whole)
+        return whole.to_json()
+
+    def _chosen(self, deltas: list[Delta]) -> list[Delta]:
+        """The n best of each prompt's samples, by the mean logprob of their tokens."""
+        if self._num_samples == self._n:
+            return deltas
+        chosen: list[Delta] = []
+        for first in range(0, len(deltas), self._num_samples):
+            samples = deltas[first : first + self._num_samples]
+            chosen += sorted(samples, key=_mean_logprob, reverse=True)[: self._n]
+        return [replace(delta, index=index) for index, delta in enumerate(chosen)]
+
+    def _prompt_logprobs(self, delta: Delta, num_top: int) -> PromptLogprobs:
+        """Of the prompt's tokens, each with its best alternatives; the first has none."""
+        prompt = self._prompts[delta.index // self._n]
+        told: PromptLogprobs = [None]
+        for token_id, entry in zip(prompt[1:], delta.prompt_logprobs, strict=True):
+            ranked = [(token_id, entry.logprob, entry.rank or 0)]
+            ranked += [(i, lp, rank) for rank, (i, lp) in enumerate(entry.top[:num_top], start=1)]
+            told.append(
+                {
+                    i: PromptLogprob(
+                        logprob=max(logprob, MIN_LOGPROB),
+                        rank=rank,
+                        decoded_token=self._service.tokenizer.token_text(i),
+                    )
+                    for i, logprob, rank in ranked
+                }
+            )
+        return told
+
+    def _chunk(self, choice: APIResponse) -> str:
+        chunk = self._answer([choice])
+        if self._include_usage:
+            chunk.usage = self._usage() if self._continuous_usage else None
+        return self._event(chunk)
+
+    def _event(self, chunk: GenerationResponse) -> str:
+        if not self._include_obfuscation:
+            return server_sent(chunk.to_json())
+        # All chunks of about the same size: how many tokens a step brought is nobody else's affair.
+        chunk.obfuscation = ""
+        chunk.obfuscation = _padding(-len(chunk.to_json().encode()) % OBFUSCATION_BLOCK_BYTES)
+        return server_sent(chunk.to_json())
+
+    def _add_metrics(self, answer: GenerationResponse) -> None:
+        """Of requests with one sequence, which they can be told of."""
+        if self._include_metrics and len(self._samples) == 1:
+            k = self._service.engine_info.num_speculative_tokens
+            if metrics := self._samples[0].acceptance.metrics(k):
+                answer.metrics = RequestMetrics(speculative_decoding=metrics)
+
+    def _next_choices(self, delta: Delta) -> Sequence[APIResponse]:
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        return self._choices(delta, first=first)
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=sum(self._reasoning_tokens)
+            ),
+        )
+
+
+def _mean_logprob(delta: Delta) -> float:
+    values = [token.logprobs.logprob for token in delta.tokens if token.logprobs is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _padding(num_chars: int) -> str:
+    """Random, because what is all alike would be compressed away."""
+    return secrets.token_hex(num_chars // 2 + 1)[:num_chars]

@@ -1,0 +1,155 @@
+"""The tools of a request, and the calls in the turns that it repeats."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, FailFast, WithJsonSchema
+from pydantic_core import from_json
+from typing_extensions import TypeAliasType
+
+from ..grammar.tool_choice import INPUT
+from .fields import UnknownField, unknown_names
+
+MAX_TOOLS = 1024  # each of n answers has them in a table of its own
+TOOL_FIELDS = frozenset({"type", "function", "custom"})
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return", "format"})
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    """Checked, and otherwise left as it came: templates print tools with their keys in order."""
+    match value:
+        case {"type": "function", "function": {"name": str(name), **rest}} if name:
+            if isinstance(rest.get("parameters", {}), dict):
+                return value
+        case {"type": "custom", "custom": {"name": str(name), **rest}} if name:
+            if _is_format(rest.get("format")):
+                return value
+    raise ValueError(
+        'expected {"type": "function", "function": {"name": …, "parameters": {…}, …}}, or '
+        '{"type": "custom", "custom": {"name": …, "format": {…}, …}}'
+    )
+
+
+def _is_format(value: object) -> bool:
+    match value:
+        case None | {"type": "text"}:
+            return True
+        case {
+            "type": "grammar",
+            "grammar": {"syntax": "lark" | "regex", "definition": str()},
+        }:
+            return True
+    return False
+
+
+def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
+    """A call of a function, with the object that its arguments say, as templates expect it."""
+    match value:
+        case {"type": "custom", "custom": {"name": str(name), "input": str(text)}, **rest}:
+            function = {"name": name, "arguments": {INPUT: text}}
+            return {**rest, "type": "function", "function": function}
+        case {"function": {"name": str()} as function, **rest} if _type_of(rest) == "function":
+            arguments = function.get("arguments", {})
+            if isinstance(arguments, str):
+                try:
+                    arguments = from_json(arguments or "{}", allow_inf_nan=False)
+                except ValueError:
+                    arguments = None
+            if not isinstance(arguments, dict):
+                raise ValueError("function.arguments: expected a text that is a JSON object")
+            told = {} if "arguments" not in function else {"arguments": arguments}
+            return {**rest, "type": "function", "function": function | told}
+    raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
+
+
+def _type_of(call: dict[str, Any]) -> object:
+    """Older clients leave it out."""
+    return "function" if call.get("type") is None else call["type"]
+
+
+def _schema(kind: str, *, required: list[str], name: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What the OpenAPI document tells of a dict that is passed on as it came."""
+    return {
+        "type": "object",
+        "required": required,
+        "properties": {
+            "type": {"const": kind},
+            kind: {
+                "type": "object",
+                "required": ["name", *(["input"] if "input" in more else [])],
+                "properties": {"name": name, **more},
+            },
+        },
+    }
+
+
+_NAME = {"type": "string", "minLength": 1}
+_FORMAT = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}},
+        {
+            "type": "object",
+            "required": ["type", "grammar"],
+            "properties": {
+                "type": {"const": "grammar"},
+                "grammar": {
+                    "type": "object",
+                    "required": ["syntax", "definition"],
+                    "properties": {
+                        "syntax": {"enum": ["lark", "regex"]},
+                        "definition": {"type": "string"},
+                    },
+                },
+            },
+        },
+    ]
+}
+Tool = Annotated[
+    dict[str, Any],
+    AfterValidator(_tool),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _schema(
+                    "function",
+                    required=["type", "function"],
+                    name=_NAME,
+                    parameters={"type": "object"},
+                ),
+                _schema("custom", required=["type", "custom"], name=_NAME, format=_FORMAT),
+            ]
+        }
+    ),
+]
+GivenToolCall = Annotated[
+    dict[str, Any],
+    AfterValidator(_tool_call),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _schema(
+                    "function",
+                    required=["function"],
+                    name={"type": "string"},
+                    arguments={"type": "object"},
+                ),
+                _schema(
+                    "custom",
+                    required=["type", "custom"],
+                    name={"type": "string"},
+                    input={"type": "string"},
+                ),
+            ]
+        }
+    ),
+]
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[GivenToolCall], FailFast()])
+
+
+def unknown_in_tools(tools: list[dict[str, Any]], path: str) -> Iterator[UnknownField]:
+    for i, tool in enumerate(tools):
+        place = f"{path}tools[{i}]."
+        yield from unknown_names(tool, TOOL_FIELDS, path=place)
+        kind = tool["type"]
+        yield from unknown_names(tool[kind], FUNCTION_FIELDS, path=f"{place}{kind}.")

@@ -1,0 +1,149 @@
+"""One answer as the parts that its request wants to be told."""
+
+import json
+import re
+from collections import deque
+from collections.abc import Collection, Iterable
+
+from .call_stream import CallArguments, CallStart
+from .message_parser import MessageParser, Part, Text
+from .tool_calls import calls_of_field
+
+
+class MessageReader:
+    """Reads a growing text by a parser, and leaves out what the request does not want.
+
+    `calls_only`: text beside calls is what remains of a call that was cut off. `free_text`: names
+    of tools whose argument is a text; the answer calls them with `{"input": TEXT}`, and the text
+    alone is told.
+    """
+
+    def __init__(
+        self,
+        parser: MessageParser | None,
+        *,
+        calls_only: bool = False,
+        with_reasoning: bool = True,
+        max_calls: int | None = None,
+        free_text: Collection[str] = (),
+    ) -> None:
+        self._parser = parser
+        self._calls_only = calls_only
+        self._with_reasoning = with_reasoning
+        self._max_calls = max_calls
+        self._free_text = frozenset(free_text)
+        self._input: _InputStream | None = None  # of the call that is open
+        self._skips_call = False
+        self._offsets: deque[int] = deque()  # of tokens that may be reasoning or not
+        self._num_reasoning = 0
+        self._num_spans = 0  # of reasoning, that all tokens so far begin behind
+        self._ended = False
+        self.num_calls = 0
+
+    @property
+    def parses(self) -> bool:
+        """Whether it can tell calls or reasoning from the rest."""
+        return self._parser is not None
+
+    def read(self, text: str, *, ended: bool) -> list[Part]:
+        """What this text adds; `ended` if it is the last."""
+        if self._parser is None:
+            return [Text(text)] if text and not self._calls_only else []
+        parts = self._parser.push(text)
+        if ended:
+            parts += self._parser.flush()
+            self._ended = True
+        return [told for part in parts if (told := self._told(part)) is not None]
+
+    def num_reasoning(self, offsets: Iterable[int]) -> int:
+        """How many tokens of reasoning there are so far, now that tokens came whose texts begin at
+        these characters of the answer."""
+        if self._parser is None:
+            return 0
+        self._offsets += offsets
+        while self._offsets and (self._ended or self._offsets[0] < self._parser.num_read):
+            offset, spans = self._offsets.popleft(), self._parser.reasoning
+            while self._num_spans < len(spans) and spans[self._num_spans][1] <= offset:
+                self._num_spans += 1
+            self._num_reasoning += (
+                self._num_spans < len(spans) and spans[self._num_spans][0] <= offset
+            )
+        return self._num_reasoning
+
+    def _told(self, part: Part) -> Part | None:
+        match part:
+            case Text():
+                hidden = self._calls_only or (part.reasoning and not self._with_reasoning)
+                return None if hidden else part
+            case CallStart(name):
+                self._skips_call = self.num_calls == self._max_calls
+                if self._skips_call:
+                    return None
+                self.num_calls += 1
+                is_free = name in self._free_text
+                wrapped = is_free and not isinstance(self._parser, RawCall)
+                self._input = _InputStream() if wrapped else None
+                return CallStart(name, is_free_text=is_free)
+            case CallArguments(text):
+                if self._input is not None:
+                    text = self._input.push(text)
+                return CallArguments(text) if text and not self._skips_call else None
+
+
+class RawCall(MessageParser):
+    """Reads answers that are the argument of one call as a whole."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__((), calls_of_field)
+        self._name = name
+        self._begun = False
+
+    def push(self, text: str) -> list[Part]:
+        start: list[Part] = [] if self._begun or not text else [CallStart(self._name)]
+        self._begun |= bool(text)
+        return [*start, CallArguments(text)] if text else []
+
+    def flush(self) -> list[Part]:
+        return []
+
+
+class _InputStream:
+    """From the pieces of `{"input": "TEXT"}` to those of the text; JSON of any other form stays."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._inside: bool | None = None  # the text; None: not known yet
+        self._ended = False
+
+    def push(self, piece: str) -> str:
+        if self._ended:
+            return ""
+        self._held += piece
+        if self._inside is None:
+            if head := _INPUT_HEAD.match(self._held):
+                self._inside, self._held = True, self._held[head.end() :]
+            elif len(self._held) > 64 or not _INPUT_HEAD_BEGUN.fullmatch(self._held):
+                self._inside = False
+        if self._inside is None:
+            return ""
+        if not self._inside:
+            text, self._held = self._held, ""
+            return text
+        whole = _WHOLE_CHARS.match(self._held)
+        assert whole is not None  # it matches anything
+        self._ended = self._held[whole.end() : whole.end() + 1] == '"'
+        self._held = self._held[whole.end() :]
+        try:
+            text = json.loads(f'"{whole[0]}"', strict=False)
+        except ValueError:
+            return whole[0]  # an escape that JSON does not have
+        return str(text)
+
+
+_INPUT_HEAD = re.compile(r'\{\s*+"input"\s*+:\s*+"')
+_INPUT_HEAD_BEGUN = re.compile(r'\{\s*+("(i(n(p(u(t("(\s*+(:\s*+)?)?)?)?)?)?)?)?)?')
+# Up to the closing quote, or to an escape that is not whole; a pair of surrogates is one character.
+_WHOLE_CHARS = re.compile(
+    r'(?:[^"\\]|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*+"
+)
