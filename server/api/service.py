@@ -18,7 +18,7 @@ from ..config.server_settings import ServerSettings
 from ..grammar.structured_outputs import GrammarChecker
 from ..http.api_keys import request_key
 from ..http.errors import (
-    context_length_exceeded,
+    ContextLengthError,
     forbidden,
     invalid_value,
     model_not_found,
@@ -300,7 +300,7 @@ class Service:
         for prompt in prompts:
             tokens = len(prompt) // self.tokenizer.longest_token  # at least
             if isinstance(prompt, str) and tokens > max_model_len:
-                raise context_length_exceeded(
+                raise ContextLengthError(
                     max_model_len=max_model_len,
                     prompt_tokens=tokens,
                     max_tokens=0,
@@ -313,7 +313,7 @@ class Service:
             raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
         max_tokens = max(1, max_tokens)  # the engine draws one in any case
         if len(prompt) + max_tokens > self.engine_info.max_model_len:
-            raise context_length_exceeded(
+            raise ContextLengthError(
                 max_model_len=self.engine_info.max_model_len,
                 prompt_tokens=len(prompt),
                 max_tokens=max_tokens,

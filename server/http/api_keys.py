@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,7 +28,8 @@ def request_key(request: HTTPConnection) -> str | None:
 
 
 class ApiKeys:
-    """Ask for one of the keys as a bearer token, everywhere but on the paths of probes.
+    """Ask for one of the keys, everywhere but on the paths of probes: as a bearer token, or as
+    `x-api-key`, as Anthropic's clients send it.
 
     The digest of a right key is `key_digest` in the scope's state, on the paths of probes too.
     """
@@ -42,8 +43,9 @@ class ApiKeys:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        header = dict(reversed(scope["headers"])).get(b"authorization", b"")
-        digest = self._match(header)
+        headers = dict(reversed(scope["headers"]))
+        header = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
+        digest = self._match(_given_key(headers))
         is_open = scope["path"].rstrip("/") in OPEN_PATHS
         if digest is not None:
             scope.setdefault("state", {})["key_digest"] = digest
@@ -54,11 +56,12 @@ class ApiKeys:
             return
         error = APIError(
             401,
-            "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+            "The API key is missing or wrong; send it as `Authorization: Bearer KEY`, or as "
+            "`x-api-key: KEY`.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope)(scope, receive, send)
 
     def _tell(self, scope: Scope, reason: str) -> None:
         self._metrics.failed_keys.labels(reason).inc()
@@ -66,10 +69,17 @@ class ApiKeys:
         path = cut(scope["raw_path"].decode("latin-1"))
         log.warning("%s key from %s: %s %s", reason, client, scope["method"], path)
 
-    def _match(self, header: bytes) -> str | None:
-        """The digest of the key in an Authorization header, if it is one of ours."""
-        scheme, _, given = header.partition(b" ")
-        digest = hashlib.sha256(given.strip()).hexdigest()
+    def _match(self, key: bytes | None) -> str | None:
+        """The digest of the key, if it is one of ours."""
+        digest = hashlib.sha256(key or b"").hexdigest()
         # Every key is compared, each in constant time: how long it takes tells nothing.
         matches = [hmac.compare_digest(digest, ours) for ours in self._digests]
-        return digest if scheme.lower() == b"bearer" and any(matches) else None
+        return digest if key is not None and any(matches) else None
+
+
+def _given_key(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """What a request came with: a bearer token, or else an x-api-key."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if scheme:
+        return token.strip() if scheme.lower() == b"bearer" else None
+    return headers.get(b"x-api-key")

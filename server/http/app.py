@@ -19,6 +19,14 @@ from outrider.engine.processes.client import EngineClient
 from ..api.chat import create_chat_completion
 from ..api.chat_protocol import ChatCompletion, ChatCompletionRequest
 from ..api.completions import create_completion
+from ..api.messages import count_tokens, create_message
+from ..api.messages_protocol import (
+    AnthropicAnswer,
+    AnthropicError,
+    CountTokensRequest,
+    CountTokensResponse,
+    MessagesRequest,
+)
 from ..api.protocol import (
     Completion,
     CompletionRequest,
@@ -114,8 +122,9 @@ def create_app(
         "(`server.unknown_fields`).",
     )
     errors.install(api)
-    openai = _openai_routes(service)
+    openai, anthropic = _openai_routes(service), _anthropic_routes(service)
     api.include_router(openai)
+    api.include_router(anthropic)
     api.include_router(_tokenizer_routes(service))
     api.include_router(_status_routes(service, gate))
 
@@ -134,7 +143,7 @@ def create_app(
     if settings.metrics_port is not None:
         app = MetricsPort(app, api, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_names[0])
-    app = Observe(app, service.metrics, _paths(openai), trace)
+    app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic), trace)
     return RequestId(app)
 
 
@@ -189,6 +198,25 @@ def _openai_routes(service: Service) -> APIRouter:
     async def model(model: str) -> Model:
         service.check_model(model)
         return _model(service, model, started)
+
+    return router
+
+
+def _anthropic_routes(service: Service) -> APIRouter:
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"model": AnthropicError, "description": "An error."} for status in ("4XX", "5XX")
+    }
+    router = APIRouter(route_class=_JSONRoute, prefix=errors.ANTHROPIC_PATH, responses=responses)
+
+    @router.post("", response_model=AnthropicAnswer, responses=_STREAM)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation as Anthropic's API does; as a whole, or as server-sent events."""
+        return await create_message(service, body, request)
+
+    @router.post("/count_tokens")
+    async def tokens(body: CountTokensRequest, request: Request) -> CountTokensResponse:
+        """Count the tokens of a conversation."""
+        return await count_tokens(service, body, request)
 
     return router
 

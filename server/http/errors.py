@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from outrider.engine.api import InvalidRequestError, QueueFullError
 from outrider.engine.processes.client import EngineUnavailableError
@@ -14,6 +15,16 @@ from outrider.engine.processes.client import EngineUnavailableError
 MAX_PROBLEMS = 10
 MAX_VALUE_CHARS = 80
 RETRY_AFTER_S = 1
+ANTHROPIC_PATH = "/v1/messages"  # and what is below it
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class APIError(HTTPException):
@@ -50,8 +61,60 @@ class APIError(HTTPException):
             }
         }
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same, as Anthropic's clients read it."""
+        fallback = "invalid_request_error" if self.status_code < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status_code, fallback)
+        return {"type": "error", "error": {"type": kind, "message": self.anthropic_message}}
+
+    @property
+    def anthropic_message(self) -> str:
+        return self.message
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """In the words of the API that was asked."""
+        is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
+        body = self.anthropic_body() if is_anthropic else self.body()
+        return JSONResponse(body, self.status_code, self.headers)
+
+
+class ContextLengthError(APIError):
+    """400: prompt and answer are longer than the context.
+
+    `at_least`: the prompt is so long that its tokens were not even counted.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_model_len: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        param: str,
+        at_least: bool = False,
+    ) -> None:
+        # Clients look for the first sentence and for "However, you requested" word by word.
+        super().__init__(
+            400,
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens "
+            f"({prompt_tokens} in the {param}, {max_tokens} in the completion). Please shorten the "
+            f"{param} or ask for fewer tokens.",
+            code="context_length_exceeded",
+            param=param,
+        )
+        self._numbers = prompt_tokens, max_tokens, max_model_len
+
+    @property
+    def anthropic_message(self) -> str:
+        # Agents read these numbers: they shorten the conversation, or lower max_tokens.
+        prompt_tokens, max_tokens, max_model_len = self._numbers
+        if prompt_tokens >= max_model_len:
+            return f"prompt is too long: {prompt_tokens} tokens > {max_model_len} maximum"
+        return (
+            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {max_tokens} > "
+            f"{max_model_len}, decrease input length or `max_tokens` and try again"
+        )
 
 
 def invalid_value(param: str | None, message: str) -> APIError:
@@ -75,22 +138,6 @@ def model_not_found(given: str, served: str) -> APIError:
         f"The model {cut(given)!r} does not exist; this server serves {served!r}.",
         code="model_not_found",
         param="model",
-    )
-
-
-def context_length_exceeded(
-    *, max_model_len: int, prompt_tokens: int, max_tokens: int, param: str, at_least: bool = False
-) -> APIError:
-    """`at_least`: the prompt is so long that its tokens were not even counted."""
-    # Clients look for the first sentence and for "However, you requested" word by word.
-    return APIError(
-        400,
-        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-        f"{'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens ({prompt_tokens} in "
-        f"the {param}, {max_tokens} in the completion). Please shorten the {param} or ask for "
-        "fewer tokens.",
-        code="context_length_exceeded",
-        param=param,
     )
 
 
@@ -151,7 +198,7 @@ def install(app: FastAPI) -> None:
     """Answer every exception of the app's routes with an error body."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        return from_exception(error).response()
+        return from_exception(error).response(request.scope)
 
     for kind in (
         HTTPException,

@@ -40,7 +40,7 @@ class Hosts:
         if scope["type"] == "http" and scope["path"].rstrip("/") not in OPEN_PATHS:
             for given in Headers(scope=scope).getlist("host"):
                 if not self._admits(given):
-                    await self._refusal(given).response()(scope, receive, send)
+                    await self._refusal(given).response(scope)(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 

@@ -156,7 +156,7 @@ class Drain:
                 await self._app(scope, receive, send)
         else:
             error = unavailable("The server is shutting down.", code="shutting_down")
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
 
 
 class MetricsPort:
@@ -176,7 +176,7 @@ class MetricsPort:
             await self._api(scope, receive, send)
         else:
             error = APIError(404, "Only /metrics is served on this port.", code="not_found")
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
 
 
 class EarlyAnswer:
@@ -242,7 +242,7 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._max_body_bytes:
-            await self._too_large().response()(scope, receive, send)
+            await self._too_large().response(scope)(scope, receive, send)
             return
         read_bytes, more = 0, True
         deadline_s = None

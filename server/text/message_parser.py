@@ -205,7 +205,8 @@ class MarkerParser(MessageParser):
         parts: list[Part] = [*stream.finish()]
         self._blanks, self._after_call = [], True
         rest = stream.rest.lstrip(_SEPARATORS)
-        if rest.rstrip(_SEPARATORS):
+        is_marker = self._close.startswith(rest)  # that was cut off
+        if rest.rstrip(_SEPARATORS) and not is_marker:
             assert self._form is not None
             bracket = "[" if self._form.is_list and rest.startswith("{") else ""
             parts += self._called(bracket + rest, rest)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 from .call_stream import CallArguments, CallStart
 from .message_parser import MessageParser, Part, Text
+from .tokenizer import INCOMPLETE
 from .tool_calls import calls_of_field
 
 
@@ -137,9 +138,10 @@ class _InputStream:
             text = json.loads(f'"{whole[0]}"', strict=False)
         except ValueError:
             return whole[0]  # an escape that JSON does not have
-        return str(text)
+        return _LONE_SURROGATE.sub(INCOMPLETE, text)
 
 
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _INPUT_HEAD = re.compile(r'\{\s*+"input"\s*+:\s*+"')
 _INPUT_HEAD_BEGUN = re.compile(r'\{\s*+("(i(n(p(u(t("(\s*+(:\s*+)?)?)?)?)?)?)?)?)?')
 # Up to the closing quote, or to an escape that is not whole; a pair of surrogates is one character.

@@ -67,6 +67,7 @@ CASES = [
     ("hermes", "3 < 4 <tool", [Text("3 < 4 <tool")]),
     ("hermes", "a <tool_call>b</tool_call> c", [Text("a <tool_call>b</tool_call> c")]),
     ("hermes", CALL_ROME[:30], [Text(CALL_ROME[:30])]),
+    ("hermes", CALL_ROME[:-4], [ROME]),
     # A call that has begun stays one.
     ("hermes", CALL_ROME[:-25], [ToolCall("weather", '{"cit')]),
     ("hermes", CALL_ROME.replace('"}}', '"} so }'), [ROME, Text("so }\n")]),

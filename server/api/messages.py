@@ -1,0 +1,178 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak."""
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..grammar.tool_choice import choose
+from ..http.errors import APIError
+from ..text.call_stream import CallStart
+from ..text.message_parser import Part, Text
+from ..text.tool_calls import call_id
+from .answer import Answer
+from .chat_protocol import ChatCompletionRequest
+from .chat_turn import ChatTurn, chat_prompt, prepare_turn
+from .generation import Delta, Generation
+from .messages_protocol import (
+    AnthropicAnswer,
+    CountTokensRequest,
+    CountTokensResponse,
+    MessagesRequest,
+    MessagesUsage,
+    StopReason,
+)
+from .service import Service
+from .streaming import server_sent
+from .translation import renamed_fields
+
+# What clients know by other names than chats do.
+FIELDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+# How a block grows, by its type: the type of the delta, and the name of what it brings.
+GROWTH = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+async def create_message(service: Service, body: MessagesRequest, http: Request) -> Response:
+    """Answer a messages request, as a stream or as a whole."""
+    service.check_fields(body, body.model, http)
+    with renamed_fields(FIELDS):
+        chat = body.as_chat()
+        turn = await prepare_turn(service, chat, http)
+    return await _MessagesAnswer(service, chat, turn).respond(http, turn.samples)
+
+
+async def count_tokens(
+    service: Service, body: CountTokensRequest, http: Request
+) -> CountTokensResponse:
+    """The tokens of the prompt that a messages request would make."""
+    service.check_fields(body, body.model, http)
+    with renamed_fields(FIELDS):
+        chat = body.as_chat()
+        calls = choose(chat.tool_choice, chat.tools, parallel=chat.parallel_tool_calls)
+        prompt = await chat_prompt(service, chat, calls.shown, chat.template_variables)
+    return CountTokensResponse(input_tokens=len(prompt.token_ids))
+
+
+class _MessagesAnswer(Answer):
+    def __init__(self, service: Service, body: ChatCompletionRequest, turn: ChatTurn) -> None:
+        super().__init__(service, body, [turn.prompt.token_ids])
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._content: list[dict[str, Any]] = []
+        self._pieces: list[str] = []  # of the last block
+        self._stop_reason: StopReason | None = None
+        self._stop_sequence: str | None = None
+
+    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+        begun = False
+        async for delta in generation:
+            self._count(delta)
+            if not begun:
+                begun = True
+                message = self._message().model_dump() | {"content": [], "stop_reason": None}
+                yield _event("message_start", message=message)
+            for name, fields in self._added(delta):
+                yield _event(name, **fields)
+        stop = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        yield _event("message_delta", delta=stop, usage=self._usage().model_dump())
+        yield _event("message_stop")
+
+    async def _whole(self, generation: Generation) -> str:
+        async for delta in generation:
+            self._count(delta)
+            for _ in self._added(delta):
+                pass
+        return self._message().to_json()
+
+    def _failed(self, error: APIError) -> str:
+        return server_sent(json.dumps(error.anthropic_body()), "error")
+
+    def _added(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Add to the content, and tell the events that say so."""
+        for part in delta.parts:
+            yield from self._add(part)
+        if delta.finish_reason is not None:
+            yield from self._close()
+            self._stop_reason = "max_tokens" if delta.finish_reason == "length" else "end_turn"
+            if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
+                self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
+            elif delta.finish_reason == "stop" and delta.num_calls:
+                self._stop_reason = "tool_use"
+
+    def _add(self, part: Part) -> Iterator[tuple[str, dict[str, Any]]]:
+        match part:
+            case Text():
+                if part.reasoning and self._open_type != "thinking":
+                    yield from self._open(type="thinking", thinking="", signature="")
+                elif not part.reasoning and self._open_type != "text":
+                    yield from self._open(type="text", text="")
+            case CallStart():
+                short = self._service.message_format.short_ids
+                block_id = call_id(short=short).replace("call_", "toolu_")
+                yield from self._open(type="tool_use", id=block_id, name=part.name, input={})
+                return
+        self._pieces.append(part.text)
+        kind, name = GROWTH[self._content[-1]["type"]]
+        delta = {"type": kind, name: part.text}
+        yield "content_block_delta", {"index": len(self._content) - 1, "delta": delta}
+
+    @property
+    def _open_type(self) -> str | None:
+        return self._content[-1]["type"] if self._content else None
+
+    def _open(self, **block: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield from self._close()
+        self._content.append(block)
+        self._pieces = []
+        index = len(self._content) - 1
+        yield "content_block_start", {"index": index, "content_block": dict(block)}
+
+    def _close(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self._content:
+            return
+        block, text = self._content[-1], "".join(self._pieces)
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[GROWTH[block["type"]][1]] = text
+        yield "content_block_stop", {"index": len(self._content) - 1}
+
+    def _message(self) -> AnthropicAnswer:
+        return AnthropicAnswer(
+            id=self._id,
+            type="message",
+            role="assistant",
+            model=self._service.model_name,
+            content=self._content,
+            stop_reason=self._stop_reason,
+            stop_sequence=self._stop_sequence,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessagesUsage:
+        return MessagesUsage(
+            input_tokens=self._num_prompt_tokens - self._num_cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=self._num_cached_tokens,
+            output_tokens=self._num_completion_tokens,
+        )
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """What arguments say; of those that were cut off, what had been said."""
+    try:
+        value = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _event(name: str, **fields: Any) -> str:
+    return server_sent(json.dumps({"type": name, **fields}, ensure_ascii=False), name)

@@ -1,0 +1,289 @@
+"""The JSON of Anthropic's messages, and what it means as a chat."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag
+from typing_extensions import TypeAliasType
+
+from .chat_protocol import ChatCompletionRequest
+from .fields import APIRequest, Int, StopString, UnknownField
+from .protocol import APIResponse, SamplingFields
+from .tools import MAX_TOOLS
+from .translation import chat_request
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+CACHING = frozenset({"cache_control"})  # prefixes are cached here without being marked
+
+
+class TextBlock(APIRequest):
+    ignored_fields: ClassVar = CACHING | {"citations"}
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(APIRequest):
+    ignored_fields: ClassVar = frozenset({"signature"})
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(APIRequest):
+    """What nobody but its author can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(APIRequest):
+    ignored_fields: ClassVar = CACHING | {"caller"}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+
+
+TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast()])
+
+
+def _content_kind(value: object) -> str | None:
+    """Tell the two apart, so that wrong content is reported once, not once a kind."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<blocks>" if isinstance(value, list) else None
+
+
+_BY_KIND = Discriminator(
+    _content_kind,
+    custom_error_type="content_type",
+    custom_error_message="expected a string or a list of blocks",
+)
+TextOrBlocks = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<blocks>")], _BY_KIND
+]
+
+
+class ToolResultBlock(APIRequest):
+    ignored_fields: ClassVar = CACHING | {"is_error"}
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextOrBlocks = ""
+
+
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _block_kind(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in BLOCKS else None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(
+        _block_kind,
+        custom_error_type="block_type",
+        custom_error_message=f"expected a block of type {', '.join(BLOCKS)}",
+    ),
+]
+Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast()])
+
+
+class AnthropicMessage(APIRequest):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Annotated[str, Tag("<text>")] | Annotated[Blocks, Tag("<blocks>")], _BY_KIND]
+
+    def turns(self) -> Iterator[dict[str, Any]]:
+        """As messages of a chat: each result of a tool is one."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        texts: list[str] = []
+        turn: dict[str, Any] = {"role": self.role}
+        for block in self.content:
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock():
+                    thought = turn.get("reasoning_content", "") + block.thinking
+                    turn["reasoning_content"] = thought
+                case ToolUseBlock():
+                    function = {"name": block.name, "arguments": block.input}
+                    call = {"id": block.id, "type": "function", "function": function}
+                    turn.setdefault("tool_calls", []).append(call)
+                case ToolResultBlock():
+                    if texts:
+                        yield turn | {"content": "\n".join(texts)}
+                        texts = []
+                    yield {
+                        "role": "tool",
+                        "tool_call_id": block.tool_use_id,
+                        "content": text_of(block.content),
+                    }
+        if texts or turn.keys() > {"role"} or not self.content:
+            yield turn | {"content": "\n".join(texts)}
+
+
+def text_of(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    """Tools that the service runs itself have a type of theirs, and are not offered here."""
+    match value:
+        case {"type": str(kind)} if kind != "custom":
+            return value
+        case {"name": str(name), "input_schema": dict()} if name:
+            return value
+    raise ValueError('expected {"name": …, "input_schema": {…}, …}')
+
+
+AnthropicTool = Annotated[dict[str, Any], AfterValidator(_tool)]
+
+
+class AnthropicToolChoice(APIRequest):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(default=None, min_length=1)
+    disable_parallel_tool_use: bool = False
+
+    def as_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(APIRequest):
+    ignored_fields: ClassVar = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
+class OutputFormat(APIRequest):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(APIRequest):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ConversationFields(APIRequest):
+    """What becomes the prompt."""
+
+    ignored_fields: ClassVar = CACHING | {
+        "container",
+        "context_management",
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    }
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], FailFast(), Field(min_length=1)]
+    system: TextOrBlocks = ""
+    tools: Annotated[list[AnthropicTool], FailFast()] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
+    tool_choice: AnthropicToolChoice = AnthropicToolChoice(type="auto")
+    thinking: Thinking = Thinking(type="disabled")
+    output_config: OutputConfig = OutputConfig()
+
+    def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
+        yield from super()._unknown_inside(path)
+        for i, tool in enumerate(self.tools):
+            if tool.get("type") not in (None, "custom"):
+                yield UnknownField(f"{path}tools[{i}].type", None)
+
+    @property
+    def thinks(self) -> bool:
+        return self.thinking.type != "disabled"
+
+    def chat_fields(self) -> dict[str, Any]:
+        """What it says in the words of a chat completion."""
+        turns = [turn for message in self.messages for turn in message.turns()]
+        system = text_of(self.system)
+        last = turns[-1]
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*([{"role": "system", "content": system}] if system else []), *turns],
+            "tools": [_function(tool) for tool in self.tools if "input_schema" in tool],
+            "tool_choice": self.tool_choice.as_chat(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "include_reasoning": self.thinks,
+            "chat_template_kwargs": {"enable_thinking": self.thinks},
+            "reasoning_effort": self.output_config.effort,
+            # The answer goes on with a turn that has begun.
+            "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
+        }
+        if self.output_config.format is not None:
+            schema = {"schema": self.output_config.format.json_schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+class CountTokensRequest(ConversationFields):
+    def as_chat(self) -> ChatCompletionRequest:
+        return chat_request(self.chat_fields())
+
+
+class MessagesRequest(SamplingFields, ConversationFields):
+    max_tokens: Int = Field(ge=1)
+    stop_sequences: Annotated[list[StopString], FailFast()] = Field(default_factory=list)
+
+    def as_chat(self) -> ChatCompletionRequest:
+        own = {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return chat_request(self.chat_fields() | own, of=self)
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+class CountTokensResponse(APIResponse):
+    input_tokens: int
+
+
+class MessagesUsage(APIResponse):
+    input_tokens: int  # that were not found in the cache
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicAnswer(APIResponse):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class AnthropicErrorBody(APIResponse):
+    type: str
+    message: str
+
+
+class AnthropicError(APIResponse):
+    """Every answer of these routes that is not a success."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
