@@ -3,7 +3,7 @@
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import (
@@ -155,6 +155,8 @@ class APIRequest(BaseModel):
 
     # Fields that others know in such an object, and that ask for nothing here.
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
+    # Fields that would change the answer, with the values that ask for nothing.
+    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,6 @@
 """What becomes of fields that are not served: refused, ignored, or named as unknown."""
 
 import logging
-from collections.abc import Mapping
 from itertools import islice
 
 from starlette.requests import Request
@@ -14,12 +13,13 @@ log = logging.getLogger("outrider.server.requests")
 MAX_NAMED = 8  # a body has room for a million
 
 # Parameters that are known and not served yet, with the values that ask for nothing.
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logprob_token_ids": (),
     "modalities": (["text"],),
@@ -32,6 +32,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 # How other servers are asked to follow a grammar.
@@ -65,9 +66,10 @@ def check_unknown_fields(body: APIRequest, http: Request, *, refuse: bool) -> No
                 f"{name} is no parameter of this API, and is not ignored: use "
                 "structured_outputs or response_format.",
             )
-        if name in NEUTRAL_VALUES and value not in NEUTRAL_VALUES[name]:
+        neutral = NEUTRAL_VALUES | dict(body.refused_fields)
+        if name in neutral and value not in neutral[name]:
             raise unsupported(name, f"{name} is not supported by this server: leave it out.")
-    known = IGNORED | NEUTRAL_VALUES.keys()
+    known = IGNORED | NEUTRAL_VALUES.keys() | body.refused_fields.keys()
     unknown = list(islice(body.unknown_fields(ignored=known), MAX_NAMED))
     if unknown and refuse:
         raise _refused(unknown[0])

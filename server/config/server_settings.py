@@ -162,6 +162,13 @@ class ServerSettings(Section):
         le=MAX_LOGPROBS,
         description="Most alternatives that a request may be told beside each token.",
     )
+    response_store_bytes: int = Field(
+        default=64 * 1024 * 1024,
+        ge=0,
+        description="Memory for responses that /v1/responses keeps so that others can go on from "
+        "them, in bytes of JSON; 0: none. With more than one of api_workers none are kept, as the "
+        "next request may come to another process.",
+    )
     max_stop_strings: int = Field(
         default=16, ge=0, le=MAX_STOP_STRINGS, description="Most stop strings of one request."
     )

@@ -35,6 +35,19 @@ from ..api.protocol import (
     Model,
     ModelList,
 )
+from ..api.response_store import ResponseStore
+from ..api.responses import (
+    create_response,
+    delete_response,
+    stored_input_items,
+    stored_response,
+)
+from ..api.responses_protocol import (
+    DeletedResponse,
+    ResponseItemList,
+    ResponseObject,
+    ResponsesRequest,
+)
 from ..api.sampling_defaults import NEUTRAL, SamplingDefaults
 from ..api.service import VERSION, Service
 from ..api.tokenization import (
@@ -122,7 +135,8 @@ def create_app(
         "(`server.unknown_fields`).",
     )
     errors.install(api)
-    openai, anthropic = _openai_routes(service), _anthropic_routes(service)
+    store = ResponseStore(settings.response_store_bytes if settings.api_workers == 1 else 0)
+    openai, anthropic = _openai_routes(service, store), _anthropic_routes(service)
     api.include_router(openai)
     api.include_router(anthropic)
     api.include_router(_tokenizer_routes(service))
@@ -174,7 +188,7 @@ class _JSONRoute(APIRoute):
         return handle_json
 
 
-def _openai_routes(service: Service) -> APIRouter:
+def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
     router = APIRouter(route_class=_JSONRoute, prefix="/v1", responses=_ERRORS)
     started = int(time.time())
 
@@ -188,6 +202,8 @@ def _openai_routes(service: Service) -> APIRouter:
         """Answer a conversation; as a whole, or as server-sent events."""
         return await create_chat_completion(service, body, request)
 
+    _add_responses_routes(router, service, store)
+
     @router.get("/models")
     async def models() -> ModelList:
         """The model that is served, by each of its names."""
@@ -200,6 +216,28 @@ def _openai_routes(service: Service) -> APIRouter:
         return _model(service, model, started)
 
     return router
+
+
+def _add_responses_routes(router: APIRouter, service: Service, store: ResponseStore) -> None:
+    @router.post("/responses", response_model=ResponseObject, responses=_STREAM)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation with a list of items; as a whole, or as server-sent events."""
+        return await create_response(service, store, body, request)
+
+    @router.get("/responses/{response_id}")
+    async def response(response_id: str, request: Request) -> ResponseObject:
+        """A response that was stored."""
+        return stored_response(store, response_id, request)
+
+    @router.get("/responses/{response_id}/input_items")
+    async def input_items(response_id: str, request: Request) -> ResponseItemList:
+        """The items that it was asked with."""
+        return stored_input_items(store, response_id, request)
+
+    @router.delete("/responses/{response_id}")
+    async def delete(response_id: str, request: Request) -> DeletedResponse:
+        delete_response(store, response_id, request)
+        return DeletedResponse(id=response_id, object="response", deleted=True)
 
 
 def _anthropic_routes(service: Service) -> APIRouter:

@@ -19,11 +19,17 @@ pytestmark = pytest.mark.slow
 
 Serve = Callable[..., Served]
 
-WITH_BODY = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+WITH_BODY = [
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+]
 CASES = [
     *(("POST", path, mode) for path in WITH_BODY for mode in GenerationMode),
     ("GET", "/v1/models", GenerationMode.POSITIVE),
     ("GET", "/v1/models/{model}", GenerationMode.POSITIVE),
+    ("GET", "/v1/responses/{response_id}", GenerationMode.POSITIVE),
+    ("GET", "/v1/responses/{response_id}/input_items", GenerationMode.POSITIVE),
+    ("DELETE", "/v1/responses/{response_id}", GenerationMode.POSITIVE),
     *(
         ("GET", path, GenerationMode.POSITIVE)
         for path in ("/tokenizer_info", "/health", "/live", "/ready", "/version", "/metrics")

@@ -1,0 +1,54 @@
+"""Responses that are kept for a while, so that later ones can go on from them."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from .responses_protocol import Item, ResponseObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    response: ResponseObject
+    input_items: list[dict[str, Any]]  # of its own request
+    conversation: list[Item]  # all that came before it, and its output
+    key: str | None  # digest of the API key that it belongs to
+    num_bytes: int
+
+
+class ResponseStore:
+    """The responses used last, up to so many bytes of JSON; in the memory of this process."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    @property
+    def keeps(self) -> bool:
+        return self._max_bytes > 0
+
+    def get(self, response_id: str, key: str | None) -> StoredResponse | None:
+        """None also for a response that belongs to another key."""
+        stored = self._stored.get(response_id)
+        if stored is None or stored.key != key:
+            return None
+        self._stored.move_to_end(response_id)
+        return stored
+
+    def put(self, stored: StoredResponse) -> None:
+        """Keep it, and let go of those used least; of one that is too large, keep nothing."""
+        if stored.num_bytes > self._max_bytes:
+            return
+        self._stored[stored.response.id] = stored
+        self._num_bytes += stored.num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def delete(self, response_id: str, key: str | None) -> bool:
+        """Whether there was one."""
+        if self.get(response_id, key) is None:
+            return False
+        self._num_bytes -= self._stored.pop(response_id).num_bytes
+        return True

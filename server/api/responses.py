@@ -1,0 +1,270 @@
+"""POST /v1/responses, and what has been kept of earlier ones."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http.api_keys import request_key
+from ..http.errors import APIError, invalid_value
+from .answer import Answer
+from .chat_protocol import ChatCompletionRequest
+from .chat_turn import ChatTurn, prepare_turn
+from .generation import Delta, Generation
+from .response_items import OutputItems
+from .response_store import ResponseStore, StoredResponse
+from .responses_protocol import (
+    InputItems,
+    InputTokensDetails,
+    Item,
+    OutputTokensDetails,
+    ResponseItemList,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+    Status,
+)
+from .service import Service
+from .streaming import server_sent
+from .translation import renamed_fields
+
+# What clients know by other names than chats do.
+FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "logprobs": "include",
+}
+_ITEMS: TypeAdapter[Any] = TypeAdapter(InputItems)
+
+
+async def create_response(
+    service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
+) -> Response:
+    """Answer a responses request, as a stream or as a whole."""
+    service.check_fields(body, body.model, http)
+    earlier: list[Item] = []
+    if body.previous_response_id is not None:
+        earlier = _previous(store, body.previous_response_id, request_key(http)).conversation
+    if not earlier and not body.items:
+        raise invalid_value("input", "The input is empty; it needs at least one item.")
+    with renamed_fields(FIELDS):
+        chat = body.as_chat(earlier)
+        turn = await prepare_turn(service, chat, http)
+    keeps = _Keeper(store, earlier, request_key(http)) if body.store and store.keeps else None
+    answer = _ResponsesAnswer(service, body, chat, turn, keeps)
+    return await answer.respond(http, turn.samples)
+
+
+def _previous(store: ResponseStore, response_id: str, key: str | None) -> StoredResponse:
+    if not store.keeps:
+        raise invalid_value(
+            "previous_response_id",
+            "This server keeps no responses (server.response_store_bytes, server.api_workers): "
+            "send the whole conversation as input.",
+        )
+    if (stored := store.get(response_id, key)) is None:
+        raise _not_kept("previous_response_id", response_id)
+    return stored
+
+
+def _not_kept(param: str | None, response_id: str) -> APIError:
+    return APIError(
+        400 if param else 404,
+        f"The response {response_id[:80]!r} is not kept: it was not stored, or was let go for "
+        "later ones (server.response_store_bytes).",
+        code="previous_response_not_found" if param else "not_found",
+        param=param,
+    )
+
+
+def stored_response(store: ResponseStore, response_id: str, http: Request) -> ResponseObject:
+    """Raises APIError if it is not kept, or belongs to another key."""
+    return _kept(store, response_id, http).response
+
+
+def stored_input_items(store: ResponseStore, response_id: str, http: Request) -> ResponseItemList:
+    """The items of its request; raises APIError as above."""
+    items = _kept(store, response_id, http).input_items
+    ids = [item["id"] for item in items]
+    return ResponseItemList(
+        object="list",
+        data=items,
+        first_id=ids[0] if ids else None,
+        last_id=ids[-1] if ids else None,
+        has_more=False,
+    )
+
+
+def delete_response(store: ResponseStore, response_id: str, http: Request) -> None:
+    """Raises APIError as above."""
+    if not store.delete(response_id, request_key(http)):
+        raise _not_kept(None, response_id)
+
+
+def _kept(store: ResponseStore, response_id: str, http: Request) -> StoredResponse:
+    stored = store.get(response_id, request_key(http))
+    if stored is None:
+        raise _not_kept(None, response_id)
+    return stored
+
+
+class _Keeper:
+    """Keeps a response, with the conversation that led to it."""
+
+    def __init__(self, store: ResponseStore, earlier: list[Item], key: str | None) -> None:
+        self._store = store
+        self._earlier = earlier
+        self._key = key
+
+    def keep(self, response: ResponseObject, new: list[Item]) -> None:
+        output = _ITEMS.validate_python(response.output)
+        conversation = [*self._earlier, *new, *output]
+        sizes = (len(item.model_dump_json(exclude_unset=True)) for item in conversation)
+        self._store.put(
+            StoredResponse(
+                response=response,
+                input_items=list(map(_input_item, new)),
+                conversation=conversation,
+                key=self._key,
+                num_bytes=len(response.to_json()) + sum(sizes),
+            )
+        )
+
+
+def _input_item(item: Item) -> dict[str, Any]:
+    """An item as it is told of later: with an id, and text as a part."""
+    told: dict[str, Any] = {"id": f"item_{uuid.uuid4().hex}", "type": "message"}
+    told |= item.model_dump(exclude_unset=True)
+    if isinstance(content := told.get("content"), str):
+        told["content"] = [{"type": "input_text", "text": content}]
+    return told
+
+
+class _ResponsesAnswer(Answer):
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        turn: ChatTurn,
+        keeper: _Keeper | None,
+    ) -> None:
+        super().__init__(service, chat, [turn.prompt.token_ids])
+        self._body = body
+        self._keeper = keeper
+        self._with_logprobs = body.wants_logprobs
+        self._items = OutputItems(short_ids=service.message_format.short_ids)
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created_at = int(time.time())
+        self._status: Status = "in_progress"
+        self._error: dict[str, Any] | None = None
+        self._num_events = 0
+
+    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", self._told())
+        async for delta in generation:
+            for name, fields in self._added(delta):
+                yield self._event(name, fields)
+        self._finish()
+        yield self._event(f"response.{self._status}", self._told())
+
+    async def _whole(self, generation: Generation) -> str:
+        async for delta in generation:
+            for _ in self._added(delta):
+                pass
+        return self._finish().to_json()
+
+    def _failed(self, error: APIError) -> str:
+        self._status = "failed"
+        code = error.code if error.status_code < 500 else "server_error"
+        self._error = {"code": code, "message": error.message}
+        return self._event("response.failed", self._told())
+
+    def _added(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Add to the output, and tell the events that say so."""
+        self._count(delta)
+        logprobs = self._logprobs(delta) if self._with_logprobs else []
+        for part in delta.parts:
+            yield from self._items.add(part, logprobs)
+        if delta.finish_reason is not None:
+            self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+            yield from self._items.close(self._status)
+
+    def _finish(self) -> ResponseObject:
+        response = self._response()
+        if self._keeper is not None:
+            self._keeper.keep(response, self._body.items)
+        return response
+
+    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        told = []
+        for token in delta.tokens:
+            assert token.logprobs is not None  # they were asked for
+            top = [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
+            told.append(self._entry(token.id, token.logprobs.logprob) | {"top_logprobs": top})
+        return told
+
+    def _event(self, name: str, fields: dict[str, Any]) -> str:
+        event = {"type": name, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return server_sent(json.dumps(event, ensure_ascii=False), name)
+
+    def _told(self) -> dict[str, Any]:
+        return {"response": self._response().model_dump(mode="json")}
+
+    def _response(self) -> ResponseObject:
+        body = self._body
+        ended = self._status in ("completed", "incomplete")
+        cut_off = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return ResponseObject(
+            id=self._id,
+            object="response",
+            created_at=self._created_at,
+            completed_at=int(time.time()) if self._status == "completed" else None,
+            status=self._status,
+            background=False,
+            error=self._error,
+            incomplete_details=cut_off,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata,
+            model=self._service.model_name,
+            output=list(self._items.items),
+            parallel_tool_calls=body.parallel_tool_calls,
+            previous_response_id=body.previous_response_id,
+            reasoning={"effort": body.reasoning.effort, "summary": None},
+            store=self._keeper is not None,
+            temperature=body.temperature,
+            text={"format": _format(body)},
+            tool_choice=body.tool_choice,
+            tools=body.tools,
+            top_logprobs=body.top_logprobs,
+            top_p=body.top_p,
+            truncation="disabled",
+            usage=self._usage() if ended else None,
+            user=body.user,
+        )
+
+    def _usage(self) -> ResponseUsage:
+        return ResponseUsage(
+            input_tokens=self._num_prompt_tokens,
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=self._num_cached_tokens, cache_write_tokens=0
+            ),
+            output_tokens=self._num_completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=sum(self._reasoning_tokens)),
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+        )
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    form = body.text.format
+    return {"type": form.type} | form.model_dump(by_alias=True, exclude_unset=True)

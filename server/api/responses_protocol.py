@@ -1,0 +1,403 @@
+"""The JSON of OpenAI's responses, and what it means as a chat."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag
+from typing_extensions import TypeAliasType
+
+from ..grammar.structured_outputs import JSONSchema
+from ..http.errors import unsupported
+from .chat_protocol import ChatCompletionRequest
+from .fields import APIRequest, Int, NumLogprobs, UnknownField
+from .protocol import APIResponse, SamplingFields
+from .tools import MAX_TOOLS
+from .translation import chat_request
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_ITEMS = 65_536  # a stored conversation and what is added to it
+
+
+class TextPart(APIRequest):
+    ignored_fields: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class RefusalPart(APIRequest):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_kind(value: object) -> str:
+    return "<refusal>" if _type_of(value) == "refusal" else "<text>"
+
+
+def _type_of(value: object) -> object:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(_part_kind),
+]
+ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
+
+
+def _kind(value: object) -> str | None:
+    """Tell the two apart, so that what is wrong is reported once, not once a kind."""
+    if isinstance(value, str):
+        return "<plain>"
+    return "<list>" if isinstance(value, list) else None
+
+
+_BY_KIND = Discriminator(
+    _kind,
+    custom_error_type="content_type",
+    custom_error_message="expected a string or a list",
+)
+TextOrParts = Annotated[
+    Annotated[str, Tag("<plain>")] | Annotated[ContentParts, Tag("<list>")], _BY_KIND
+]
+
+
+class Item(APIRequest):
+    """A piece of a conversation; those of earlier answers are sent as they came."""
+
+    ignored_fields: ClassVar = frozenset(
+        {"id", "status", "phase", "caller", "namespace", "created_by", "encrypted_content"}
+    )
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: ContentParts = Field(default_factory=list)
+    content: ContentParts = Field(default_factory=list)
+
+
+class FunctionCallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class CustomCallItem(Item):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    input: str
+
+
+class CallOutputItem(Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: TextOrParts
+
+
+_ITEM_TYPES = {
+    None: "message",
+    "message": "message",
+    "reasoning": "reasoning",
+    "function_call": "function_call",
+    "custom_tool_call": "custom_tool_call",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+}
+
+
+def _item_kind(value: object) -> str | None:
+    given = _type_of(value)
+    kind = _ITEM_TYPES.get(given) if given is None or isinstance(given, str) else None
+    return kind and f"<{kind}>"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CallOutputItem, Tag("<output>")],
+    Discriminator(
+        _item_kind,
+        custom_error_type="item_type",
+        custom_error_message="expected an item of type "
+        + ", ".join(kind for kind in _ITEM_TYPES if kind),
+    ),
+]
+InputItems = TypeAliasType(
+    "InputItems", Annotated[list[InputItem], FailFast(), Field(max_length=MAX_ITEMS)]
+)
+
+
+def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Items as messages of a chat: what an assistant said and did in a row is one turn."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # of the assistant, that may go on
+
+    def assistant() -> dict[str, Any]:
+        nonlocal turn
+        if turn is None:
+            turn = {"role": "assistant", "content": ""}
+            messages.append(turn)
+        return turn
+
+    for item in items:
+        match item:
+            case MessageItem(role="assistant"):
+                if "tool_calls" in assistant():
+                    turn = None  # what is said behind calls is a turn of its own
+                assistant()["content"] += text_of(item.content)
+            case ReasoningItem():
+                if turn is not None and (turn["content"] or "tool_calls" in turn):
+                    turn = None
+                thought = assistant().get("reasoning_content", "")
+                said = item.content or item.summary
+                assistant()["reasoning_content"] = thought + text_of(said)
+            case FunctionCallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                assistant().setdefault("tool_calls", []).append(call)
+            case CustomCallItem():
+                custom = {"name": item.name, "input": item.input}
+                call = {"id": item.call_id, "type": "custom", "custom": custom}
+                assistant().setdefault("tool_calls", []).append(call)
+            case CallOutputItem():
+                turn = None
+                output = text_of(item.output)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            case MessageItem():
+                turn = None
+                messages.append({"role": item.role, "content": text_of(item.content)})
+    return messages
+
+
+def text_of(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    """Tools that OpenAI runs itself have a type of theirs, and are not offered here."""
+    match value:
+        case {"type": "function" | "custom", "name": str(name)} if name:
+            return value
+        case {"type": str(kind)} if kind not in ("function", "custom"):
+            return value
+    raise ValueError('expected {"type": "function", "name": …, "parameters": {…}, …}')
+
+
+ResponseTool = Annotated[dict[str, Any], AfterValidator(_tool)]
+
+
+def _choice(value: object) -> object:
+    match value:
+        case "none" | "auto" | "required" | {"type": str()}:
+            return value
+    raise ValueError('expected "none", "auto", "required", or {"type": …, "name": …}')
+
+
+class TextFormat(APIRequest):
+    ignored_fields: ClassVar = frozenset({"description", "strict"})
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    json_schema: JSONSchema | None = Field(default=None, alias="schema")
+
+
+class TextConfig(APIRequest):
+    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+
+    format: TextFormat = TextFormat()
+
+
+class Reasoning(APIRequest):
+    ignored_fields: ClassVar = frozenset({"summary", "generate_summary", "context", "mode"})
+
+    effort: str | None = None
+
+
+class ResponseStreamOptions(APIRequest):
+    include_obfuscation: bool = False
+
+
+class ResponsesRequest(SamplingFields):
+    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+    }
+    ignored_fields: ClassVar = frozenset(
+        {"access_programs", "background_options", "max_tool_calls", "client_metadata"}
+    )
+
+    input: Annotated[
+        Annotated[str, Tag("<plain>")] | Annotated[InputItems, Tag("<list>")], _BY_KIND
+    ] = Field(default_factory=list, validate_default=True)
+    instructions: str | None = None
+    max_output_tokens: Int | None = Field(default=None, ge=1)
+    tools: Annotated[list[ResponseTool], FailFast()] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
+    tool_choice: Annotated[Any, AfterValidator(_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
+    include: Annotated[list[str], FailFast()] = Field(default_factory=list)
+    top_logprobs: NumLogprobs = 0
+    stream_options: ResponseStreamOptions | None = None
+    store: bool = True
+    previous_response_id: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
+        yield from super()._unknown_inside(path)
+        for i, tool in enumerate(self.tools):
+            if tool["type"] not in ("function", "custom"):
+                yield UnknownField(f"{path}tools[{i}].type", None)
+
+    @property
+    def items(self) -> list[Item]:
+        """What is new of the conversation."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return list(self.input)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in self.include or self.top_logprobs != 0
+
+    def as_chat(self, earlier: Iterable[Item]) -> ChatCompletionRequest:
+        """The chat that goes on from `earlier` items with these."""
+        messages = chat_messages([*earlier, *self.items])
+        if self.instructions:
+            messages.insert(0, {"role": "developer", "content": self.instructions})
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [
+                _chat_tool(tool) for tool in self.tools if tool["type"] in ("function", "custom")
+            ],
+            "tool_choice": _chat_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
+        }
+        if self.reasoning.effort == "none":
+            fields["chat_template_kwargs"] = {"enable_thinking": False}
+        elif self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        form = self.text.format
+        if form.type == "json_schema":
+            schema = {"name": form.name, "schema": form.json_schema or {}}
+            fields["response_format"] = {"type": form.type, "json_schema": schema}
+        elif form.type == "json_object":
+            fields["response_format"] = {"type": form.type}
+        return chat_request(fields, of=self)
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with its fields where a chat has them."""
+    if tool["type"] == "function":
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        return {"type": "function", "function": function}
+    custom = {name: tool[name] for name in ("name", "description") if tool.get(name)}
+    match tool.get("format"):
+        case {"type": "grammar", **grammar}:
+            custom["format"] = {"type": "grammar", "grammar": grammar}
+        case dict(form):
+            custom["format"] = form
+    return {"type": "custom", "custom": custom}
+
+
+def _chat_choice(choice: Any) -> Any:
+    if isinstance(choice, str):
+        return choice
+    match choice:
+        case {"type": "function" | "custom" as kind, "name": name}:
+            return {"type": kind, kind: {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
+            allowed = {"mode": mode, "tools": [_chat_choice(tool) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    raise unsupported(
+        "tool_choice", "tool_choice names no function and no custom tool: others are not run here."
+    )
+
+
+class InputTokensDetails(APIResponse):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(APIResponse):
+    reasoning_tokens: int
+
+
+class ResponseUsage(APIResponse):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class ResponseObject(APIResponse):
+    """A response: as a whole, or as far as it has come."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    background: bool
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseItemList(APIResponse):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(APIResponse):
+    id: str
+    object: Literal["response"]
+    deleted: bool

@@ -1,0 +1,392 @@
+"""OpenAI's responses: items and events, conversations that go on, as its own clients read them."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import agents
+import openai
+import pytest
+from asgi import Call, Reply, get, post
+from openai.types.responses import response_create_params
+from scripted_client import steps
+from served import Served
+from socket_server import on_a_socket
+
+from outrider.engine.processes.client import EngineUnavailableError
+from outrider.server.api.responses_protocol import ResponsesRequest
+from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES
+from outrider.server.text.tokenizer import Tokenizer
+
+Serve = Callable[..., Served]
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+NOTE = {"type": "custom", "name": "note", "description": "Takes a note."}
+CALL_ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CALL_NOTE = r'<tool_call>{"name": "note", "arguments": {"input": "a\n\"b\" é😀"}}</tool_call>'
+SAID = f"<think>Hm.</think>Let me see. {CALL_ROME}\n{CALL_NOTE}"
+
+
+def ask(served: Served, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+    return post(served.app, {"input": "Hi"} | fields, headers, path="/v1/responses")
+
+
+def saying(serve: Serve, tokenizer: Tokenizer, *texts: str, **settings: Any) -> Served:
+    """A model that says one text after the other, and ends each by itself."""
+    served = serve(tool_call_format="hermes", reasoning_content=True, **settings)
+
+    def play(request: Any) -> Any:
+        text = texts[(len(served.client.submitted) - 1) % len(texts)]
+        ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
+        cut = ids[: request.params.max_tokens]
+        finish = "stop" if cut == ids else "length"
+        return steps(request, cut, sizes=(3, 1, 7), finish=finish, cached_tokens=2)
+
+    served.client.play = play
+    return served
+
+
+def events(reply: Reply) -> list[dict[str, Any]]:
+    """The events of a stream, whose names are their types and whose numbers go up."""
+    told = []
+    for event in reply.body.decode().split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {told[-1]['type']}"
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    return told
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        hidden = ("id", "call_id", "created_at", "completed_at")
+        return {key: without_ids(each) for key, each in value.items() if key not in hidden}
+    return [without_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def prompts(served: Served) -> list[list[int]]:
+    return [requests[0].prompt_token_ids for requests in served.client.submitted]
+
+
+def test_every_field_of_an_openai_client_is_known() -> None:
+    params = response_create_params.ResponseCreateParamsBase
+    known = ResponsesRequest.model_fields.keys() | IGNORED | NEUTRAL_VALUES.keys()
+    known |= ResponsesRequest.refused_fields.keys() | ResponsesRequest.ignored_fields
+    assert params.__annotations__.keys() <= known
+
+
+def test_answer_has_the_shape_of_openai(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello")
+    answer = ask(served, instructions="Be kind.", metadata={"a": "b"}).json()
+    assert answer["id"].startswith("resp_")
+    assert answer["object"] == "response"
+    assert answer["status"] == "completed"
+    assert answer["instructions"] == "Be kind."
+    assert answer["metadata"] == {"a": "b"}
+    (item,) = answer["output"]
+    assert item.pop("id").startswith("msg_")
+    part = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+    assert item == {
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+    usage = answer["usage"]
+    assert usage["input_tokens"] == len(prompts(served)[0])
+    assert usage["input_tokens_details"]["cached_tokens"] == 2
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+@pytest.mark.parametrize("tools", [[], [WEATHER, NOTE]])
+def test_stream_tells_what_the_whole_answer_has(
+    serve: Serve, tokenizer: Tokenizer, tools: list[Any]
+) -> None:
+    served = saying(serve, tokenizer, SAID)
+    whole = ask(served, tools=tools, store=False).json()
+    first, second, *rest, last = events(ask(served, tools=tools, store=False, stream=True))
+    assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
+    assert last["type"] == "response.completed"
+    assert without_ids(last["response"]) == without_ids(whole)
+    items: list[dict[str, Any]] = []
+    texts: dict[str, list[str]] = {}
+    for event in rest:
+        name = event["type"].removeprefix("response.")
+        if name == "output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(event["item"])
+        elif name == "output_item.done":
+            done = items[event["output_index"]] = event["item"]
+            said = done.get("arguments", done.get("input"))
+            if said is None:
+                said = done["content"][0]["text"]
+            assert "".join(texts[done["id"]]) == said
+        elif name.endswith(".delta"):
+            texts.setdefault(event["item_id"], []).append(event["delta"])
+    assert items == last["response"]["output"]
+    types = [item["type"] for item in items]
+    if not tools:
+        assert types == ["reasoning", "message"]
+        return
+    assert types == ["reasoning", "message", "function_call", "custom_tool_call"]
+    assert items[0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert items[2]["arguments"] == '{"city": "Rome"}'
+    assert all(len(texts[item["id"]]) > 1 for item in items[2:])  # as they were written
+    assert items[3]["input"] == 'a\n"b" é😀'
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_answer_that_is_cut_off_is_incomplete(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello world, how are you?")
+    answer = ask(served, max_output_tokens=2).json()
+    assert answer["status"] == answer["output"][0]["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert events(ask(served, max_output_tokens=2, stream=True))[-1]["type"] == (
+        "response.incomplete"
+    )
+
+
+def test_logprobs_come_with_the_text(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello you")
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    (item,) = ask(served, **fields).json()["output"]
+    entries = item["content"][0]["logprobs"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).startswith(b"Hello you")
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    streamed = events(ask(served, stream=True, **fields))
+    told = [e["logprobs"] for e in streamed if e["type"] == "response.output_text.delta"]
+    assert [entry for each in told for entry in each] == entries[: sum(map(len, told))]
+    assert streamed[-1]["response"]["output"][0]["content"][0]["logprobs"] == entries
+
+
+def test_items_reach_the_model_as_a_chat(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello")
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
+        | {"content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
+        | {"content": [{"type": "output_text", "text": "b", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "x"}'},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "note", "input": "n"},
+        {"type": "function_call_output", "call_id": "c1", "output": "3"},
+        {"type": "custom_tool_call_output", "call_id": "c2"}
+        | {"output": [{"type": "input_text", "text": "4"}]},
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    reply = ask(served, input=items, instructions="s", tools=[WEATHER])
+    assert reply.status == 200
+    assert "x-unknown-fields" not in reply.headers
+    calls = [
+        {"id": "c1", "type": "function"}
+        | {"function": {"name": "weather", "arguments": {"city": "x"}}},
+        {"id": "c2", "type": "function"}
+        | {"function": {"name": "note", "arguments": {"input": "n"}}},
+    ]
+    chat = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        {"role": "tool", "tool_call_id": "c2", "content": "4"},
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+    post(served.app, {"messages": chat, "tools": [tool]}, path="/v1/chat/completions")
+    first, second = prompts(served)
+    assert first == second
+
+
+# ---- what is kept
+
+
+def delete(served: Served, path: str, headers: dict[str, str] | None = None) -> Reply:
+    async def run() -> Reply:
+        call = Call(served.app, "DELETE", path, [b""], headers)
+        await call.finished
+        return call.reply
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_response_goes_on_from_an_earlier_one(
+    serve: Serve, tokenizer: Tokenizer, stream: bool
+) -> None:
+    served = saying(serve, tokenizer, "Hello", "Bye")
+    reply = ask(served, instructions="Not carried over.", stream=stream)
+    first = events(reply)[-1]["response"] if stream else reply.json()
+    second = ask(served, input="And?", previous_response_id=first["id"]).json()
+    assert second["previous_response_id"] == first["id"]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "And?"},
+    ]
+    post(served.app, {"messages": turns}, path="/v1/chat/completions")
+    _, carried, whole = prompts(served)
+    assert carried == whole
+    assert get(served.app, f"/v1/responses/{second['id']}").json() == second
+    items = get(served.app, f"/v1/responses/{second['id']}/input_items").json()["data"]
+    assert [item["content"][0]["text"] for item in items] == ["And?"]
+    assert delete(served, f"/v1/responses/{first['id']}").json()["deleted"] is True
+    assert get(served.app, f"/v1/responses/{first['id']}").status == 404
+    third = ask(served, previous_response_id=first["id"])
+    assert (third.status, third.error["param"]) == (400, "previous_response_id")
+    # What goes on from it has the conversation itself.
+    assert ask(served, previous_response_id=second["id"]).status == 200
+
+
+def test_nothing_is_kept_that_was_not_to_be(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello")
+    answer = ask(served, store=False).json()
+    assert answer["store"] is False
+    assert get(served.app, f"/v1/responses/{answer['id']}").status == 404
+    for settings in ({"response_store_bytes": 0}, {"api_workers": 2}):
+        served = saying(serve, tokenizer, "Hello", **settings)
+        answer = ask(served).json()
+        assert answer["store"] is False
+        error = ask(served, previous_response_id=answer["id"]).error
+        assert "server.response_store_bytes" in error["message"]
+
+
+def test_those_used_least_are_let_go_first(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello", response_store_bytes=3000)
+    kept = [ask(served).json()["id"] for _ in range(2)]
+    assert ask(served, previous_response_id=kept[0], store=False).status == 200
+    kept += [ask(served, input="x" * 500).json()["id"] for _ in range(1)]
+    statuses = [get(served.app, f"/v1/responses/{each}").status for each in kept]
+    assert statuses == [200, 404, 200]
+    large = ask(served, metadata={"note": "x" * 4000}).json()
+    assert get(served.app, f"/v1/responses/{large['id']}").status == 404
+    assert get(served.app, f"/v1/responses/{kept[0]}").status == 200
+
+
+def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello", api_keys=("a", "b"))
+    own, other = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+    path = f"/v1/responses/{ask(served, own).json()['id']}"
+    assert get(served.app, path, other).status == delete(served, path, other).status == 404
+    response_id = path.rpartition("/")[2]
+    assert ask(served, other, previous_response_id=response_id).status == 400
+    assert get(served.app, path, own).status == 200
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": None}, "input", "empty"),
+        ({"input": []}, "input", "empty"),
+        ({"input": 5}, "input", "expected a string or a list"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "expected an item of type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "type"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
+        ({"max_output_tokens": 5000}, "input", "maximum context length"),
+        ({"background": True}, "background", "not supported"),
+        ({"conversation": "x"}, "conversation", "not supported"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "expected"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice", "not run"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}},
+            "tool_choice",
+            "not among the tools",
+        ),
+        ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "not supported"),
+        ({"top_logprobs": 21}, "top_logprobs", "20"),
+    ],
+)
+def test_unusable_field_is_named(
+    serve: Serve, fields: dict[str, Any], param: str, words: str
+) -> None:
+    served = serve()
+    reply = ask(served, **fields)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert words in reply.error["message"]
+    assert not served.client.submitted
+
+
+def test_tools_of_openai_are_not_offered_and_named(serve: Serve) -> None:
+    reply = ask(serve(), tools=[{"type": "web_search"}, WEATHER])
+    assert (reply.status, reply.headers["x-unknown-fields"]) == (200, "tools[0].type")
+
+
+def test_failure_in_mid_stream_is_a_failed_response(serve: Serve) -> None:
+    served = serve(
+        lambda request: [*steps(request, [70, 71])[:1], EngineUnavailableError("it died")]
+    )
+    *_, last = events(ask(served, stream=True))
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "it died"}
+    assert get(served.app, f"/v1/responses/{last['response']['id']}").status == 404
+
+
+# ---- its own clients
+
+
+def test_openai_client_reads_all_of_it(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, SAID)
+    with on_a_socket(served) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        request: Any = {"model": "test-model", "input": "Hi", "tools": [WEATHER, NOTE]}
+        whole = client.responses.create(**request)
+        with client.responses.stream(**request) as stream:
+            deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
+            streamed = stream.get_final_response()
+        for response in (whole, streamed):
+            assert response.output_text == "Let me see."
+            _, _, function, custom = response.output
+            assert isinstance(function, openai.types.responses.ResponseFunctionToolCall)
+            assert json.loads(function.arguments) == {"city": "Rome"}
+            assert isinstance(custom, openai.types.responses.ResponseCustomToolCall)
+            assert custom.input == 'a\n"b" é😀'
+        assert "".join(deltas) == "Let me see."
+        # What it said is sent back as it came.
+        again: Any = [*whole.output, {"role": "user", "content": "And?"}]
+        assert client.responses.create(**request | {"input": again}).status == "completed"
+        assert client.responses.retrieve(whole.id).output_text == whole.output_text
+        (item,) = client.responses.input_items.list(whole.id).data
+        assert item.type == "message"
+        client.responses.delete(whole.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(whole.id)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_agents_client_runs_tools(serve: Serve, tokenizer: Tokenizer, stream: bool) -> None:
+    served = saying(serve, tokenizer, f"<think>Hm.</think>{CALL_ROME}", "It is sunny in Rome.")
+    asked = []
+
+    def weather(city: str) -> str:
+        asked.append(city)
+        return "sunny"
+
+    async def run(url: str) -> str:
+        agents.set_tracing_disabled(True)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            agent = agents.Agent(
+                name="Guide",
+                instructions="Answer by the weather.",
+                tools=[agents.function_tool(weather)],
+                model=agents.OpenAIResponsesModel(model="test-model", openai_client=client),
+            )
+            if not stream:
+                return str((await agents.Runner.run(agent, "How is Rome?")).final_output)
+            result = agents.Runner.run_streamed(agent, "How is Rome?")
+            async for _ in result.stream_events():
+                pass
+            return str(result.final_output)
+
+    with on_a_socket(served) as url:
+        assert asyncio.run(run(url)) == "It is sunny in Rome."
+    assert asked == ["Rome"]
+    assert len(served.client.submitted) == 2
