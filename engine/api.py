@@ -12,6 +12,7 @@ EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 # would soon make infinities of logits: it is greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
 # Beyond it, and below its inverse, a penalised logit could leave the range of float32.
+MAX_LOGPROBS = 128  # alternatives beside a token
 MAX_REPETITION_PENALTY = 1e6
 
 # (stage, done, total): `total` 0 while it is not known; done == total > 0 ends the stage.

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from .api import (
+    MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     InvalidRequestError,
     NewRequest,
@@ -10,7 +11,6 @@ from .api import (
 )
 from .logit_edits import bad_words, token_bias
 
-MAX_LOGPROBS = 128
 _MAX_FLOAT32 = 3.4028234e38  # what the slots hold is float32
 
 

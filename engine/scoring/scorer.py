@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..api import ReportProgress
+from ..api import MAX_LOGPROBS, ReportProgress
 from ..models.paged_model import PagedModel
 from ..scheduling.plan import MAX_PROMPT_LOGITS, Plan, slots_of
 from ..state.batch import HostBatch
-from ..validation import MAX_LOGPROBS
 from .prompt_logprobs import gather, score_prompts
 
 

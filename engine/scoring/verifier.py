@@ -13,6 +13,7 @@ from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
 from outrider.kernels.verify.slot_rows import read_slots, write_verified
 from outrider.kernels.verify.verify import verify
 
+from ..api import MAX_LOGPROBS
 from ..logit_edits import LogitEdits, RequestRows
 from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
 from ..scheduling.plan import Plan, Verified, slots_of
@@ -20,7 +21,6 @@ from ..state.host_copy import HostCopy, uploaded
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
 from ..state.ragged import aligned
 from ..state.slots import Slots
-from ..validation import MAX_LOGPROBS
 from .prompt_logprobs import read_prompt_logprobs, to_entries
 
 

@@ -27,14 +27,14 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
     service.check_request(body, http, num_prompts=len(body.prompts))
     _check(body)
     logprobs = body.logprobs = service.num_logprobs(body.logprobs, "logprobs")
-    prompts = [
-        service.truncate(body, prompt, body.max_tokens)
-        for prompt in await service.tokenize(
-            body.prompts,
-            add_special_tokens=body.add_special_tokens,
-            must_fit="prompt" if body.truncate_prompt_tokens is None else None,
-        )
-    ]
+    prompts = await service.tokenize(
+        body.prompts,
+        add_special_tokens=body.add_special_tokens and not body.suffix,
+        must_fit="prompt" if body.truncate_prompt_tokens is None else None,
+    )
+    if body.suffix:
+        prompts = await _gaps(service, body, prompts, body.suffix)
+    prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
     samples = service.samples(
         body,
@@ -60,8 +60,23 @@ def _check(body: CompletionRequest) -> None:
         raise invalid_value(
             "max_tokens", "max_tokens must be at least 1, or 0 with echo or prompt_logprobs."
         )
-    if body.suffix:
-        raise unsupported("suffix", "suffix is not supported: the model continues a prompt only.")
+    if body.suffix and body.echo:
+        raise invalid_value("suffix", "suffix and echo exclude each other.")
+
+
+async def _gaps(
+    service: Service, body: CompletionRequest, prompts: list[list[int]], suffix: str
+) -> list[list[int]]:
+    """Prompts for what is between each of these and the suffix; raises APIError."""
+    if service.fill_in_the_middle is None:
+        raise unsupported(
+            "suffix",
+            f"The model {service.model_name!r} was not trained to fill in the middle: its "
+            "vocabulary has no marks for it. Leave suffix out.",
+        )
+    (behind,) = await service.tokenize([suffix], add_special_tokens=False, must_fit="suffix")
+    body.stop_token_ids = [*body.stop_token_ids, *service.fill_in_the_middle.ends]
+    return [service.fill_in_the_middle.prompt(prompt, behind) for prompt in prompts]
 
 
 class _CompletionAnswer(ChoicesAnswer):

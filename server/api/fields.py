@@ -19,12 +19,9 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 from typing_extensions import TypeAliasType
 
-from ..config.server_settings import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_STRINGS,
-)
+from outrider.engine.api import MAX_LOGPROBS
+
+from ..config.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from ..http.errors import cut
 
 MAX_STOP_CHARS = 1024

@@ -24,6 +24,7 @@ from ..http.errors import (
     model_not_found,
 )
 from ..observe.metrics import Metrics
+from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ class Service:
     settings: ServerSettings
     sampling_defaults: SamplingDefaults
     priority_keys: frozenset[str] | None  # digests of keys that may set it; None: no keys at all
+    fill_in_the_middle: FillInTheMiddle | None
     large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one
 
     @property

@@ -12,6 +12,7 @@ from .distill import distill_command
 from .doctor import doctor_command
 from .evaluate import evaluate_command
 from .models import models_app
+from .run_batch import run_batch_command
 from .serve import EXAMPLES as SERVE_EXAMPLES
 from .serve import serve_command
 
@@ -41,6 +42,7 @@ _SERVING, _MODELS = "Serve and try", "Models and settings"
 app.command("serve", rich_help_panel=_SERVING, epilog=SERVE_EXAMPLES)(serve_command)
 app.command("chat", rich_help_panel=_SERVING)(chat_command)
 app.command("bench", rich_help_panel=_SERVING)(bench_command)
+app.command("run-batch", rich_help_panel=_SERVING)(run_batch_command)
 app.command("doctor", rich_help_panel=_SERVING)(doctor_command)
 app.command("evaluate", rich_help_panel=_MODELS)(evaluate_command)
 app.command("distill", rich_help_panel=_MODELS)(distill_command)

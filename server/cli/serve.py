@@ -56,6 +56,28 @@ def serve_command(
             help="Port to listen on; 0 takes a free one. \\[default: 8000]", rich_help_panel=_HTTP
         ),
     ] = None,
+    uds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Unix socket to listen at instead.", rich_help_panel=_HTTP
+        ),
+    ] = None,
+    root_path: Annotated[
+        str | None,
+        typer.Option(
+            metavar="/PATH",
+            help="Path below which a proxy shows this server.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    max_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Most alternatives that a request may be told beside each token. \\[default: 20]",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,6 +161,9 @@ def serve_command(
         "speculation.proposer": "none" if no_draft else None,
         "server.host": host,
         "server.port": port,
+        "server.uds": uds,
+        "server.root_path": root_path,
+        "server.max_logprobs": max_logprobs,
         "server.api_workers": api_workers,
         "server.served_model_name": served_model_name or None,
         "server.generation_config": generation_config,

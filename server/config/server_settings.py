@@ -5,6 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from outrider.engine.api import MAX_LOGPROBS
+
 from ..http.key_file import read_key_file
 
 # However the server is set.
@@ -12,7 +14,6 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2**17
 MAX_BAD_WORDS = 1024
-MAX_LOGPROBS = 20
 
 ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
 
@@ -31,6 +32,17 @@ class ServerSettings(Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
+    )
+    uds: Path | None = Field(
+        default=None,
+        description="A Unix socket to listen at, instead of host and port. Not with a metrics_port "
+        "or more than one of api_workers.",
+    )
+    root_path: str = Field(
+        default="",
+        pattern=r"^(/[^/\s]+)*$",
+        description="Path below which a proxy shows this server, as /models/a; requests may come "
+        "with it or without.",
     )
     api_workers: int = Field(
         default=1,
@@ -88,7 +100,12 @@ class ServerSettings(Section):
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
-        description="Origins whose web pages may call the server from a browser; * is any.",
+        description="Origins whose web pages may call the server from a browser; localhost is this "
+        "machine by any of its names and any port, * is any.",
+    )
+    cors_credentials: bool = Field(
+        default=False,
+        description="Let these pages send cookies, and what a proxy in front asks them for.",
     )
     tls_certificate: Path | None = Field(
         default=None, description="PEM file; with tls_key, the server speaks HTTPS."
@@ -157,7 +174,7 @@ class ServerSettings(Section):
         "unless a request says otherwise (speculation.metrics).",
     )
     max_logprobs: int = Field(
-        default=MAX_LOGPROBS,
+        default=20,
         ge=0,
         le=MAX_LOGPROBS,
         description="Most alternatives that a request may be told beside each token.",
@@ -204,6 +221,14 @@ class ServerSettings(Section):
     def _tls_is_whole(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key go together: set both, or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _socket_is_one(self) -> Self:
+        if self.uds is not None and (self.api_workers > 1 or self.metrics_port is not None):
+            raise ValueError(
+                "uds is one socket: it goes with api_workers = 1, and without a metrics_port"
+            )
         return self
 
     def read_api_keys(self) -> list[str]:

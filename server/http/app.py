@@ -64,6 +64,7 @@ from ..config.server_settings import ServerSettings
 from ..grammar.structured_outputs import GrammarChecker
 from ..observe.metrics import Metrics
 from ..observe.tracing import make_trace
+from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
 from ..text.tokenizer import Tokenizer
 from . import errors
@@ -77,6 +78,7 @@ from .middleware import (
     MetricsPort,
     Observe,
     RequestId,
+    RootPath,
 )
 
 # What the OpenAPI document tells of answers beside the whole ones.
@@ -89,6 +91,10 @@ _STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
+
+
+# Of web pages that this machine serves to itself.
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 def create_app(
@@ -125,10 +131,12 @@ def create_app(
         settings=settings,
         sampling_defaults=sampling_defaults,
         priority_keys=priority_keys if keys else None,
+        fill_in_the_middle=FillInTheMiddle.of(tokenizer),
     )
     api = FastAPI(
         title="Outrider",
         version=VERSION,
+        root_path=settings.root_path,
         description="OpenAI-compatible completions and chat by speculative decoding. Accepted and "
         f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. A field that "
         "nobody knows is named in the header `x-unknown-fields`, or refused "
@@ -148,8 +156,10 @@ def create_app(
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_origins=[origin for origin in settings.cors_origins if origin != "localhost"],
+            allow_origin_regex=LOCAL_ORIGIN if "localhost" in settings.cors_origins else None,
+            allow_credentials=settings.cors_credentials,
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-unknown-fields"],
         )
@@ -158,7 +168,7 @@ def create_app(
         app = MetricsPort(app, api, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_names[0])
     app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic), trace)
-    return RequestId(app)
+    return RootPath(RequestId(app), settings.root_path)
 
 
 class _JSONRequest(Request):

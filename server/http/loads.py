@@ -31,6 +31,12 @@ class Loads(APIResponse):
     loads: list[Load]
 
 
+class ServerLoad(APIResponse):
+    """vLLM's `/load`."""
+
+    server_load: int  # sequences that run or wait
+
+
 class OneLoad(APIResponse):
     """SGLang's `/get_load` as it began, which vllm-router reads."""
 
@@ -65,3 +71,8 @@ def add_load_routes(router: APIRouter, client: EngineClient) -> None:
     async def get_load() -> OneLoad:
         """How many sequences run or wait."""
         return OneLoad(load=load_of(client).num_total_reqs)
+
+    @router.get("/load")
+    async def server_load() -> ServerLoad:
+        """How many sequences run or wait, in the terms of vLLM's /load."""
+        return ServerLoad(server_load=load_of(client).num_total_reqs)

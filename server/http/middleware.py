@@ -27,6 +27,20 @@ LINGER_BYTES = 4 * 1024 * 1024
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+class RootPath:
+    """Take the path below which a proxy shows this server off the paths of requests."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._prefix = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prefix = self._prefix
+        if prefix and scope["type"] == "http" and scope["path"].startswith(f"{prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        await self._app(scope, receive, send)
+
+
 class RequestId:
     """Give every answer an `x-request-id`: the client's own if it is printable, else a new one.
 

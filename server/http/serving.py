@@ -1,11 +1,13 @@
 """`outrider serve`: bring the pair up, answer requests, drain and leave."""
 
 import asyncio
+import errno
 import logging
 import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -42,7 +44,11 @@ def serve(settings: Settings) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         prepare_for_clients(settings.server)
-        listeners = [bind(settings.server.host, settings.server.port)]
+        listeners = [
+            bind(settings.server.host, settings.server.port)
+            if settings.server.uds is None
+            else bind_unix(settings.server.uds)
+        ]
         if settings.server.metrics_port is not None:
             listeners.append(bind(settings.server.host, settings.server.metrics_port))
         with ProgressDisplay(console) as progress:
@@ -63,7 +69,7 @@ def prepare_for_clients(settings: ServerSettings) -> None:
     """Read the keys, as each process will for itself, say what is left open, and make sure that
     there are files for all connections. Raises OSError."""
     keys = settings.read_api_keys()
-    if not keys and not is_loopback(settings.host):
+    if not keys and settings.uds is None and not is_loopback(settings.host):
         log.warning(
             "whoever can reach %s may use this server: it asks for no key (server.api_key_file, "
             "server.api_keys), and listens beyond this machine (server.host)",
@@ -101,11 +107,27 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_unix(path: Path) -> socket.socket:
+    """A socket at this path; one that a server has left behind is replaced. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                    path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        raise OSError(f"cannot listen at {path}: {error.strerror}") from None
+    return listener
+
+
 def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
     """So many sockets of one address, among which the kernel spreads connections.
 
     Processes that accept from one socket would take whole bursts of them, each in its turn.
     """
+    if num_sockets == 1:
+        return [listener]
     # Set after the first has been bound, so that another server's port still counts as taken.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listeners = [listener]
@@ -151,6 +173,8 @@ async def _serve(pair: Pair, listeners: list[socket.socket], console: Console) -
         await serving
         return 0
     finally:
+        if settings.server.uds is not None:
+            settings.server.uds.unlink(missing_ok=True)
         await engine.stop()
         for task in tasks:
             task.cancel()
@@ -168,6 +192,8 @@ async def _front(
 
 
 def _url(listener: socket.socket, settings: ServerSettings) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.tls_key is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

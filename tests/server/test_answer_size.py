@@ -104,17 +104,19 @@ def test_an_answer_takes_no_more_than_it_was_estimated_to_take(
         ids = [70 + i % 50 for i in range(request.params.max_tokens)]
         return steps(request, ids, sizes=repeat(4))
 
-    def ask(**settings: Any) -> Any:
+    def ask(served: Served) -> Any:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        return post(Served(play, tokenizer, **settings).app, body, path=path).json()
+        return post(served.app, body, path=path).json()
 
-    found = re.search(r"may need ([\d,]+) bytes", ask(max_answer_bytes=MB)["error"]["message"])
+    refusing = Served(play, tokenizer, max_answer_bytes=MB)
+    found = re.search(r"may need ([\d,]+) bytes", ask(refusing)["error"]["message"])
     assert found
-    ask()  # what is kept for all requests is there now
+    served = Served(play, tokenizer)
+    ask(served)  # what is kept for all requests is there now
     gc.collect()
     tracemalloc.start()
     try:
-        assert "choices" in ask()
+        assert "choices" in ask(served)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

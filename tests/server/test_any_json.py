@@ -12,7 +12,9 @@ from served import Served
 from tokenizers_for_tests import byte_level_tokenizer
 
 from outrider.server.api.chat_protocol import ChatCompletionRequest
+from outrider.server.api.messages_protocol import MessagesRequest
 from outrider.server.api.protocol import CompletionRequest
+from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.api.tokenization import TokenizeChat
 from outrider.server.api.unknown_fields import NEUTRAL_VALUES
 
@@ -21,6 +23,8 @@ ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/v1/completions", CompletionRequest, {"prompt": "Hi"}),
     ("/v1/chat/completions", ChatCompletionRequest, {"messages": MESSAGES}),
     ("/tokenize", TokenizeChat, {"messages": MESSAGES}),
+    ("/v1/responses", ResponsesRequest, {"input": MESSAGES}),
+    ("/v1/messages", MessagesRequest, {"messages": MESSAGES, "max_tokens": 9}),
 ]
 SCALARS = (
     st.none()
@@ -34,8 +38,24 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
-MESSAGE_FIELDS = st.sampled_from(["role", "content", "tool_calls", "name", "type", "text"])
-MESSAGE = st.dictionaries(MESSAGE_FIELDS, JSON | st.just("user") | st.just("text"))
+MESSAGE_FIELDS = st.sampled_from(
+    [
+        *("role", "content", "tool_calls", "name", "type", "text", "call_id", "arguments"),
+        *("input", "output", "summary", "thinking", "id", "tool_use_id"),
+    ]
+)
+TYPES = [
+    *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
+    *("text", "input_text", "output_text", "tool_use", "tool_result", "thinking"),
+]
+MESSAGE = st.dictionaries(
+    MESSAGE_FIELDS,
+    JSON
+    | st.sampled_from(["user", "assistant", *TYPES])
+    | st.lists(
+        st.fixed_dictionaries({"type": st.sampled_from(TYPES), "text": SCALARS}), max_size=2
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +86,17 @@ def test_any_fields_are_answered(
 @settings(max_examples=150, deadline=None)
 @given(messages=st.lists(MESSAGE | JSON, max_size=3), end=st.booleans())
 def test_any_messages_are_answered(served: Served, messages: list[Any], end: bool) -> None:
-    body = {"messages": messages, "continue_final_message": end}
-    reply = post(served.app, body, path="/v1/chat/completions")
-    if reply.status != 200:
-        assert reply.status == 400
-        assert reply.error["message"]
-        assert len(reply.body) < 4000
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages, "continue_final_message": end}),
+        ("/v1/responses", {"input": messages}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 9}),
+        ("/v1/messages/count_tokens", {"messages": messages}),
+    ):
+        reply = post(served.app, body, path=path)
+        if reply.status != 200:
+            assert reply.status == 400
+            assert reply.error["message"]
+            assert len(reply.body) < 4000
 
 
 @settings(max_examples=100, deadline=None)

@@ -97,6 +97,44 @@ def test_browsers_are_let_in_only_from_the_origins_that_are_set(serve: Serve) ->
     assert "access-control-allow-origin" not in reply.headers
 
 
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://localhost:3000", True),
+        ("https://127.0.0.1", True),
+        ("http://[::1]:8080", True),
+        ("http://localhost.example", False),
+        ("http://127.0.0.1.example:80", False),
+    ],
+)
+def test_pages_of_this_machine_are_let_in_from_any_port(
+    serve: Serve, origin: str, allowed: bool
+) -> None:
+    settings: dict[str, Any] = {"cors_origins": ("localhost",), "cors_credentials": True}
+    headers = post(serve(**settings).app, OK, {"origin": origin}).headers
+    assert headers.get("access-control-allow-origin") == (origin if allowed else None)
+    assert headers["access-control-allow-credentials"] == "true"
+    headers = post(serve(cors_origins=("localhost",)).app, OK, {"origin": origin}).headers
+    assert "access-control-allow-credentials" not in headers
+
+
+def test_server_below_a_path_is_asked_with_it_or_without(serve: Serve) -> None:
+    served = serve(root_path="/models/a", api_keys=("one",))
+    key = {"authorization": "Bearer one"}
+    for prefix in ("/models/a", ""):
+        assert get(served.app, f"{prefix}/health").status == 200
+        assert get(served.app, f"{prefix}/v1/models").status == 401
+        assert get(served.app, f"{prefix}/v1/models", key).status == 200
+        assert post(served.app, OK, key, path=f"{prefix}/v1/completions").status == 200
+    assert get(served.app, "/models/b/v1/models", key).status == 404
+    document = get(served.app, "/openapi.json", key).json()
+    assert document["servers"] == [{"url": "/models/a"}]
+    metrics = get(served.app, "/metrics", key).body.decode()
+    assert 'outrider_requests_total{outcome="ok",path="/v1/completions"} 2.0' in metrics.replace(
+        'path="/v1/completions",outcome="ok"', 'outcome="ok",path="/v1/completions"'
+    )
+
+
 def test_body_that_is_declared_too_large_is_not_read(serve: Serve) -> None:
     async def run() -> None:
         served = serve(max_body_bytes=1024)

@@ -389,3 +389,26 @@ def test_failure_in_mid_stream_ends_with_an_error_event(serve: Serve) -> None:
 
 def test_unknown_model_is_404(serve: Serve) -> None:
     assert chat(serve(), model="gpt-5").error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("turn", "status"),
+    [
+        ({"role": "assistant", "content": None}, 400),
+        ({"role": "assistant", "content": None, "refusal": "I will not."}, 200),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            200,
+        ),
+        ({"role": "assistant", "tool_calls": [{"type": 5, "function": {"name": "f"}}]}, 400),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}, 400),
+    ],
+)
+def test_turn_of_the_assistant_says_something(
+    serve: Serve, turn: dict[str, Any], status: int
+) -> None:
+    reply = chat(serve(), messages=[*HI, turn, *HI])
+    assert reply.status == status
+    if status == 400:
+        assert reply.error["param"] == "messages"
+        assert "messages[1]" in reply.error["message"]

@@ -10,6 +10,7 @@ from scripted_client import Play, steps
 from served import Served
 from tokenizers import processors
 from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.server.text.tokenizer import Tokenizer
@@ -362,3 +363,62 @@ def test_special_tokens_are_added_to_texts_unless_declined() -> None:
     first_ids = [requests[0].prompt_token_ids[0] for requests in served.client.submitted]
     assert first_ids[0] == bos
     assert first_ids[1] != bos
+
+
+@pytest.mark.parametrize(
+    ("marks", "order"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "0a1b2"),
+        (("[PREFIX]", "[SUFFIX]"), "1b0a"),
+    ],
+)
+def test_gap_before_a_suffix_is_filled_by_a_model_that_can(
+    marks: tuple[str, ...], order: str
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend.add_special_tokens([*marks, "<|file_sep|>"])
+    tokenizer = type(tokenizer)(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
+    ids = [tokenizer.backend.token_to_id(mark) for mark in marks]
+    served = Served(lambda request: steps(request, [70, 71], finish="stop"), tokenizer)
+    reply = post(served.app, {"prompt": "def f(", "suffix": "return 1"})
+    assert reply.status == 200
+    (request,) = served.client.submitted[0]
+    texts = {
+        "a": tokenizer.encode("def f(", add_special_tokens=False),
+        "b": tokenizer.encode("return 1", add_special_tokens=False),
+    } | {str(i): [token_id] for i, token_id in enumerate(ids)}
+    assert request.prompt_token_ids == [token_id for part in order for token_id in texts[part]]
+    end = tokenizer.backend.token_to_id("<|file_sep|>")
+    assert request.params.stop_token_ids == (end,)
+    error = post(served.app, {"prompt": "a", "suffix": "b", "echo": True}).error
+    assert error["param"] == "suffix"
+
+
+def test_most_logprobs_are_asked_for_with_minus_one(serve: Serve) -> None:
+    served = serve(max_logprobs=3)
+    (choice,) = post(served.app, {"prompt": "Hi", "logprobs": -1}).json()["choices"]
+    assert served.client.submitted[-1][0].params.logprobs == 3
+    assert len(choice["logprobs"]["top_logprobs"][0]) >= 3
+    body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": -1}
+    assert post(served.app, body, path="/v1/chat/completions").status == 200
+    assert served.client.submitted[-1][0].params.logprobs == 3
+    assert post(served.app, {"prompt": "Hi", "prompt_logprobs": -1}).status == 200
+    assert served.client.submitted[-1][0].params.prompt_logprobs == 3
+    for name in ("logprobs", "prompt_logprobs"):
+        error = post(served.app, {"prompt": "Hi", name: 4}).error
+        assert error["param"] == name
+        assert "server.max_logprobs" in error["message"]
+
+
+def test_whole_numbers_may_be_written_as_floats(serve: Serve) -> None:
+    served = serve()
+    assert post(served.app, {"prompt": [70.0, 71], "allowed_token_ids": [70.0]}).status == 200
+    assert served.client.submitted[0][0].prompt_token_ids == [70, 71]
+    assert post(served.app, {"prompt": [70.5]}).error["param"] == "prompt"
+
+
+def test_fingerprint_is_the_same_for_the_same_server(serve: Serve) -> None:
+    served = serve()
+    first, second = (post(served.app, {"prompt": "Hi"}).json() for _ in range(2))
+    assert first["system_fingerprint"] == second["system_fingerprint"]
+    assert first["system_fingerprint"].startswith("fp_")

@@ -15,7 +15,9 @@ from served import Served
 from typer.main import get_command
 
 from outrider.server.api.chat_protocol import ChatCompletionRequest
+from outrider.server.api.messages_protocol import MessagesRequest
 from outrider.server.api.protocol import CompletionRequest, Speculation
+from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.cli import app
 from outrider.server.config.settings_loader import load_settings, setting_keys
 
@@ -98,7 +100,7 @@ def test_commands_are_found_and_wrong_ones_noticed() -> None:
 
 @every_page
 def test_every_command_that_is_named_exists(page: Path) -> None:
-    names = set(re.findall(r"`outrider ([a-z]+)", page.read_text()))
+    names = set(re.findall(r"`outrider ([a-z-]+)", page.read_text()))
     assert names <= set(getattr(get_command(app), "commands", ()))
 
 
@@ -134,7 +136,9 @@ def test_every_example_in_python_compiles(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-@pytest.mark.parametrize("request_type", [CompletionRequest, ChatCompletionRequest])
+@pytest.mark.parametrize(
+    "request_type", [CompletionRequest, ChatCompletionRequest, ResponsesRequest, MessagesRequest]
+)
 def test_every_parameter_is_described(request_type: type[CompletionRequest]) -> None:
     text = (ROOT / "docs/api.md").read_text()
     assert [name for name in request_type.model_fields if f"`{name}`" not in text] == []

@@ -34,7 +34,7 @@ CASES = [
         ("GET", path, GenerationMode.POSITIVE)
         for path in ("/tokenizer_info", "/health", "/live", "/ready", "/version", "/metrics")
     ),
-    *(("GET", path, GenerationMode.POSITIVE) for path in ("/v1/loads", "/get_load")),
+    *(("GET", path, GenerationMode.POSITIVE) for path in ("/v1/loads", "/get_load", "/load")),
 ]
 
 

@@ -184,3 +184,108 @@ def test_what_cannot_be_required_is_refused(served: Served, tokenizer: Tokenizer
     plain = Served(lambda request: steps(request, [70]), tokenizer)
     assert chat(plain).status == 200
     assert chat(plain, tool_choice="required").error["code"] == "unsupported_parameter"
+
+
+# ---- some tools of many, and tools that take a text
+
+ALLOWED = {"type": "function", "function": {"name": "negate"}}
+NOTE = {"type": "custom", "custom": {"name": "note", "description": "Takes a note."}}
+DATE = {
+    "type": "custom",
+    "custom": {
+        "name": "date",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "regex", "definition": "[0-9]{4}-[0-9]{2}"},
+        },
+    },
+}
+
+
+def allowed_tools(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def test_only_allowed_tools_can_be_called(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    grammar = grammar_of(served, tool_choice=allowed_tools("required", ALLOWED))
+    assert allows(compiler, tokenizer, grammar, f"[{CALL_NEGATE}]")
+    assert allows(compiler, tokenizer, grammar, f"[{CALL_NEGATE}, {CALL_NEGATE}]")
+    assert not allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    wrong = {"type": "function", "function": {"name": "sub"}}
+    reply = chat(served, tool_choice=allowed_tools("auto", wrong))
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+
+
+def test_only_allowed_tools_are_shown_to_the_model(serve: Any, tokenizer: Tokenizer) -> None:
+    served = serve()
+
+    def prompt(**fields: Any) -> str:
+        assert chat(served, **fields).status == 200
+        ids = served.client.submitted[-1][0].prompt_token_ids
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    assert '"add"' in prompt()
+    assert '"add"' not in prompt(tool_choice=allowed_tools("auto", ALLOWED))
+    assert '"negate"' in prompt(tool_choice=allowed_tools("auto", ALLOWED))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_custom_tool_is_called_with_a_text(
+    served: Served, tokenizer: Tokenizer, stream: bool
+) -> None:
+    call = json.dumps({"name": "note", "arguments": {"input": 'a\n"b" \\ é🙂'}})
+    ids = [*tokenizer.encode(f"[{call}]", add_special_tokens=False), EOS]
+    served.client.play = lambda request: steps(request, ids, sizes=(4, 1, 9), finish="stop")
+    reply = chat(served, tools=[ADD, NOTE], tool_choice="required", stream=stream)
+    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
+    calls = [
+        call
+        for choice in choices
+        for call in choice["delta" if stream else "message"].get("tool_calls", [])
+    ]
+    assert (calls[0]["type"], calls[0]["custom"]["name"]) == ("custom", "note")
+    assert (len(calls) > 1) == stream
+    assert "".join(call["custom"]["input"] for call in calls) == 'a\n"b" \\ é🙂'
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_arguments_of_another_form_are_the_text_itself(
+    served: Served, tokenizer: Tokenizer
+) -> None:
+    ids = [*tokenizer.encode('[{"name": "note", "arguments": {"x": 1}}]', add_special_tokens=False)]
+    served.client.play = lambda request: steps(request, ids)
+    (choice,) = chat(served, tools=[NOTE], tool_choice="required").json()["choices"]
+    assert choice["message"]["tool_calls"][0]["custom"]["input"] == '{"x": 1}'
+
+
+def test_input_follows_the_grammar_of_its_tool(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    named = {"type": "custom", "custom": {"name": "date"}}
+    ids = [*tokenizer.encode("2026-11", add_special_tokens=False), EOS]
+    served.client.play = lambda request: steps(request, ids, finish="stop")
+    (choice,) = chat(served, tools=[ADD, DATE], tool_choice=named).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["custom"] == {"name": "date", "input": "2026-11"}
+    grammar = served.client.submitted[-1][0].params.grammar
+    assert allows(compiler, tokenizer, grammar, "2026-11")
+    assert not allows(compiler, tokenizer, grammar, "November")
+    # Where other things may be written, it cannot be followed.
+    for tool_choice in ("auto", "required"):
+        reply = chat(served, tools=[ADD, DATE], tool_choice=tool_choice)
+        assert (reply.status, reply.error["param"]) == (400, "tools")
+
+
+def test_call_of_a_custom_tool_is_repeated_to_the_model(served: Served) -> None:
+    call = {"id": "1", "type": "custom", "custom": {"name": "note", "input": "x"}}
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noted"},
+    ]
+    assert chat(served, tools=[NOTE], messages=turns, tool_choice="required").status == 200
+    call = {"id": "1", "type": "custom", "custom": {"name": "note"}}
+    reply = chat(served, messages=[turns[0], {"role": "assistant", "tool_calls": [call]}])
+    assert (reply.status, reply.error["param"]) == (400, "messages")

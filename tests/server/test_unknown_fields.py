@@ -149,6 +149,17 @@ def test_object_of_this_server_alone_takes_no_unknown_field(serve: Serve) -> Non
     assert "did you mean enabled?" in reply.error["message"]
 
 
+@pytest.mark.parametrize(
+    "name", ["vllm_xargs", "kv_transfer_params", "logprob_token_ids", "thinking_token_budget"]
+)
+def test_parameter_of_others_that_would_change_the_answer_is_refused(
+    serve: Serve, name: str
+) -> None:
+    for base in (OK, CHAT):
+        reply = send(serve(), base | {name: {"a": 1}})
+        assert (reply.status, reply.error["param"]) == (400, name)
+
+
 def test_a_failing_request_learns_its_unknown_fields_too(serve: Serve) -> None:
     reply = send(serve(), OK | {"temprature": 1, "min_tokens": 17})
     assert reply.status == 400

@@ -1,0 +1,52 @@
+"""Prompts for what belongs between two texts, for models that were trained to write it."""
+
+from dataclasses import dataclass
+
+from .tokenizer import Tokenizer
+
+# What models put in front of the text before the gap, of the text behind it, and of what fills it.
+_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, Granite
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("[PREFIX]", "[SUFFIX]", None),  # Codestral, which reads what is behind the gap first
+)
+# With these, beside the end of a text, models say that the gap is filled.
+_ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<file_sep>", "▁<EOT>")
+
+
+@dataclass(frozen=True, slots=True)
+class FillInTheMiddle:
+    """The marks of a model, as token ids."""
+
+    begin: list[int]  # what every text of this tokenizer begins with
+    prefix: int
+    suffix: int
+    middle: int | None
+    ends: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "FillInTheMiddle | None":
+        """None for a model whose vocabulary has no such marks."""
+        id_of = tokenizer.backend.token_to_id
+        for marks in _MARKS:
+            known = [mark for mark in marks if mark is not None]
+            ids = [token_id for mark in known if (token_id := id_of(mark)) is not None]
+            if len(ids) == len(known):
+                prefix, suffix, *middle = ids
+                return cls(
+                    begin=tokenizer.encode("", add_special_tokens=True),
+                    prefix=prefix,
+                    suffix=suffix,
+                    middle=middle[0] if middle else None,
+                    ends=[token_id for end in _ENDS if (token_id := id_of(end)) is not None],
+                )
+        return None
+
+    def prompt(self, before: list[int], behind: list[int]) -> list[int]:
+        """The tokens that ask for what stands between these."""
+        if self.middle is None:
+            return [*self.begin, self.suffix, *behind, self.prefix, *before]
+        return [*self.begin, self.prefix, *before, self.suffix, *behind, self.middle]

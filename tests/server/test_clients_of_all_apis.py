@@ -1,0 +1,212 @@
+"""The default pair behind a real socket, asked through every API by its own client."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import agents
+import anthropic
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+from running_server import RunningServer, running_server
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+MODEL = "smollm2-135m-instruct"
+QUESTION = "What is the capital of France?"
+ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
+# Anthropic's client has no such parameter of its own any more.
+GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    settings = ["target.dtype=float32", "cache.num_pages=512", "engine.num_threads=1"]
+    settings += ["server.tool_call_format=hermes", 'server.api_keys=["key"]']
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    with running_server(log, arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ours(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def theirs(server: RunningServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected(ours: openai.OpenAI) -> str:
+    """What a chat completion says, greedily."""
+    chat = ours.chat.completions.create(
+        model=MODEL, messages=ASKED, temperature=0, max_completion_tokens=12
+    )
+    text = chat.choices[0].message.content
+    assert text
+    assert "Paris" in text
+    return text
+
+
+def test_responses_say_what_chats_say(ours: openai.OpenAI, expected: str) -> None:
+    request: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 12}
+    whole = ours.responses.create(input=QUESTION, **request)
+    assert whole.output_text == expected
+    with ours.responses.stream(input=QUESTION, **request) as stream:
+        pieces = [e.delta for e in stream if e.type == "response.output_text.delta"]
+        last = stream.get_final_response()
+    assert "".join(pieces) == last.output_text == expected
+    assert last.usage == whole.usage or last.usage.input_tokens_details.cached_tokens  # type: ignore[union-attr]
+    # With a previous response, the prompt is the conversation.
+    second = ours.responses.create(input="And of Italy?", previous_response_id=whole.id, **request)
+    turns: list[Any] = [*ASKED, {"role": "assistant", "content": expected}]
+    turns.append({"role": "user", "content": "And of Italy?"})
+    assert second.output_text == ours.responses.create(input=turns, **request).output_text
+    ours.responses.delete(whole.id)
+    with pytest.raises(openai.BadRequestError) as gone:
+        ours.responses.create(input="And?", previous_response_id=whole.id, **request)
+    assert gone.value.code == "previous_response_not_found"
+
+
+def test_messages_say_what_chats_say(theirs: anthropic.Anthropic, expected: str) -> None:
+    request: Any = {"model": MODEL, "max_tokens": 12, "messages": ASKED, **GREEDY}
+    whole = theirs.messages.create(**request)
+    assert isinstance(whole.content[0], anthropic.types.TextBlock)
+    assert whole.content[0].text == expected
+    with theirs.messages.stream(**request) as stream:
+        assert "".join(stream.text_stream) == expected
+        last = stream.get_final_message()
+    assert last.stop_reason == whole.stop_reason == "max_tokens"
+    count = theirs.messages.count_tokens(model=MODEL, messages=ASKED)
+    usage = last.usage
+    assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    begun = [*ASKED, {"role": "assistant", "content": expected[:10]}]
+    goes_on = theirs.messages.create(**request | {"messages": begun})
+    assert isinstance(goes_on.content[0], anthropic.types.TextBlock)
+    assert (expected[:10] + goes_on.content[0].text).startswith(expected)
+
+
+class City(BaseModel):
+    name: str
+    continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]
+
+
+def test_responses_are_parsed(ours: openai.OpenAI) -> None:
+    response = ours.responses.parse(
+        model=MODEL,
+        input="Which city is the capital of France?",
+        text_format=City,
+        temperature=0,
+        max_output_tokens=60,
+    )
+    assert response.output_parsed is not None
+    assert response.output_parsed.name == "Paris"
+
+
+def test_required_tools_are_called(ours: openai.OpenAI, theirs: anthropic.Anthropic) -> None:
+    function = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+    responses: Any = {"model": MODEL, "input": "How is the weather in Rome?", "temperature": 0}
+    responses |= {"tools": [function], "parallel_tool_calls": False, "tool_choice": "required"}
+    whole = ours.responses.create(**responses)
+    with ours.responses.stream(**responses) as stream:
+        pieces = [e.delta for e in stream if e.type == "response.function_call_arguments.delta"]
+    (call,) = whole.output
+    assert isinstance(call, openai.types.responses.ResponseFunctionToolCall)
+    assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    assert "".join(pieces) == call.arguments
+    assert len(pieces) > 1
+
+    messages: Any = {"model": MODEL, "max_tokens": 200, **GREEDY}
+    messages |= {"messages": [{"role": "user", "content": "How is the weather in Rome?"}]}
+    messages |= {"tools": [{"name": "weather", "input_schema": PARAMETERS}]}
+    messages |= {"tool_choice": {"type": "tool", "name": "weather"}}
+    message = theirs.messages.create(**messages)
+    (block,) = message.content
+    assert isinstance(block, anthropic.types.ToolUseBlock)
+    assert block.input["city"] in ("Paris", "Rome")
+    assert message.stop_reason == "tool_use"
+    with theirs.messages.stream(**messages) as stream:
+        assert stream.get_final_message().content[0].input == block.input  # type: ignore[union-attr]
+
+
+def test_agent_calls_a_tool_and_answers(server: RunningServer) -> None:
+    asked = []
+
+    def weather(city: Literal["Paris", "Rome"]) -> str:
+        """Tells the weather of a city."""
+        asked.append(city)
+        return "It is sunny."
+
+    async def run() -> Any:
+        agents.set_tracing_disabled(True)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key") as client:
+            agent = agents.Agent(
+                name="Guide",
+                tools=[agents.function_tool(weather)],
+                model=agents.OpenAIResponsesModel(model=MODEL, openai_client=client),
+                model_settings=agents.ModelSettings(
+                    tool_choice="required", temperature=0, max_tokens=60
+                ),
+            )
+            result = agents.Runner.run_streamed(agent, "How is the weather in Rome?")
+            async for _ in result.stream_events():
+                pass
+            return result.final_output
+
+    answer = asyncio.run(run())  # the choice is required for the first turn alone
+    assert isinstance(answer, str)
+    assert answer
+    assert asked
+    assert set(asked) <= {"Paris", "Rome"}
+
+
+def test_clients_read_our_errors(
+    ours: openai.OpenAI, theirs: anthropic.Anthropic, server: RunningServer
+) -> None:
+    with pytest.raises(openai.NotFoundError):
+        ours.responses.create(model="nothing", input="x")
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        ours.responses.create(model=MODEL, input="x", max_output_tokens=10**6)
+    with pytest.raises(anthropic.NotFoundError):
+        theirs.messages.create(model="nothing", max_tokens=1, messages=ASKED)
+    with pytest.raises(anthropic.BadRequestError, match="exceed context limit"):
+        theirs.messages.create(model=MODEL, max_tokens=20_000, messages=ASKED)
+    stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(model=MODEL, max_tokens=1, messages=ASKED)
+
+
+def test_leaving_client_frees_its_pages(server: RunningServer) -> None:
+    key = {"authorization": "Bearer key"}
+    with httpx.Client(headers=key) as http:
+
+        def running() -> float:
+            text = http.get(f"{server.url}/metrics").text
+            (line,) = [
+                each for each in text.splitlines() if each.startswith("outrider_pages_used ")
+            ]
+            return float(line.split()[1])
+
+        for path, body in (
+            ("/v1/responses", {"input": "Hi", "max_output_tokens": 4000, "ignore_eos": True}),
+            ("/v1/messages", {"messages": ASKED, "max_tokens": 4000, "ignore_eos": True}),
+        ):
+            url = f"{server.url}{path}"
+            with http.stream("POST", url, json=body | {"stream": True}) as reply:
+                next(reply.iter_lines())
+            for _ in range(500):
+                if not running():
+                    break
+            assert not running()
