@@ -49,6 +49,7 @@ async def create_response(
 ) -> Response:
     """Answer a responses request, as a stream or as a whole."""
     service.check_fields(body, body.model, http)
+    body = service.sampling_defaults.fill(body)  # the response tells of them
     earlier: list[Item] = []
     if body.previous_response_id is not None:
         earlier = _previous(store, body.previous_response_id, request_key(http)).conversation
