@@ -4,7 +4,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from .responses_protocol import Item, ResponseObject
+from .input_items import Item
+from .responses_protocol import ResponseObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses used last, up to so many bytes of JSON; in the memory of this process."""
+    """The responses used last, up to so many bytes; in the memory of this process."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -16,12 +16,11 @@ from .answer import Answer
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, prepare_turn
 from .generation import Delta, Generation
+from .input_items import InputItems, Item
 from .response_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
 from .responses_protocol import (
-    InputItems,
     InputTokensDetails,
-    Item,
     OutputTokensDetails,
     ResponseItemList,
     ResponseObject,
@@ -41,6 +40,7 @@ FIELDS = {
     "reasoning_effort": "reasoning",
     "logprobs": "include",
 }
+ITEM_BYTES = 1024  # that an item takes beside its JSON
 _ITEMS: TypeAdapter[Any] = TypeAdapter(InputItems)
 
 
@@ -127,14 +127,16 @@ class _Keeper:
     def keep(self, response: ResponseObject, new: list[Item]) -> None:
         output = _ITEMS.validate_python(response.output)
         conversation = [*self._earlier, *new, *output]
-        sizes = (len(item.model_dump_json(exclude_unset=True)) for item in conversation)
+        sizes = (
+            ITEM_BYTES + len(item.model_dump_json(exclude_unset=True)) for item in conversation
+        )
         self._store.put(
             StoredResponse(
                 response=response,
                 input_items=list(map(_input_item, new)),
                 conversation=conversation,
                 key=self._key,
-                num_bytes=len(response.to_json()) + sum(sizes),
+                num_bytes=len(response.to_json()) + len(conversation) * ITEM_BYTES + sum(sizes),
             )
         )
 

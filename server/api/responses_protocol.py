@@ -3,188 +3,18 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag
-from typing_extensions import TypeAliasType
+from pydantic import AfterValidator, FailFast, Field, Tag
 
 from ..grammar.structured_outputs import JSONSchema
 from ..http.errors import unsupported
 from .chat_protocol import ChatCompletionRequest
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
+from .input_items import BY_KIND, InputItems, Item, MessageItem, chat_messages
 from .protocol import APIResponse, SamplingFields
 from .tools import MAX_TOOLS
 from .translation import chat_request
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_ITEMS = 65_536  # a stored conversation and what is added to it
-
-
-class TextPart(APIRequest):
-    ignored_fields: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
-
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: str
-
-
-class RefusalPart(APIRequest):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-def _part_kind(value: object) -> str:
-    return "<refusal>" if _type_of(value) == "refusal" else "<text>"
-
-
-def _type_of(value: object) -> object:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
-ContentPart = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
-    Discriminator(_part_kind),
-]
-ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
-
-
-def _kind(value: object) -> str | None:
-    """Tell the two apart, so that what is wrong is reported once, not once a kind."""
-    if isinstance(value, str):
-        return "<plain>"
-    return "<list>" if isinstance(value, list) else None
-
-
-_BY_KIND = Discriminator(
-    _kind,
-    custom_error_type="content_type",
-    custom_error_message="expected a string or a list",
-)
-TextOrParts = Annotated[
-    Annotated[str, Tag("<plain>")] | Annotated[ContentParts, Tag("<list>")], _BY_KIND
-]
-
-
-class Item(APIRequest):
-    """A piece of a conversation; those of earlier answers are sent as they came."""
-
-    ignored_fields: ClassVar = frozenset(
-        {"id", "status", "phase", "caller", "namespace", "created_by", "encrypted_content"}
-    )
-
-
-class MessageItem(Item):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrParts
-
-
-class ReasoningItem(Item):
-    type: Literal["reasoning"]
-    summary: ContentParts = Field(default_factory=list)
-    content: ContentParts = Field(default_factory=list)
-
-
-class FunctionCallItem(Item):
-    type: Literal["function_call"]
-    call_id: str
-    name: str = Field(min_length=1)
-    arguments: str
-
-
-class CustomCallItem(Item):
-    type: Literal["custom_tool_call"]
-    call_id: str
-    name: str = Field(min_length=1)
-    input: str
-
-
-class CallOutputItem(Item):
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: TextOrParts
-
-
-_ITEM_TYPES = {
-    None: "message",
-    "message": "message",
-    "reasoning": "reasoning",
-    "function_call": "function_call",
-    "custom_tool_call": "custom_tool_call",
-    "function_call_output": "output",
-    "custom_tool_call_output": "output",
-}
-
-
-def _item_kind(value: object) -> str | None:
-    given = _type_of(value)
-    kind = _ITEM_TYPES.get(given) if given is None or isinstance(given, str) else None
-    return kind and f"<{kind}>"
-
-
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
-    | Annotated[CallOutputItem, Tag("<output>")],
-    Discriminator(
-        _item_kind,
-        custom_error_type="item_type",
-        custom_error_message="expected an item of type "
-        + ", ".join(kind for kind in _ITEM_TYPES if kind),
-    ),
-]
-InputItems = TypeAliasType(
-    "InputItems", Annotated[list[InputItem], FailFast(), Field(max_length=MAX_ITEMS)]
-)
-
-
-def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: what an assistant said and did in a row is one turn."""
-    messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # of the assistant, that may go on
-
-    def assistant() -> dict[str, Any]:
-        nonlocal turn
-        if turn is None:
-            turn = {"role": "assistant", "content": ""}
-            messages.append(turn)
-        return turn
-
-    for item in items:
-        match item:
-            case MessageItem(role="assistant"):
-                if "tool_calls" in assistant():
-                    turn = None  # what is said behind calls is a turn of its own
-                assistant()["content"] += text_of(item.content)
-            case ReasoningItem():
-                if turn is not None and (turn["content"] or "tool_calls" in turn):
-                    turn = None
-                thought = assistant().get("reasoning_content", "")
-                said = item.content or item.summary
-                assistant()["reasoning_content"] = thought + text_of(said)
-            case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                assistant().setdefault("tool_calls", []).append(call)
-            case CustomCallItem():
-                custom = {"name": item.name, "input": item.input}
-                call = {"id": item.call_id, "type": "custom", "custom": custom}
-                assistant().setdefault("tool_calls", []).append(call)
-            case CallOutputItem():
-                turn = None
-                output = text_of(item.output)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-            case MessageItem():
-                turn = None
-                messages.append({"role": item.role, "content": text_of(item.content)})
-    return messages
-
-
-def text_of(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +75,7 @@ class ResponsesRequest(SamplingFields):
     )
 
     input: Annotated[
-        Annotated[str, Tag("<plain>")] | Annotated[InputItems, Tag("<list>")], _BY_KIND
+        Annotated[str, Tag("<plain>")] | Annotated[InputItems, Tag("<list>")], BY_KIND
     ] = Field(default_factory=list, validate_default=True)
     instructions: str | None = None
     max_output_tokens: Int | None = Field(default=None, ge=1)

@@ -183,7 +183,7 @@ class ServerSettings(Section):
         default=64 * 1024 * 1024,
         ge=0,
         description="Memory for responses that /v1/responses keeps so that others can go on from "
-        "them, in bytes of JSON; 0: none. With more than one of api_workers none are kept, as the "
+        "them, in bytes; 0: none. With more than one of api_workers none are kept, as the "
         "next request may come to another process.",
     )
     max_stop_strings: int = Field(

@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import schemathesis
-from asgi import get
+from asgi import get, post
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
@@ -85,3 +86,27 @@ def test_document_knows_no_answer_that_is_not_given(serve: Serve) -> None:
             assert {"200", "4XX", "5XX"} <= operation["responses"].keys(), path
     responses = document["paths"]["/v1/completions"]["post"]["responses"]
     assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
+
+
+def test_document_allows_what_is_served_and_nothing_else(serve: Serve) -> None:
+    served = serve()
+    document = get(served.app, "/openapi.json").json()
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    hi = {"role": "user", "content": "Hi"}
+
+    def turn(**fields: Any) -> dict[str, Any]:
+        return {"messages": [hi, {"role": "assistant", **fields}, hi]}
+
+    for path, body, allowed in (
+        ("completions", {"prompt": "Hi", "truncate_prompt_tokens": 0}, False),
+        ("completions", {"prompt": "Hi", "truncate_prompt_tokens": -1}, True),
+        ("completions", {"prompt": [70.0], "allowed_token_ids": [70.0]}, True),
+        ("chat/completions", turn(content=None), False),
+        ("chat/completions", turn(tool_calls=[call | {"type": "function"}]), True),
+        ("chat/completions", turn(tool_calls=[call | {"type": "tool"}]), False),
+    ):
+        operation = document["paths"][f"/v1/{path}"]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        validator = jsonschema_rs.validator_for(schema | {"components": document["components"]})
+        assert validator.is_valid(body) == allowed, body
+        assert (post(served.app, body, path=f"/v1/{path}").status == 200) == allowed, body

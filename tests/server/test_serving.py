@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from outrider.server.cli import app
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.http.http_server import Server
-from outrider.server.http.serving import bind, prepare_for_clients
+from outrider.server.http.serving import bind, bind_unix, prepare_for_clients
 
 Serve = Callable[..., Served]
 
@@ -38,6 +38,26 @@ def test_taken_port_is_told_before_anything_is_loaded(listener: socket.socket) -
     port = listener.getsockname()[1]
     with pytest.raises(OSError, match=f"port {port}: Address already in use; choose"):
         bind("127.0.0.1", port)
+
+
+def test_server_can_listen_at_a_unix_socket(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "outrider.sock"
+    bind_unix(path).close()  # left behind by a server that is gone
+    with on_a_socket(serve(), uds=path):
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost") as http:
+            reply = http.post("/v1/completions", json={"prompt": "Hi"})
+            assert reply.json()["choices"][0]["text"] == " Hello world"
+            assert http.get("/health").status_code == 200
+        with pytest.raises(OSError, match="Address already in use"):
+            bind_unix(path)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="cannot listen at"):
+        bind_unix(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    for others in ({"api_workers": 2}, {"metrics_port": 9000}):
+        with pytest.raises(ValueError, match="one socket"):
+            ServerSettings(uds=path, **others)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def append(whole: dict[str, Any], part: dict[str, Any]) -> None:
             append(whole[key], value)
         elif isinstance(value, list) and key != "prompt_token_ids":
             whole[key] = (whole.get(key) or []) + value
-        elif key in ("text", "content", "reasoning_content"):
+        elif key in ("text", "content", "reasoning", "reasoning_content"):
             whole[key] = whole[key] + value if whole.get(key) else value
         else:
             assert whole.get(key) is None, key  # nothing follows a finish_reason

@@ -12,15 +12,19 @@ from served import Served
 
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.http.http_server import Server
-from outrider.server.http.serving import bind
+from outrider.server.http.serving import bind, bind_unix
 
 
 @contextmanager
 def on_a_socket(
     served: Served, *, send_buffer_bytes: int | None = None, **settings: Any
 ) -> Iterator[str]:
-    """Serve until the block ends, with these settings of the socket; gives the server's URL."""
-    listener = bind("127.0.0.1", 0)
+    """Serve until the block ends, with these settings of the socket; gives the server's URL.
+
+    With the setting `uds`, that is of no use: connect to the socket at this path.
+    """
+    uds = settings.get("uds")
+    listener = bind("127.0.0.1", 0) if uds is None else bind_unix(uds)
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     loop = uvloop.new_event_loop()
@@ -41,7 +45,7 @@ def on_a_socket(
     started.wait(10)
     try:
         scheme = "https" if "tls_key" in settings else "http"
-        yield "{}://{}:{}".format(scheme, *listener.getsockname())
+        yield "" if uds else "{}://{}:{}".format(scheme, *listener.getsockname())
     finally:
         servers[0].should_exit = True
         thread.join(10)
