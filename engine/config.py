@@ -62,6 +62,7 @@ class EngineConfig:
         str, ...
     ] = ()  # specs of ProcessorRegistry in engine.logit_edits.processors
     gpu_memory_utilization: float = 0.9  # share of the GPU that weights, graphs and pages may take
+    batch_invariant: bool = False  # CUDA: a sequence's logits are the same bits in any company
     enforce_eager: bool = False  # CUDA: launch every kernel, capture no graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

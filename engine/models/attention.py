@@ -48,7 +48,7 @@ class SequenceRows(NamedTuple):
 class PassContext:
     """One batch on its way through a model: what several layers need, made once.
 
-    On a CPU attention with `same_bits` gives each row the same to the bit in any company.
+    With `same_bits` attention gives each row the same to the bit in any company.
     """
 
     def __init__(self, batch: ForwardBatch, *, same_bits: bool = False) -> None:
@@ -72,7 +72,14 @@ class PassContext:
             batch = self.batch
             num_rows = len(batch.positions)
             self._items[key] = list_items(
-                batch.cu_seqlens_q, batch.seq_lens, batch.slots, num_rows, num_kv_heads, group
+                batch.cu_seqlens_q,
+                batch.seq_lens,
+                batch.slots,
+                num_rows,
+                num_kv_heads,
+                group,
+                batch.block_table.shape[1] * batch.page_size,
+                same_bits=self._same_bits,
             )
         return self._items[key]
 

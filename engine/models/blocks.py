@@ -10,6 +10,7 @@ the result or None. A new kind of layer is a class of this form, built in `famil
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store
 
 from .attention import PagedAttention, PassContext, Rope
-from .weights import Linear, packed
+from .weights import Linear
 
 
 @dataclass(slots=True)
@@ -51,10 +52,8 @@ class AttentionMixer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output
 
-    def packed(self, *, rounds: bool) -> "AttentionMixer":
-        return replace(
-            self, qkv=packed(self.qkv, rounds=rounds), output=packed(self.output, rounds=rounds)
-        )
+    def changed(self, change: Callable[[Linear], Linear]) -> "AttentionMixer":
+        return replace(self, qkv=change(self.qkv), output=change(self.output))
 
 
 @dataclass(slots=True)
@@ -75,10 +74,8 @@ class GatedMLP:
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down
 
-    def packed(self, *, rounds: bool) -> "GatedMLP":
-        return replace(
-            self, gate_up=packed(self.gate_up, rounds=rounds), down=packed(self.down, rounds=rounds)
-        )
+    def changed(self, change: Callable[[Linear], Linear]) -> "GatedMLP":
+        return replace(self, gate_up=change(self.gate_up), down=change(self.down))
 
 
 @dataclass(slots=True)
@@ -103,9 +100,9 @@ class Block:
     def num_weights(self) -> int:
         return sum(math.prod(linear.weight.shape) for linear in self.linears)
 
-    def packed(self, *, rounds: bool) -> "Block":
-        """The same block with its weights as a CPU reads them best."""
-        return Block(self.mixer.packed(rounds=rounds), self.mlp.packed(rounds=rounds))
+    def changed(self, change: Callable[[Linear], Linear]) -> "Block":
+        """The same block with other linear layers in place of its own."""
+        return Block(self.mixer.changed(change), self.mlp.changed(change))
 
 
 def _of_normed(

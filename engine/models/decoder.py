@@ -1,6 +1,6 @@
 """A decoder of our own: embedding, blocks, norm, head."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -12,7 +12,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from .attention import PagedAttention, PassContext
 from .blocks import Block
 from .network import Network, Pass
-from .weights import Linear, packed
+from .weights import Linear
 
 # Measured: one thread has computed such a layer before another, asleep for 30 us, is awake.
 _MAX_LONE_ROWS, _MAX_LONE_WEIGHTS = 4, 1 << 21
@@ -44,11 +44,11 @@ class Decoder(Network):
         linears = [linear for block in self.blocks for linear in block.linears]
         return sum(linear.weight.num_bytes for linear in (*linears, self.head))
 
-    def pack(self, *, rounds: bool) -> None:
-        """Lay the weights out as a CPU reads them best; with `rounds`, in 8 bits if that pays."""
-        for i, block in enumerate(self.blocks):  # one by one: the plain weights are freed
-            self.blocks[i] = block.packed(rounds=rounds)
-        self.head = packed(self.head, rounds=rounds)
+    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
+        """Put other linear layers in place of its own, one by one: old weights are freed."""
+        for i, block in enumerate(self.blocks):
+            self.blocks[i] = block.changed(change)
+        self.head = change(self.head)
 
     def __call__(self, context: PassContext) -> Pass:
         batch = context.batch

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from .admission import (
     resolve_dtype,
 )
 from .checkpoint import Checkpoint
+from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .packed_modules import pack_linears
 from .proof import CHECKED_LENGTHS, Original, why_different
+from .weights import packed, with_same_bits
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +39,14 @@ def load_network(
     progress: Progress | None = None,
     *,
     is_draft: bool = False,
+    same_bits: bool = False,
 ) -> tuple[Network, PreTrainedConfig]:
     """Load a model directory onto a device, ready for pages, with its configuration.
 
     On a CPU the linear layers of a draft whose dtype is left open get 8-bit weights where that is
-    faster. `progress` is told how many of how many tensors are there. Raises UnsupportedModelError
-    saying why.
+    faster. On a GPU with `same_bits` a row comes out the same to the bit in any company; a model
+    that our decoder does not run is refused. `progress` is told how many of how many tensors are
+    there. Raises UnsupportedModelError saying why.
     """
     progress = progress or (lambda done, total: None)
     progress(0, 0)
@@ -53,10 +58,18 @@ def load_network(
     try:
         check_config(hf_config)
         dtype = resolve_dtype(config.dtype, hf_config, device)
-        network = _own_decoder(config, hf_config, dtype, device, progress, is_draft)
-        if network is None:
-            network = _whole_model(config, hf_config, dtype, device, progress, is_draft)
-        return network, hf_config
+        options = (dtype, device, progress, is_draft)
+        decoder, reason = _own_decoder(config, hf_config, *options, same_bits)
+        if decoder is not None:
+            return decoder, hf_config
+        if same_bits and device.type == "cuda":
+            raise UnsupportedModelError(
+                f"engine.batch_invariant is on, but on a GPU only our own decoder keeps it, and "
+                f"this model runs as transformers has it ({reason}); leave it out"
+            )
+        level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
+        log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
+        return _whole_model(config, hf_config, *options), hf_config
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"
@@ -75,30 +88,40 @@ def _own_decoder(
     device: torch.device,
     progress: Progress,
     is_draft: bool,
-) -> Network | None:
-    """Our decoder, if we have one for this structure and it computes what transformers does."""
-    reason = why_unknown(hf_config)
-    level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
-    if reason is None:
-        try:
-            original = Original(hf_config, dtype, device)
-            checkpoint = Checkpoint(Path(config.path), dtype, device, progress)
-            decoder = build(hf_config, checkpoint, original.rope)
-            original.fill(decoder)
-        except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
-            reason = f"its checkpoint is not as expected: {error}"
-        else:
-            starts = checked_starts(hf_config, max(CHECKED_LENGTHS))
-            reason = why_different(decoder, original, starts)
-            del original  # and with it the views of weights that are packed now
-            if reason is None:
-                if device.type == "cpu":
-                    decoder.pack(rounds=rounds_weights(config, is_draft))
-                    decoder.may_use_one_thread = is_draft
-                return decoder
-            reason = f"our decoder computes {reason} differently"
-    log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
-    return None
+    same_bits: bool,
+) -> tuple[Decoder | None, str]:
+    """Our decoder, if we have one for this structure and it computes what transformers does; or
+    None, and why.
+    """
+    if reason := why_unknown(hf_config):
+        return None, reason
+    try:
+        original = Original(hf_config, dtype, device)
+        checkpoint = Checkpoint(Path(config.path), dtype, device, progress)
+        decoder = build(hf_config, checkpoint, original.rope)
+        original.fill(decoder)
+    except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
+        return None, f"its checkpoint is not as expected: {error}"
+    if same_bits and device.type == "cuda":
+        _keep_bits(decoder)
+    starts = checked_starts(hf_config, max(CHECKED_LENGTHS))
+    reason = why_different(decoder, original, starts, same_bits=same_bits)
+    del original  # and with it the views of weights that are packed now
+    if reason is not None:
+        return None, f"our decoder computes {reason} differently"
+    if device.type == "cpu":
+        decoder.change_linears(partial(packed, rounds=rounds_weights(config, is_draft)))
+        decoder.may_use_one_thread = is_draft
+    return decoder, ""
+
+
+def _keep_bits(decoder: Decoder) -> None:
+    try:
+        decoder.change_linears(with_same_bits)
+    except ValueError as reason:
+        raise UnsupportedModelError(
+            f"engine.batch_invariant is on, but {reason}; leave it out"
+        ) from None
 
 
 def _whole_model(

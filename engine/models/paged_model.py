@@ -35,12 +35,16 @@ class PagedModel:
         progress: Callable[[int, int], None] | None = None,
         *,
         is_draft: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
-        """On a CPU a target gives a sequence the same logits to the bit in any company; a draft,
-        whose proposals the target decides on, is as fast as it can be.
+        """On a CPU, and on a GPU with `batch_invariant`, a target gives a sequence the same logits
+        to the bit in any company. A draft, whose proposals the target decides on, is as fast as it
+        can be.
         """
-        self.network, hf_config = load_network(config, device, progress, is_draft=is_draft)
-        self._same_bits = not is_draft
+        self._same_bits = not is_draft and (batch_invariant or device.type == "cpu")
+        self.network, hf_config = load_network(
+            config, device, progress, is_draft=is_draft, same_bits=self._same_bits
+        )
         # Not where few rows have products of their own, of rounded weights.
         self._pads_rows = device.type == "cpu" and not rounds_weights(config, is_draft)
         self._name = hf_config.model_type

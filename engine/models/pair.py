@@ -23,7 +23,12 @@ class ModelPair:
         report: ReportProgress,
     ) -> None:
         device = torch.device(config.device)
-        self.target = PagedModel(config.target, device, partial(report, "loading the target"))
+        self.target = PagedModel(
+            config.target,
+            device,
+            partial(report, "loading the target"),
+            batch_invariant=config.batch_invariant,
+        )
         self.draft: PagedModel | None = None
         if proposer == "draft_model" and config.draft is not None:
             self.draft = PagedModel(

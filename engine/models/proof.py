@@ -93,16 +93,19 @@ class Original:
 
 
 @torch.inference_mode()
-def why_different(decoder: Decoder, original: Original, starts: Sequence[int]) -> str | None:
+def why_different(
+    decoder: Decoder, original: Original, starts: Sequence[int], *, same_bits: bool = False
+) -> str | None:
     """What of the decoder computes something else than transformers does; None if nothing.
 
-    Prompts begin at each of these positions.
+    With `same_bits` it attends as it does for a target that keeps them. Prompts begin at each of
+    these positions.
     """
     generator = torch.Generator().manual_seed(0)
     for first, length in product(starts, CHECKED_LENGTHS):
         input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
         input_ids = input_ids.to(decoder.device)
-        context = one_prompt(input_ids, first)
+        context = one_prompt(input_ids, first, same_bits=same_bits)
         states, logits = original.run(input_ids, context.batch.positions)
         if not torch.equal(decoder.embedding[input_ids], states[0]):
             return "its embedding"
@@ -132,7 +135,7 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> 
     return bool((got - expected).norm() <= tolerance)
 
 
-def one_prompt(input_ids: Tensor, first: int = 0) -> PassContext:
+def one_prompt(input_ids: Tensor, first: int = 0, *, same_bits: bool = False) -> PassContext:
     """A whole prompt in one page, its first token at position `first`. Shape: [T]."""
     length, device = len(input_ids), input_ids.device
     rows = torch.arange(length, device=device)
@@ -147,7 +150,8 @@ def one_prompt(input_ids: Tensor, first: int = 0) -> PassContext:
             logits_rows=rows,
             block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
             page_size=length,
-        )
+        ),
+        same_bits=same_bits,
     )
 
 

@@ -11,6 +11,11 @@ from torch import Tensor
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.same_bits_linear import (
+    add_same_bits_linear,
+    library_rows,
+    same_bits_linear,
+)
 from outrider.kernels.model.silu_mul import silu_mul_reference
 
 
@@ -90,6 +95,43 @@ class Dense(Weight):
         return self.matrix
 
 
+class SameBits(Weight):
+    """A plain matrix on a GPU, whose products with a row are the same to the bit in any company."""
+
+    def __init__(self, matrix: Tensor, bias: Tensor | None) -> None:
+        """Raises ValueError if this GPU is unfit. Shape: matrix [N, K], dense, bias [N]."""
+        self._matrix = matrix
+        self._library = library_rows(matrix, bias)
+        self.shape = (matrix.shape[0], matrix.shape[1])
+        self.num_bytes = matrix.nbytes
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return same_bits_linear(
+            x, self._matrix, bias, self._library, norm=norm, gated=gated, out=out
+        )
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        return add_same_bits_linear(residual, x, self._matrix, bias, self._library, norm=norm)
+
+    def dequantised(self) -> Tensor:
+        return self._matrix
+
+
 class Packed(Weight):
     """A matrix that oneDNN reordered for a CPU, perhaps rounded to 8 bits."""
 
@@ -148,6 +190,16 @@ class Linear(NamedTuple):
 
     def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Tensor | None:
         return self.weight.add_to(residual, x, self.bias, norm=norm)
+
+
+def with_same_bits(linear: Linear) -> Linear:
+    """The same layer on a GPU, with each row the same to the bit in any company.
+
+    Raises ValueError if this GPU is unfit.
+    """
+    weight = linear.weight
+    assert isinstance(weight, Dense)
+    return Linear(SameBits(weight.matrix, linear.bias), linear.bias)
 
 
 def packed(linear: Linear, *, rounds: bool) -> Linear:

@@ -1,8 +1,12 @@
 """What attention has to do for a batch, listed once for all of a model's layers.
 
 An item is a block of a sequence's rows over one split of its tokens. Rows of a prefill chunk see
-their tokens in one go. Where sequences have few rows, one of many tokens is split over programs: by
-a length that follows from its own, and from how many sequences a batch is made for.
+their tokens in one go. If sequences have few rows, one of many tokens is split over programs.
+
+Splits are 16 of one unit, then 8 to every doubling of the position: none is longer than an eighth
+of the tokens before it, or a unit. If a row has to come out the same to the bit in any company, the
+unit is fixed, so that where its splits lie hangs on nothing. Else the unit follows from how many
+sequences a batch is made for, and doubles until 16 splits hold the sequence.
 """
 
 from typing import NamedTuple
@@ -13,8 +17,10 @@ from torch import Tensor
 from .._dispatch import num_programs
 from ..triton_or_none import tl, triton
 
-MAX_SPLITS = 16
-_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
+_MIN_UNIT = 256
+_SAME_BITS_UNIT = 512  # measured on an H200: what few sequences lose by it, many would twice over
+_MAX_GROWN_SPLITS = tl.constexpr(16)
+_NO_UNIT = 1 << 30  # nothing is split
 WIDTH = tl.constexpr(8)  # of an item; see the kernel
 
 
@@ -26,7 +32,9 @@ class AttentionItems(NamedTuple):
     num_row_blocks: int  # at most; a count that needs no length on the host
     block_m: int
     block_q: int  # rows of an item
-    splits: bool
+    num_splits: int  # of a row, at most; 1: each item is of all tokens
+    is_prefill: bool
+    same_bits: bool  # whether a row is summed in the same order in any company
 
 
 def list_items(
@@ -36,10 +44,14 @@ def list_items(
     num_rows: int,
     num_kv_heads: int,
     group: int,
+    max_seq_len: int,
+    *,
+    same_bits: bool = False,
 ) -> AttentionItems:
     """List the items of a batch for layers whose KV heads serve `group` query heads each.
 
-    The list's shape follows from shapes alone, so that a captured launch stays right.
+    The list's shape follows from shapes alone, so that a captured launch stays right. With
+    `same_bits` a row is summed in the same order in any company.
 
     Shape:
         cu_seqlens_q: [B + 1]; sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i + 1]
@@ -49,19 +61,26 @@ def list_items(
     num_reqs = len(seq_lens)
     # Few rows a sequence make decodes and verifications; many make prefill chunks.
     rows_per_req = triton.cdiv(num_rows, num_reqs)
-    splits = rows_per_req <= 16
-    block_m = min(64, triton.next_power_of_2(rows_per_req * group)) if splits else 128
+    is_prefill = rows_per_req > 16
+    block_m = 128 if is_prefill else min(64, triton.next_power_of_2(rows_per_req * group))
     block_m = max(16, block_m, triton.next_power_of_2(group))
     block_q = block_m // group
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i.
     num_row_blocks = num_rows // block_q + num_reqs
-    most = num_row_blocks * (MAX_SPLITS if splits else 1)
-    # The nearer sequences come to filling the GPU by themselves, the longer are their splits, which
-    # are left for where one would hold up the others.
-    num_blocks = num_reqs * num_kv_heads
-    share = 1024 * num_blocks // num_programs(seq_lens.device, 1)
-    min_split_tokens = min(1024, max(256, triton.next_power_of_2(share)))
-    items = torch.empty(most, WIDTH.value, dtype=torch.int32, device=seq_lens.device)
+    if same_bits:
+        unit = _SAME_BITS_UNIT
+        num_splits = 1 if is_prefill else _count_splits(max_seq_len, unit)
+    else:
+        # The nearer sequences come to filling the GPU by themselves, the longer are their splits,
+        # which are left for where one would hold up the others.
+        num_blocks = num_reqs * num_kv_heads
+        share = 1024 * num_blocks // num_programs(seq_lens.device, 1)
+        unit = min(1024, max(_MIN_UNIT, triton.next_power_of_2(share)))
+        unit = _NO_UNIT if is_prefill else unit
+        num_splits = min(_MAX_GROWN_SPLITS.value, _count_splits(max_seq_len, unit))
+    items = torch.empty(
+        num_row_blocks * num_splits, WIDTH.value, dtype=torch.int32, device=seq_lens.device
+    )
     num_items = torch.empty(1, dtype=torch.int32, device=seq_lens.device)
     _list_items_kernel[(num_reqs,)](
         items,
@@ -70,15 +89,43 @@ def list_items(
         seq_lens,
         slots,
         num_reqs,
+        unit,
         REQS=max(32, triton.next_power_of_2(num_reqs)),
         BLOCK_Q=block_q,
-        MIN_SPLIT_TOKENS=min_split_tokens if splits else 0,
+        SPLITS=num_splits > 1,
+        GROWS=not same_bits,
         num_warps=1,
     )
-    return AttentionItems(items, num_items, num_row_blocks, block_m, block_q, splits)
+    return AttentionItems(
+        items, num_items, num_row_blocks, block_m, block_q, num_splits, is_prefill, same_bits
+    )
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+def _count_splits(num_tokens: int, unit: int) -> int:
+    """As `split_of` counts them."""
+    num_units = -(-num_tokens // unit)
+    octave = max((num_units - 1).bit_length() - 4, 0)
+    return 8 * octave + -(-num_units >> octave) if num_units else 1
+
+
+@triton.jit
+def split_of(position, unit):
+    """The split that a position lies in."""
+    place = position // unit
+    # Of a float's exponent: 3 for places to 15, and one more for each doubling.
+    exponent = (tl.maximum(place, 8).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    octave = exponent - 3
+    return 8 * octave + (place >> octave)
+
+
+@triton.jit
+def start_of(split, unit):
+    """The first position of a split."""
+    octave = tl.maximum(split // 8 - 1, 0)
+    return ((split - 8 * octave) << octave) * unit
+
+
+@triton.jit(do_not_specialize=["num_reqs", "unit"])
 def _list_items_kernel(
     items_ptr,  # [most, WIDTH]
     num_items_ptr,  # [1]
@@ -86,9 +133,11 @@ def _list_items_kernel(
     seq_lens_ptr,  # [num_reqs]
     slots_ptr,  # [num_reqs]
     num_reqs,
+    unit,
     REQS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    MIN_SPLIT_TOKENS: tl.constexpr,  # 0: nothing is split
+    SPLITS: tl.constexpr,  # whether an item is of one split
+    GROWS: tl.constexpr,  # whether units double until few splits hold the sequence
 ):
     """One program: the items of one sequence."""
     request = tl.program_id(0)
@@ -97,15 +146,14 @@ def _list_items_kernel(
     first_rows = tl.load(cu_seqlens_q_ptr + i, mask=is_req, other=0).to(tl.int32)
     query_lens = tl.load(cu_seqlens_q_ptr + i + 1, mask=is_req, other=0).to(tl.int32) - first_rows
     seq_lens = tl.load(seq_lens_ptr + i, mask=is_req, other=0).to(tl.int32)
-    split_tokens = tl.full([REQS], 1 << 30, tl.int32)
-    if MIN_SPLIT_TOKENS > 0:
-        split_tokens = tl.full([REQS], MIN_SPLIT_TOKENS, tl.int32)
-        for _ in tl.static_range(16):
-            split_tokens = tl.where(
-                split_tokens * _MAX_SPLITS < seq_lens, split_tokens * 2, split_tokens
-            )
-    # Sequences without tokens have one split, which is empty.
-    num_splits = tl.maximum((seq_lens + split_tokens - 1) // split_tokens, 1)
+    num_splits = tl.full([REQS], 1, tl.int32)
+    units = tl.zeros([REQS], tl.int32) + unit
+    if SPLITS:
+        if GROWS:
+            for _ in tl.static_range(16):
+                units = tl.where(units * _MAX_GROWN_SPLITS < seq_lens, units * 2, units)
+        # Sequences without tokens have one split, which is empty.
+        num_splits = split_of(tl.maximum(seq_lens - 1, 0), units) + 1
     num_items = (query_lens + BLOCK_Q - 1) // BLOCK_Q * num_splits
     if request == 0:
         tl.store(num_items_ptr, tl.sum(num_items, 0))
@@ -113,7 +161,7 @@ def _list_items_kernel(
     first_item = tl.sum(tl.where(i < request, num_items, 0), 0)
     num_items = tl.sum(tl.where(mine, num_items, 0), 0)
     num_splits = tl.sum(tl.where(mine, num_splits, 0), 0)
-    split_tokens = tl.sum(tl.where(mine, split_tokens, 0), 0)
+    unit = tl.sum(tl.where(mine, units, 0), 0)
     first_row = tl.sum(tl.where(mine, first_rows, 0), 0)
     query_len = tl.sum(tl.where(mine, query_lens, 0), 0)
     context_len = tl.sum(tl.where(mine, seq_lens, 0), 0) - query_len
@@ -128,7 +176,7 @@ def _list_items_kernel(
         tl.store(at + 2, context_len + first_q, mask=mask)  # position of the first row
         tl.store(at + 3, slot, mask=mask)
         tl.store(at + 4, item % num_splits, mask=mask)
-        tl.store(at + 5, split_tokens, mask=mask)
+        tl.store(at + 5, unit + tl.zeros_like(item), mask=mask)
         # As many row blocks as there can be lie before this one; see the wrapper.
         tl.store(at + 6, first_row // BLOCK_Q + request + first_q // BLOCK_Q, mask=mask)
         tl.store(at + 7, context_len + tl.zeros_like(item), mask=mask)

@@ -7,7 +7,12 @@ Row t of a sequence with S tokens attends to the positions p with t - window < p
 A head may own a *sink*: one more logit in the softmax's denominator, with no value behind it.
 
 Programs take their work from a list (`attention_items`). Of the splits of a sequence's tokens the
-last to finish merges.
+last to finish merges, in the order of the splits.
+
+With `same_bits` a row comes out the same to the bit however many rows and sequences there are: it
+is summed over the same splits, in the same blocks of tokens, one after another. What else may vary
+is how many rows and warps share a block, since all sums over its tokens are those of the tensor
+cores. A program that takes several splits adds them up as one that merges them does.
 """
 
 import functools
@@ -22,11 +27,12 @@ from ..dependent_launch import (
     wait_for_inputs,
 )
 from ..triton_or_none import tl, triton
-from .attention_items import MAX_SPLITS, WIDTH, AttentionItems
+from .attention_items import WIDTH, AttentionItems, split_of, start_of
 
 # Of one row: the large product behind them starts early where programs leave it registers.
 _MANY_OUTPUTS = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_SUMS = 16  # columns of a product with ones, as few as tensor cores take
 
 
 def paged_attention(
@@ -58,9 +64,10 @@ def paged_attention(
     assert query.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
     assert block_table.stride(-1) == 1
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
+    assert scale > 0
     part = part_state = counters = None
-    if items.splits:
-        shape = (num_rows, num_heads, MAX_SPLITS)
+    if items.num_splits > 1:
+        shape = (num_rows, num_heads, items.num_splits)
         part = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
         part_state = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
         size = triton.next_power_of_2(items.num_row_blocks * num_kv_heads)
@@ -80,7 +87,7 @@ def paged_attention(
         items.items,
         items.num_items,
         block_table,
-        scale * _LOG2_E.value if softcap is None else scale,
+        scale,
         softcap or 0.0,
         window or 0,
         block_table.stride(0),
@@ -95,10 +102,13 @@ def paged_attention(
         VALUE_PAD=value_pad,
         PAGE_SIZE=page_size,
         BLOCK_M=items.block_m,
-        MAX_SPLITS=MAX_SPLITS if items.splits else 1,
+        NUM_SPLITS=items.num_splits,
+        ADDS_SPLITS=items.same_bits and items.is_prefill,
+        # Sums by tensor cores spare few rows the way across warps; many rows have none to spare.
+        SUMS=_SUMS if items.same_bits or not items.is_prefill else 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
-        PHASES=2 if not items.splits and window is None else 1,
+        PHASES=2 if items.is_prefill and window is None else 1,
         **_tiling(query, items, k_cache, v_cache, block_table),
         **dependent_launch(query.device),
     )
@@ -114,7 +124,10 @@ def _tiling(
     bytes_per_token = (head_dim + v_cache.shape[3]) * k_cache.element_size()
     if bytes_per_token > 512:  # what is measured would not fit a multiprocessor
         return {"BLOCK_N": 32, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 1}
-    if not items.splits:
+    if items.same_bits:
+        # One BLOCK_N, with which both sums of a prefill fit the registers.
+        return {"BLOCK_N": 64, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 3}
+    if items.is_prefill:
         return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
     num_blocks, num_sms = items.num_row_blocks * num_kv_heads, num_programs(k_cache.device, 1)
     is_short = block_table.shape[1] * page_size <= 8192
@@ -139,8 +152,8 @@ def _counters(device: torch.device, size: int) -> Tensor:
 @triton.jit
 def _paged_attention_kernel(
     out_ptr,  # [T, num_heads, VALUE_DIM]
-    part_ptr,  # [T, num_heads, MAX_SPLITS, VALUE_DIM] sums of a split, or None
-    part_state_ptr,  # [T, num_heads, MAX_SPLITS, 2] their maximum and total
+    part_ptr,  # [T, num_heads, NUM_SPLITS, VALUE_DIM] sums of a split, or None
+    part_state_ptr,  # [T, num_heads, NUM_SPLITS, 2] their maximum and total
     counters_ptr,  # [row blocks * num_kv_heads]
     query_ptr,  # [T, num_heads, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]
@@ -149,7 +162,7 @@ def _paged_attention_kernel(
     items_ptr,  # [most items possible, WIDTH]
     num_items_ptr,  # [1]
     block_table_ptr,  # [num_slots, pages]
-    scale,  # in base-2 units, unless a softcap comes between
+    scale,
     softcap,
     window,
     block_table_stride,
@@ -170,7 +183,9 @@ def _paged_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,  # of a row, at most
+    ADDS_SPLITS: tl.constexpr,  # whether an item is of all splits
+    SUMS: tl.constexpr,  # columns of totals, all equal; 0: totals are added up without tensor cores
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PHASES: tl.constexpr,
@@ -191,7 +206,7 @@ def _paged_attention_kernel(
         first_position = tl.load(item_ptr + 2)
         slot = tl.load(item_ptr + 3)
         split = tl.load(item_ptr + 4)
-        split_tokens = tl.load(item_ptr + 5)
+        unit = tl.load(item_ptr + 5)
         row_block = tl.load(item_ptr + 6)
         context_len = tl.load(item_ptr + 7)
 
@@ -200,10 +215,13 @@ def _paged_attention_kernel(
         if HAS_WINDOW:
             begin = tl.maximum(first_position - window + 1, 0)
         # Splits lie at fixed positions of the sequence; those that these rows do not see are left.
-        first_split = begin // split_tokens
-        last_split = tl.maximum(end - 1, 0) // split_tokens
-        begin = tl.maximum(begin, split * split_tokens)
-        end = tl.minimum(end, (split + 1) * split_tokens)
+        first_split = split_of(begin, unit)
+        last_split = split_of(tl.maximum(end - 1, 0), unit)
+        if NUM_SPLITS > 1:
+            begin = tl.maximum(begin, start_of(split, unit))
+            end = tl.minimum(end, start_of(split + 1, unit))
+        else:
+            split = first_split
         if (split >= first_split) & (split <= last_split):
             head = kv_head * GROUP + m % GROUP
             row = (first_row + m // GROUP).to(tl.int64)
@@ -214,13 +232,11 @@ def _paged_attention_kernel(
             )
             query_mask = is_row[:, None] & (head_dims < HEAD_DIM)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            if sinks_ptr is not None:
-                owns_sink = split == first_split
-                sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
-                best = tl.where(owns_sink, sink, best)
-                total = tl.where(owns_sink, 1.0, total)
+            total = _no_total(BLOCK_M, SUMS)
             acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+            # Of the splits before the one that is summed up.
+            past_best, past_total, past_acc = best, tl.zeros([BLOCK_M], tl.float32), acc
+            next_split = start_of(first_split + 1, unit)
             pages_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride
             keys_ptr = k_ptr + kv_head * k_stride_h + head_dims[:, None]
             values_ptr = v_ptr + kv_head * v_stride_h + value_dims[None, :]
@@ -240,6 +256,15 @@ def _paged_attention_kernel(
                 if phase == PHASES - 1:
                     first, last = seen_by_all, end
                 for start in range(first, last, BLOCK_N):
+                    if ADDS_SPLITS:  # noqa: SIM102 the first is a constant
+                        if start >= next_split:
+                            past_best, past_total, past_acc = _add(
+                                past_best, past_total, past_acc, best, tl.max(total, 1), acc
+                            )
+                            best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                            total = _no_total(BLOCK_M, SUMS)
+                            acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+                            next_split = start_of(split_of(start, unit) + 1, unit)
                     n = start + tl.arange(0, BLOCK_N)
                     k_row = page.to(tl.int64) * k_stride_page + n % PAGE_SIZE * k_stride_pos
                     v_row = page.to(tl.int64) * v_stride_page + n % PAGE_SIZE * v_stride_pos
@@ -267,65 +292,101 @@ def _paged_attention_kernel(
                         value = tl.load(v_at, mask=v_mask, other=0.0)
                     best, total, acc = _attend(
                         query, key, value, n, position, best, total, acc, scale, softcap, window,
-                        phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW,
+                        phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW, SUMS,
                     )  # fmt: skip
 
             if EARLY:
                 wait_for_inputs(DEPENDENT)  # of sequences without tokens
             mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
             out_row = row * NUM_KV_HEADS * GROUP + head
-            num_parts = last_split - first_split + 1
-            num_before = num_parts - 1  # splits of these rows that were done before this one
-            if MAX_SPLITS > 1:  # noqa: SIM102 the first is a constant
+            if SUMS:
+                total = tl.max(total, 1)
+            if ADDS_SPLITS:
+                best, total, acc = _add(past_best, past_total, past_acc, best, total, acc)
+            is_last = True  # of the splits of these rows to be done
+            if NUM_SPLITS > 1:
+                num_parts = last_split - first_split + 1
                 if num_parts > 1:
-                    part = out_row * MAX_SPLITS + split
+                    part = out_row * NUM_SPLITS + split
                     tl.store(part_ptr + part[:, None] * VALUE_DIM + value_dims, acc, mask=mask)
                     tl.store(part_state_ptr + part * 2, best, mask=is_row)
                     tl.store(part_state_ptr + part * 2 + 1, total, mask=is_row)
                     tl.debug_barrier()  # all of the program's stores come before its count
                     counter = counters_ptr + row_block * NUM_KV_HEADS + kv_head
                     num_before = tl.atomic_add(counter, 1, sem="acq_rel")
-                    if num_before == num_parts - 1:
+                    is_last = num_before == num_parts - 1
+                    if is_last:
                         tl.store(counter, 0)
-                        total, acc = _merge(
-                            part_ptr, part_state_ptr, out_row * MAX_SPLITS, first_split,
+                        best, total, acc = _merge(
+                            part_ptr, part_state_ptr, out_row * NUM_SPLITS, first_split,
                             last_split, value_dims, is_row, mask, VALUE_DIM,
                         )  # fmt: skip
+            if sinks_ptr is not None:
+                sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+                no_value = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+                one = tl.full([BLOCK_M], 1.0, tl.float32)
+                best, total, acc = _add(best, total, acc, sink, one, no_value)
             tl.store(
                 out_ptr + out_row[:, None] * VALUE_DIM + value_dims,
                 (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
-                mask=mask & (num_before == num_parts - 1),
+                mask=mask & is_last,
             )
     wait_for_inputs(DEPENDENT)  # of programs without an item
 
 
 @triton.jit
+def _no_total(BLOCK_M: tl.constexpr, SUMS: tl.constexpr):
+    return tl.zeros([BLOCK_M, SUMS], tl.float32) if SUMS else tl.zeros([BLOCK_M], tl.float32)
+
+
+@triton.jit
 def _attend(
     query, key, value, n, position, best, total, acc, scale, softcap, window,
-    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, total and sum of some rows, with the tokens n added to them."""
-    logits = tl.dot(query, key, input_precision="ieee") * scale
+    """Maximum, total and sum of some rows, with the tokens n added to them.
+
+    Multiply-adds are written out: left to the compiler, each form of the kernel might choose
+    others. The maximum is in base-2 units.
+    """
+    logits = tl.dot(query, key, input_precision="ieee")
+    factor = scale * _LOG2_E
     if HAS_SOFTCAP:
         # tanh by exp2 of a negative number only, which cannot overflow.
-        e = tl.exp2(tl.abs(logits) * (-2.0 * _LOG2_E) / softcap)
+        e = tl.exp2(tl.abs(logits) * scale * (-2.0 * _LOG2_E) / softcap)
         capped = softcap * (1.0 - e) / (1.0 + e)
-        logits = tl.where(logits < 0, -capped, capped) * _LOG2_E
+        logits = tl.where(logits < 0, -capped, capped)
+        factor = tl.full((), _LOG2_E, tl.float32)
     if MASKED:
         visible = n[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= n[None, :] > position[:, None] - window
         logits = tl.where(visible, logits, float("-inf"))
-    new_best = tl.maximum(best, tl.max(logits, 1))
+    new_best = tl.maximum(best, tl.max(logits, 1) * factor)
     shift = new_best
     if MASKED:
         # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
         shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-    weights = tl.exp2(logits - shift[:, None])
+    weights = tl.exp2(tl.fma(logits, factor, -shift[:, None]))
     decay = tl.exp2(best - shift)
-    total = total * decay + tl.sum(weights, 1)
-    acc = acc * decay[:, None]
-    acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    rounded = weights.to(value.dtype)
+    if SUMS:
+        ones = tl.full([value.shape[0], SUMS], 1.0, value.dtype)
+        total = tl.dot(rounded, ones, total * decay[:, None], input_precision="ieee")
+    else:
+        total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(rounded, value, acc * decay[:, None], input_precision="ieee")
+    return new_best, total, acc
+
+
+@triton.jit
+def _add(best, total, acc, part_best, part_total, part_acc):
+    """Maximum, total and sum of some rows, with those of other tokens added to them."""
+    new_best = tl.maximum(best, part_best)
+    shift = tl.where(new_best > float("-inf"), new_best, 0.0)
+    decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
+    total = tl.fma(total, decay, part_total * part_decay)
+    acc = tl.fma(acc, decay[:, None], part_acc * part_decay[:, None])
     return new_best, total, acc
 
 
@@ -334,7 +395,7 @@ def _merge(
     part_ptr, part_state_ptr, parts, first_split, last_split, value_dims, is_row, mask,
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Total and sum of all splits of some rows, the first of which are `parts`."""
+    """Maximum, total and sum of all splits of some rows, the first of which are `parts`."""
     best = tl.full(parts.shape, float("-inf"), tl.float32)
     total = tl.zeros(parts.shape, tl.float32)
     acc = tl.zeros(mask.shape, tl.float32)
@@ -346,10 +407,5 @@ def _merge(
         part_total = tl.load(state_ptr + 1, mask=is_row, other=0.0, cache_modifier=".cg")
         at = part_ptr + part[:, None] * VALUE_DIM + value_dims
         part_acc = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-        new_best = tl.maximum(best, part_best)
-        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-        decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
-        total = total * decay + part_total * part_decay
-        acc = acc * decay[:, None] + part_acc * part_decay[:, None]
-        best = new_best
-    return total, acc
+        best, total, acc = _add(best, total, acc, part_best, part_total, part_acc)
+    return best, total, acc

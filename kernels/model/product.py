@@ -1,9 +1,11 @@
-"""Products of a few rows, whose time is that of reading the weights once:
+"""Products of rows with a weight, each output's sum in one order however many rows there are:
 
-    y = x W^T,     or silu(gate) * up of its two halves,     or its parts, sums over shares of K
+    y = x W^T + b,     or silu(gate) * up of its two halves,     or its parts, sums over shares of K
 
-Outputs lie along the tensor cores' long side. Few outputs alone would leave multiprocessors idle:
-such a product is split over K, and what adds the parts (`split_product`) does more on the way.
+For few rows, whose time is that of reading the weights once. Outputs lie along the tensor cores'
+long side, so that a row more or less changes nothing but the short one. Few outputs alone would
+leave multiprocessors idle: such a product is split over K, by its weight alone, and what adds the
+parts (`split_product`) does more on the way.
 """
 
 import torch
@@ -16,11 +18,13 @@ from ..dependent_launch import (
     wait_for_inputs,
 )
 from ..triton_or_none import tl, triton
+from .silu_mul import silu
 
 # Measured on an H200.
 _MAX_ROWS = 32
 _BLOCK_N, _BLOCK_K = 64, 128
 _AT_ONCE = (64, 128, 256)  # inputs of a program that asks for all its weights before x is there
+_GROUP = tl.constexpr(8)  # blocks of outputs whose rows are read by programs of about the same time
 
 
 def is_ahead(x: Tensor, weight: Tensor) -> bool:
@@ -28,18 +32,25 @@ def is_ahead(x: Tensor, weight: Tensor) -> bool:
     return len(x) <= _MAX_ROWS and weight.element_size() == 2
 
 
-def product(x: Tensor, weight: Tensor, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
-    """Shape: x [T, K], rows dense, weight [N, K] or, gated, [2 N, K], of 16 bits -> [T, N]."""
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Shape: x [T, K], rows dense, weight [N, K], bias [N] or, gated, [2 N, K], [2 N] -> [T, N]."""
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2 if gated else len(weight))
     assert out.is_contiguous()
-    return _launch(out, x, weight, 1, gated)
+    return _launch(out, x, weight, bias, 1, gated)
 
 
 def product_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:
     """Shape: x [T, K], K a multiple of num_splits -> [num_splits, T, N] float32, to be added."""
     out = x.new_empty(num_splits, len(x), len(weight), dtype=torch.float32)
-    return _launch(out, x, weight, num_splits, False)
+    return _launch(out, x, weight, None, num_splits, False)
 
 
 def num_splits_of(weight: Tensor) -> int:
@@ -52,30 +63,57 @@ def num_splits_of(weight: Tensor) -> int:
     return splits
 
 
-def _launch(out: Tensor, x: Tensor, weight: Tensor, num_splits: int, gated: bool) -> Tensor:
+def _launch(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, num_splits: int, gated: bool
+) -> Tensor:
     num_rows, num_in = x.shape
     share = num_in // num_splits
-    grid = (triton.cdiv(len(weight), _BLOCK_N), num_splits)
-    # Programs that are fewer than multiprocessors must each have more under way.
-    few = grid[0] * num_splits <= num_programs(x.device, 1)
+    tile = _tile(x, weight, share, num_splits)
+    grid = (
+        triton.cdiv(out.shape[-1], tile["BLOCK_N"] // (2 if gated else 1))
+        * triton.cdiv(num_rows, tile["BLOCK_M"]),
+        num_splits,
+    )
     _product_kernel[grid](
         out,
         x,
         weight,
+        bias,
         num_rows,
         out.shape[-1],
         x.stride(0),
         NUM_IN=num_in,
         SHARE=share,
-        BLOCK_M=16 if num_rows <= 16 else 32,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=share if share in _AT_ONCE else _BLOCK_K,
         GATED=gated,
-        num_warps=4,
-        num_stages=6 if few else 3,
+        **tile,
         **dependent_launch(x.device),
     )
     return out
+
+
+def _tile(x: Tensor, weight: Tensor, share: int, num_splits: int) -> dict[str, int]:
+    """Blocks of a program, its warps, and how many blocks it has under way."""
+    num_rows = len(x)
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    block_n, block_k, num_warps = _BLOCK_N, 64, 4
+    if weight.element_size() > 2:
+        block_m, block_k, num_stages = 16, 32, 2  # registers hold no more
+    elif num_rows <= 2 * _MAX_ROWS:
+        block_k = share if share in _AT_ONCE else _BLOCK_K
+        # Programs that are fewer than multiprocessors must each have more under way.
+        few = triton.cdiv(len(weight), block_n) * num_splits <= num_programs(x.device, 1)
+        num_stages = (6 if few else 3) if num_rows <= _MAX_ROWS else 5
+    elif num_rows <= 256:
+        block_m, num_stages = 128, 4
+    else:
+        block_m, block_n, num_warps, num_stages = 128, 128, 8, 3
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,6 +121,7 @@ def _product_kernel(
     out_ptr,  # [num_rows, num_out] or, float32, [splits, num_rows, num_out]
     x_ptr,  # [num_rows, NUM_IN]
     weight_ptr,  # [num_out or 2 * num_out, NUM_IN]
+    bias_ptr,  # [num_out or 2 * num_out] or None
     num_rows,
     num_out,
     x_stride,
@@ -94,24 +133,35 @@ def _product_kernel(
     GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_N products with every row, over a share of the inputs."""
+    """One program: products of BLOCK_N outputs with BLOCK_M rows, over a share of the inputs.
+
+    An output's sum goes through its inputs in order, as many at a time as tensor cores take,
+    whatever the blocks.
+    """
     start_next_kernel(DEPENDENT)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     EVEN: tl.constexpr = SHARE % BLOCK_K == 0
+    # Programs that run at the same time share rows and weights in the L2.
+    num_blocks, row_blocks = tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M)
+    first_block = tl.program_id(0) // (_GROUP * row_blocks) * _GROUP
+    in_group = tl.program_id(0) % (_GROUP * row_blocks)
+    group = tl.minimum(num_blocks - first_block, _GROUP)
+    block, row_block = first_block + in_group % group, in_group // group
     split = tl.program_id(1)
-    m = tl.arange(0, BLOCK_M)[None, :]
+    m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     i = tl.arange(0, BLOCK_N)[:, None]
-    n = tl.program_id(0) * OUTS + i % OUTS
+    n = block * OUTS + i % OUTS
     k = tl.arange(0, BLOCK_K)
     is_row, is_out = m < num_rows, n < num_out
     # Gated, the block's second half are the rows of `up` that belong to the gate's before them.
     weight_row = n.to(tl.int64) + i // OUTS * num_out
     weight_at = weight_ptr + weight_row * NUM_IN + split * SHARE + k[None, :]
-    x_at = x_ptr + m * x_stride + split * SHARE + k[:, None]
+    x_at = x_ptr + m.to(tl.int64) * x_stride + split * SHARE + k[:, None]
     if SHARE == BLOCK_K:
         weight = tl.load(weight_at, mask=is_out, other=0.0)
         wait_for_inputs(DEPENDENT)
-        y = tl.dot(weight, tl.load(x_at, mask=is_row, other=0.0))
+        x = tl.load(x_at, mask=is_row, other=0.0)
+        y = tl.dot(weight, x, input_precision="ieee")
     else:
         wait_for_inputs(DEPENDENT)
         y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -122,10 +172,15 @@ def _product_kernel(
                 in_x, in_weight = is_row & inside[:, None], is_out & inside[None, :]
             x = tl.load(x_at + start, mask=in_x, other=0.0)
             weight = tl.load(weight_at + start, mask=in_weight, other=0.0)
-            y = tl.dot(weight, x, y)
+            y = tl.dot(weight, x, y, input_precision="ieee")
+    if bias_ptr is not None:
+        bias_at = bias_ptr + n + i // OUTS * num_out
+        y += tl.load(bias_at, mask=is_out, other=0.0).to(tl.float32)
     if GATED:
+        # Rounded first, as the library leaves both halves.
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTS, BLOCK_M]), (1, 2, 0)))
-        y = gate / (1.0 + tl.exp(-gate)) * up
-        n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)[:, None]
-    at = (split * num_rows + m) * num_out + n
+        y = silu(gate) * up
+        n = block * OUTS + tl.arange(0, OUTS)[:, None]
+    at = (split * num_rows + m).to(tl.int64) * num_out + n
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_row & (n < num_out))

@@ -12,10 +12,11 @@ from ..dependent_launch import (
 from ..triton_or_none import tl, triton
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Shape: [T, 2 N], dense -> [T, N]."""
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """Shape: [T, 2 N], dense -> [T, N], dense."""
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
-    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    if out is None:
+        out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(num_rows, triton.cdiv(width, block))](
         out, gate_up, width, BLOCK=block, **dependent_launch(gate_up.device)
@@ -30,6 +31,11 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def _silu_mul_kernel(out_ptr, gate_up_ptr, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     start_next_kernel(DEPENDENT)
     wait_for_inputs(DEPENDENT)
@@ -38,5 +44,5 @@ def _silu_mul_kernel(out_ptr, gate_up_ptr, width, BLOCK: tl.constexpr, DEPENDENT
     gate_ptr = gate_up_ptr + row * 2 * width + n
     gate = tl.load(gate_ptr, mask=n < width, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + width, mask=n < width, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = silu(gate) * up
     tl.store(out_ptr + row * width + n, y.to(out_ptr.dtype.element_ty), mask=n < width)

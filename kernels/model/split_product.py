@@ -36,30 +36,44 @@ def add_split_product(
     """
     if is_ahead(x, weight):
         return add_parts(residual, product_parts(x, weight, num_splits_of(weight)), norm)
-    num_splits = _num_library_splits(weight)
+    return add_parts(residual, library_parts(x, weight, _num_library_splits(weight)), norm)
+
+
+def library_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:
+    """As `product_parts`, by the library, which may sum in another order."""
     a = x.unflatten(1, (num_splits, -1)).transpose(0, 1)
     b = weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
     if x.is_cuda and x.element_size() == 2:
-        parts = torch.bmm(a, b, out_dtype=torch.float32)
-    else:
-        parts = torch.bmm(a.float(), b.float())
-    return add_parts(residual, parts, norm)
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
 
 
 def _num_library_splits(weight: Tensor) -> int:
     return 2 if weight.numel() >= _MIN_LARGE_WEIGHTS else 4  # measured on an H200
 
 
-def add_parts(residual: Tensor, parts: Tensor, norm: Norm | None) -> Tensor | None:
-    """Shape: residual [T, N] dense, parts [splits, T, N] float32 -> [T, N] or None."""
+def add_parts(
+    residual: Tensor,
+    parts: Tensor,
+    norm: Norm | None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """Add the parts, in order, then the bias to the residual, in place; see add_split_product.
+
+    `out` takes the normalised sum.
+    Shape: residual and out [T, N] dense, parts [splits, T, N] float32, bias [N] -> [T, N] or None
+    """
     num_splits, num_rows, width = parts.shape
     assert residual.is_contiguous()
-    out = torch.empty_like(residual) if norm is not None else None
+    if norm is not None and out is None:
+        out = torch.empty_like(residual)
     block = triton.next_power_of_2(width)
     _add_parts_kernel[(num_rows,)](
         residual,
         out,
         parts,
+        bias,
         norm.weight if norm is not None else None,
         norm.eps if norm is not None else 0.0,
         num_rows,
@@ -77,6 +91,7 @@ def _add_parts_kernel(
     residual_ptr,  # [num_rows, width]
     out_ptr,  # as residual, or None
     parts_ptr,  # [SPLITS, num_rows, width] float32
+    bias_ptr,  # [width] or None
     norm_ptr,  # [width] or None
     eps,
     num_rows,
@@ -97,6 +112,8 @@ def _add_parts_kernel(
     y = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(SPLITS):
         y += tl.load(parts_ptr + split * (num_rows.to(tl.int64) * width) + at, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
     rounded = y.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, rounded, mask=mask)
     if norm_ptr is not None:

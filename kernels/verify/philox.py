@@ -123,8 +123,13 @@ def fixed(p):
 
 
 @triton.jit
+def of_fixed(mass):
+    return mass.to(tl.float32) * 9.094947017729282e-13
+
+
+@triton.jit
 def log_of_fixed(mass):
-    return log(mass.to(tl.float32) * 9.094947017729282e-13)
+    return log(of_fixed(mass))
 
 
 @triton.jit

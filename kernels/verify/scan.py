@@ -7,7 +7,7 @@ import torch
 from .._dispatch import INTERPRET, num_programs
 from ..dependent_launch import dependent_launch, start_next_kernel
 from ..triton_or_none import tl, triton
-from .philox import FIXED_ONE, exp, exp2
+from .philox import FIXED_ONE, exp, exp2, fixed, of_fixed
 from .sampling import BLOCK, GROUP, Sampling, block_width, is_filtered, num_blocks
 
 _INTERPRET = tl.constexpr(INTERPRET)
@@ -198,8 +198,9 @@ def merge_totals(row, stats, num_blocks, inv_t, NB: tl.constexpr):
     total = tl.load(stats.total + row * num_blocks + lane, mask=lane < num_blocks, other=0.0)
     block_max = _load_maxima(row, stats, num_blocks, NB)
     row_max, bad = _merge(block_max)
-    weight = total * exp((block_max - row_max) * inv_t)
-    return row_max, tl.sum(tl.where(total > 0, weight, 0.0), 0), bad
+    # Integers add up alike in any order, which hangs on a kernel's warps.
+    weight = fixed(total * exp((block_max - row_max) * inv_t))
+    return row_max, of_fixed(tl.sum(tl.where(total > 0, weight, 0), 0)), bad
 
 
 def scan(

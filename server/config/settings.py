@@ -173,6 +173,11 @@ class EngineSettings(Section):
         description="On cuda: share of the GPU's memory that this engine may take: weights, "
         "graphs and the largest step as measured at start, and pages for the rest.",
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="On cuda: compute each sequence the same to the bit in any company, so that "
+        "greedy and seeded match answers are equal with any k, draft and batch. On cpu it is so.",
+    )
     enforce_eager: bool = Field(
         default=False,
         description="On cuda: capture no CUDA graphs. Starts sooner, decodes several times slower.",

@@ -117,6 +117,7 @@ def engine_config(pair: Pair) -> EngineConfig:
         max_model_len=settings.engine.max_model_len,
         logits_processors=settings.engine.logits_processors,
         gpu_memory_utilization=settings.engine.gpu_memory_utilization,
+        batch_invariant=settings.engine.batch_invariant,
         enforce_eager=settings.engine.enforce_eager,
         num_threads=settings.engine.num_threads,
         speculation=SpeculationConfig(

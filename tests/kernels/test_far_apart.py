@@ -78,7 +78,7 @@ def test_attention(what: str) -> None:
     tensors = {
         "query": randn(3, 4, 32), "k_cache": randn(3, 16, 2, 32), "v_cache": randn(3, 16, 2, 32)
     }  # fmt: skip
-    items = list_items(ints(0, 3), ints(20), ints(0), 3, 2, 2)
+    items = list_items(ints(0, 3), ints(20), ints(0), 3, 2, 2, 32)
     table = ints(2, 1, dtype=torch.int32)[None]
 
     def attended() -> torch.Tensor:

@@ -83,7 +83,13 @@ class Layer:
             qkv, batch.cos, batch.sin, self.k_cache, self.v_cache, batch.slot_mapping, NUM_HEADS
         )
         items = list_items(
-            batch.cu, batch.lens, batch.slots, NUM_ROWS, NUM_KV_HEADS, NUM_HEADS // NUM_KV_HEADS
+            batch.cu,
+            batch.lens,
+            batch.slots,
+            NUM_ROWS,
+            NUM_KV_HEADS,
+            NUM_HEADS // NUM_KV_HEADS,
+            self.block_table.shape[1] * PAGE,
         )
         attended = paged_attention(
             query, self.k_cache, self.v_cache, items, self.block_table, HEAD_DIM**-0.5

@@ -38,7 +38,8 @@ def test_kernel_equals_reference(
 ) -> None:
     # A GPU takes minutes to compile the products of float32 that the interpreter proves.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    check(batch, *heads, *mask, device, dtype)
+    for same_bits in (False, True):
+        check(batch, *heads, *mask, device, dtype, same_bits)
 
 
 @pytest.mark.gpu
@@ -57,12 +58,17 @@ def test_one_row_of_many_heads(device: torch.device, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("same_bits", [False, True])
 def test_splits_of_long_sequences_are_merged(
-    window: int | None, with_sinks: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    window: int | None,
+    with_sinks: bool,
+    same_bits: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_items, "num_programs", lambda *_: 132)  # too few sequences
     for _ in range(2):  # the second launch finds the counters as the first left them
-        check(LONG, 6, 2, 40, 24, window, None, with_sinks, device)
+        check(LONG, 6, 2, 40, 24, window, None, with_sinks, device, same_bits=same_bits)
 
 
 def check(
@@ -76,6 +82,7 @@ def check(
     with_sinks: bool,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    same_bits: bool = False,
 ) -> None:
     generator = torch.Generator().manual_seed(num_heads)
 
@@ -109,7 +116,16 @@ def check(
         query,
         k_cache,
         v_cache,
-        list_items(cu, lens, slots, num_rows, num_kv_heads, num_heads // num_kv_heads),
+        list_items(
+            cu,
+            lens,
+            slots,
+            num_rows,
+            num_kv_heads,
+            num_heads // num_kv_heads,
+            table.shape[1] * PAGE,
+            same_bits=same_bits,
+        ),
         table,
         scale,
         window,

@@ -1,0 +1,206 @@
+"""On a GPU a row of many comes out as the row alone, to the bit, where a target keeps its bits.
+
+Under the interpreter products are added up as tensor cores do, sixteen at a time: numpy's own sums
+hang on how large a block is.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+from verification import DEVICE, HAS_KERNELS
+
+from outrider.kernels.model import attention_items
+from outrider.kernels.model import same_bits_linear as module
+from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.linear import linear_reference
+from outrider.kernels.model.paged_attention import paged_attention
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.same_bits_linear import (
+    LibraryRows,
+    add_same_bits_linear,
+    library_rows,
+    same_bits_linear,
+)
+
+pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+
+ON_GPU = DEVICE.type == "cuda"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+NUM_ROWS = [2, 16, 33, 65, 300]
+if ON_GPU:
+    NUM_ROWS += [5, 17, 31, 64, 96, 130, 255, 256, 257, 512, 520, 521, 1023, 1100]
+MOST_ROWS = max(NUM_ROWS)
+LONE_ROWS = [0, 1, 15, 31, 32, 64, 254, MOST_ROWS - 1]
+
+
+@pytest.fixture(autouse=True)
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sums in the order of the hardware, whatever the blocks; not of what numpy finds fastest."""
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        total = d.data
+        for k in range(0, a.data.shape[1], 16):
+            left, right = a.data[:, k : k + 16].astype(float), b.data[k : k + 16].astype(float)
+            total = (total + left @ right).astype(d.data.dtype)
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    if not ON_GPU:
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        monkeypatch.setattr(attention_items, "_SAME_BITS_UNIT", UNIT)
+    with torch.inference_mode():
+        yield
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, DTYPE)
+
+
+def library(weight: Tensor, bias: Tensor | None) -> LibraryRows:
+    return library_rows(weight, bias) if ON_GPU else LibraryRows((), ())
+
+
+# A width that is no multiple of a block; one that is split; on a GPU one that the library takes.
+SIZES = [(70, 200), (64, 1024), *([(1024, 4096), (4096, 1536)] if ON_GPU else [])]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("gated", "with_bias"), [(False, False), (False, True), (True, True)])
+def test_products(size: tuple[int, int], gated: bool, with_bias: bool) -> None:
+    num_out, num_in = size
+    x, norm = randn(MOST_ROWS, num_in), Norm(randn(num_in, seed=1), 1e-5)
+    weight = randn(num_out, num_in, seed=2) / num_in**0.5
+    bias = randn(num_out, seed=3) if with_bias else None
+    rows = library(weight, bias)
+
+    def multiplied(x: Tensor) -> Tensor:
+        return same_bits_linear(x, weight, bias, rows, norm=norm, gated=gated)
+
+    truth = multiplied(x)
+    wide = [tensor.float() for tensor in (x, weight)]
+    expected = linear_reference(
+        *wide,
+        bias.float() if bias is not None else None,
+        norm=Norm(norm.weight.float(), 1e-5),
+        gated=gated,
+    )
+    torch.testing.assert_close(truth.float(), expected, rtol=2e-2, atol=2e-2)
+    for i in LONE_ROWS:
+        assert torch.equal(multiplied(x[i : i + 1]), truth[i : i + 1]), i
+    for n in NUM_ROWS:
+        assert torch.equal(multiplied(x[-n:]), truth[-n:]), n
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_that_are_added_and_normalised(size: tuple[int, int], with_bias: bool) -> None:
+    num_out, num_in = size
+    x, residual = randn(MOST_ROWS, num_in), randn(MOST_ROWS, num_out, seed=1)
+    weight = randn(num_out, num_in, seed=2) / num_in**0.5
+    bias = randn(num_out, seed=3) if with_bias else None
+    norm = Norm(randn(num_out, seed=4), 1e-5)
+    rows = library(weight, bias)
+
+    def added(rows_of: slice) -> tuple[Tensor, Tensor]:
+        total = residual[rows_of].clone()
+        normed = add_same_bits_linear(total, x[rows_of], weight, bias, rows, norm=norm)
+        assert normed is not None
+        return total, normed
+
+    truth = added(slice(MOST_ROWS))
+    expected = residual.float() + linear_reference(
+        x.float(), weight.float(), bias.float() if bias is not None else None
+    )
+    torch.testing.assert_close(truth[0].float(), expected, rtol=2e-2, atol=2e-2)
+    lone, many = (
+        [slice(i, i + 1) for i in LONE_ROWS],
+        [slice(MOST_ROWS - n, None) for n in NUM_ROWS],
+    )
+    for rows_of in (*lone, *many):
+        for got, whole in zip(added(rows_of), truth, strict=True):
+            assert torch.equal(got, whole[rows_of]), rows_of
+
+
+def test_rows_go_to_the_library_in_counts_that_sum_alike() -> None:
+    def blocks(num_rows: int, *counts: int) -> list[tuple[int, bool]]:
+        got = list(module._blocks(num_rows, counts))
+        assert [rows.start for rows, _ in got] == [0, *(rows.stop for rows, _ in got)][:-1]
+        assert sum(rows.stop - rows.start for rows, _ in got) == num_rows
+        return [(rows.stop - rows.start, is_library) for rows, is_library in got]
+
+    assert blocks(0, 512, 64) == []
+    assert blocks(32, 512, 64, 32) == [(32, False)]
+    assert blocks(64, 512, 64) == [(64, True)]
+    assert blocks(65, 512, 64) == [(65, False)]  # not the weights twice
+    assert blocks(1100, 1024, 512, 64) == [(1024, True), (76, False)]
+    assert blocks(1100, 512, 64) == [(512, True), (512, True), (76, False)]
+    assert blocks(900) == [(900, False)]
+
+
+PAGE = 16
+UNIT = 512 if ON_GPU else 128  # tokens of a split
+LENGTH = 2 * UNIT + 60
+ENDS = [16, 65, UNIT - 1, UNIT, UNIT + 1, LENGTH]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "window", "softcap", "with_sinks"),
+    [
+        (4, 2, 64, None, None, False),
+        (6, 2, 40, 100, 5.0, True),
+        (4, 4, 16, UNIT + 70, None, True),
+        *([(32, 8, 128, None, None, False), (4, 1, 256, None, None, False)] if ON_GPU else []),
+    ],
+)
+def test_attention(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+) -> None:
+    query = randn(LENGTH, num_heads, head_dim)
+    keys, values = (randn(LENGTH, num_kv_heads, head_dim, seed=seed) for seed in (1, 2))
+    sinks = randn(num_heads, seed=3) if with_sinks else None
+
+    def attended(ends: list[int], num_rows: int, page: int = PAGE, max_len: int = 4096) -> Tensor:
+        """The last rows of as many sequences as there are ends, which share their pages."""
+        num_pages = -(-LENGTH // page)
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(page))
+        caches = []
+        for tokens in (keys, values):
+            cache = tokens.new_full((num_pages * page, *tokens.shape[1:]), torch.nan)
+            cache[:LENGTH] = tokens
+            paged = cache.view(num_pages, page, *tokens.shape[1:])
+            caches.append(torch.empty_like(paged).index_copy_(0, order.to(DEVICE), paged))
+        table = torch.zeros(len(ends), max_len // page, dtype=torch.int32)
+        table[:, :num_pages] = order.int()
+        rows = torch.cat([query[end - num_rows : end] for end in ends])
+        items = list_items(
+            torch.arange(len(ends) + 1, device=DEVICE) * num_rows,
+            torch.tensor(ends, device=DEVICE),
+            torch.arange(len(ends), device=DEVICE),
+            len(rows),
+            num_kv_heads,
+            num_heads // num_kv_heads,
+            max_len,
+            same_bits=True,
+        )
+        return paged_attention(
+            rows, *caches, items, table.to(DEVICE), head_dim**-0.5, window, softcap, sinks
+        )
+
+    whole = attended([LENGTH], LENGTH)
+    assert not whole.isnan().any()
+    for num_rows in (1, 5, 16, 17):
+        ends = [end for end in ENDS if end >= num_rows]
+        truth = torch.cat([whole[end - num_rows : end] for end in ends])
+        assert torch.equal(attended(ends, num_rows), truth), num_rows
+        assert torch.equal(attended(ends, num_rows, page=5, max_len=LENGTH + 9), truth), num_rows
+        last = [ends[-1]]
+        assert torch.equal(attended(last, num_rows), whole[LENGTH - num_rows :]), num_rows
