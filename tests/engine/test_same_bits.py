@@ -1,4 +1,7 @@
-"""On a CPU an answer is the same to the bit in any company, with any k, chunks, preemption."""
+"""An answer is the same to the bit in any company, with any k, chunks, preemption.
+
+Always on a CPU; on a GPU with batch_invariant.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +17,9 @@ from outrider.engine.api import RequestOutput, SamplingParams
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 
+ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
-    DEVICE.type != "cpu" or HAS_KERNELS or HAS_AMX,
+    not ON_GPU and (HAS_KERNELS or HAS_AMX),
     reason="a promise of the CPU's own path, and not yet of processors with AMX",
 )
 
@@ -38,14 +42,20 @@ def target(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llama", **SHAPE)
 
 
-def engine(target: Path, dtype: str, k: int, **settings: int) -> Engine:
+def engine(
+    target: Path, dtype: str, k: int, *, enforce_eager: bool = False, **settings: int
+) -> Engine:
     """The draft is the target, rounded: of its drafts some stand and some do not."""
     told = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
-    models = {
-        "target": ModelConfig(path=str(target), dtype=dtype),
-        "draft": ModelConfig(path=str(target)),
-    }
-    return Engine(replace(engine_config(target, target, k=k, **told), **models))
+    told = {"max_num_seqs": 8, **told} if ON_GPU else told  # of fewer graphs
+    config = replace(
+        engine_config(target, target, k=k, **told),
+        target=ModelConfig(path=str(target), dtype=dtype),
+        draft=ModelConfig(path=str(target), dtype="float16" if ON_GPU else "auto"),
+        batch_invariant=True,
+        enforce_eager=enforce_eager,
+    )
+    return Engine(config)
 
 
 def answer(outputs: list[RequestOutput]) -> Answer:
@@ -53,7 +63,8 @@ def answer(outputs: list[RequestOutput]) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "temperature"), [("bfloat16", 0.0), ("bfloat16", 1.0), ("float32", 0.0)]
+    ("dtype", "temperature"),
+    [("bfloat16", 0.0), ("bfloat16", 1.0), *([] if ON_GPU else [("float32", 0.0)])],
 )
 def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, target: Path) -> None:
     params = SamplingParams(
@@ -64,7 +75,7 @@ def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, target: Pa
         logprobs=2,
         ignore_eos=True,
     )
-    alone = engine(target, dtype, 0)
+    alone = engine(target, dtype, 0, enforce_eager=True)
     truth = [answer(run(alone, [prompt], params)[0]) for prompt in PROMPTS]
     assert len({token for ids, _ in truth for token in ids}) > 50  # no loop of a few
     accepted = drafted = 0
@@ -87,6 +98,32 @@ def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, target: Pa
         for _ in range(2):  # the second time prefixes are found
             assert list(map(answer, run(crowded, PROMPTS, params))) == truth, (k, settings)
         assert (crowded.stats().preemptions > 0) == (settings == few_pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_large_batch_changes_no_bit(dtype: str, target: Path) -> None:
+    """64 sequences among sampled neighbours and long prompts, in graphs, with k from 0 to 8."""
+    lengths = [1 + 7 * i % 150 for i in range(62)] + [300, 400]
+    asked = prompts(lengths, VOCAB)
+    params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, ignore_eos=True)
+    alone = engine(target, dtype, 0, max_num_batched_tokens=100)
+    lone = [*range(0, 62, 9), 62, 63]
+    truth = [answer(run(alone, [asked[i]], params)[0]) for i in lone]
+    crowded = engine(target, dtype, 8, max_num_seqs=64, num_pages=2100, max_num_batched_tokens=1000)
+    for seed in (0, 1):
+        mixed = [
+            replace(params, num_speculative_tokens=(i + seed) % 9)
+            if i in lone
+            else replace(params, temperature=1.0, seed=i, top_k=i % 3 * 9, logprobs=None)
+            for i in range(64)
+        ]
+        got = run(crowded, asked, mixed)
+        assert [answer(got[i]) for i in lone] == truth
+    for k in range(9):
+        got = run(crowded, asked, replace(params, num_speculative_tokens=k))
+        assert [answer(got[i]) for i in lone] == truth, k
 
 
 def test_what_a_draft_left_behind_harms_nobody(target: Path) -> None:
