@@ -57,6 +57,7 @@ def build(args: argparse.Namespace) -> Engine:
             target=ModelConfig(path=args.target, dtype=args.dtype),
             draft=ModelConfig(path=args.draft, dtype=args.dtype) if k else None,
             device="cuda",
+            batch_invariant=args.batch_invariant,
             max_model_len=longest,
             cache=CacheConfig(
                 page_size_tokens=PAGE_TOKENS, num_pages=num_pages, prefix_caching=False
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--tb-per-s", type=float, default=4.3, help="of the floor: a copy's rate")
+    parser.add_argument("--batch-invariant", action="store_true", help="engine.batch_invariant")
     args = parser.parse_args()
 
     engine = build(args)
