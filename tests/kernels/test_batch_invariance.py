@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import attention_items
@@ -26,6 +25,7 @@ from outrider.kernels.model.same_bits_linear import (
     same_bits_linear,
 )
 
+interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
 ON_GPU = DEVICE.type == "cuda"
