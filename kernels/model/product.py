@@ -96,9 +96,7 @@ def _tile(x: Tensor, weight: Tensor, share: int, num_splits: int) -> dict[str, i
     num_rows = len(x)
     block_m = max(16, triton.next_power_of_2(num_rows))
     block_n, block_k, num_warps = _BLOCK_N, 64, 4
-    if weight.element_size() > 2:
-        block_m, block_k, num_stages = 16, 32, 2  # registers hold no more
-    elif num_rows <= 2 * _MAX_ROWS:
+    if num_rows <= 2 * _MAX_ROWS:
         block_k = share if share in _AT_ONCE else _BLOCK_K
         # Programs that are fewer than multiprocessors must each have more under way.
         few = triton.cdiv(len(weight), block_n) * num_splits <= num_programs(x.device, 1)
@@ -161,7 +159,7 @@ def _product_kernel(
         weight = tl.load(weight_at, mask=is_out, other=0.0)
         wait_for_inputs(DEPENDENT)
         x = tl.load(x_at, mask=is_row, other=0.0)
-        y = tl.dot(weight, x, input_precision="ieee")
+        y = tl.dot(weight, x)
     else:
         wait_for_inputs(DEPENDENT)
         y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -172,7 +170,7 @@ def _product_kernel(
                 in_x, in_weight = is_row & inside[:, None], is_out & inside[None, :]
             x = tl.load(x_at + start, mask=in_x, other=0.0)
             weight = tl.load(weight_at + start, mask=in_weight, other=0.0)
-            y = tl.dot(weight, x, y, input_precision="ieee")
+            y = tl.dot(weight, x, y)
     if bias_ptr is not None:
         bias_at = bias_ptr + n + i // OUTS * num_out
         y += tl.load(bias_at, mask=is_out, other=0.0).to(tl.float32)

@@ -43,8 +43,10 @@ class LibraryRows(NamedTuple):
 def library_rows(weight: Tensor, bias: Tensor | None) -> LibraryRows:
     """Find out where the library may multiply by this weight. Shape: weight [N, K], bias [N].
 
-    Raises ValueError if not even our own products sum alike on this device.
+    Raises ValueError if not even our own products sum alike, with these weights on this device.
     """
+    if weight.element_size() != 2:
+        raise ValueError(f"its weights are {weight.dtype}: rows of 16 bits alone are summed alike")
     return _library_rows(weight.shape, weight.dtype, weight.device, bias is not None)
 
 
