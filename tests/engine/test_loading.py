@@ -13,6 +13,7 @@ from outrider.engine.config import ModelConfig
 from outrider.engine.models import admission
 from outrider.engine.models.admission import UnsupportedModelError, max_positions, resolve_dtype
 from outrider.engine.models.loading import load_network
+from outrider.kernels.model.same_bits_linear import library_rows
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,14 @@ def test_a_quantised_checkpoint_is_refused_by_name(
         UnsupportedModelError, match=rf"llama.*quantised \({name}\).*quantised from.*GGUF"
     ):
         load_network(ModelConfig(path=str(model)), torch.device("cpu"))
+
+
+def test_models_that_do_not_keep_their_bits_on_a_gpu_are_refused(
+    tiny_model: Callable[..., Path],
+) -> None:
+    config = ModelConfig(path=str(tiny_model("gpt2")))
+    with pytest.raises(UnsupportedModelError, match=r"batch_invariant .*no decoder here.* leave"):
+        load_network(config, torch.device("cuda"), same_bits=True)
+    weight = torch.zeros(8, 8)
+    with pytest.raises(ValueError, match=r"float32.* 16 bits"):
+        library_rows(weight, None)

@@ -97,6 +97,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "engine.max_model_len=99",
         "engine.num_threads=1",
         "engine.enforce_eager=true",
+        "engine.batch_invariant=true",
         "engine.gpu_memory_utilization=0.6",
     )
     config = engine_config(Pair(settings, models, None, 10, (1,)))
@@ -111,4 +112,5 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     assert (config.max_model_len, config.num_threads) == (99, 1)
     assert config.gpu_memory_utilization == 0.6
     assert config.enforce_eager
+    assert config.batch_invariant
     assert (config.vocab_size, config.eos_token_ids) == (10, (1,))
