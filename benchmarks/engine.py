@@ -1,6 +1,7 @@
 """Tokens a second of a pair, and where a step's time goes, by batch size and k, on a GPU.
 
     python benchmarks/engine.py TARGET DRAFT [--batch 1 8 32 64] [--k 0 4] [--best-of 8]
+    python benchmarks/engine.py TARGET HEAD --tokens-a-step 2.7
 
 Needs torch, triton and transformers only. Prompts are random token ids, 128 of them, and 256 tokens
 are decoded, as in the tables of other engines this is compared with. Every line decodes the same
@@ -13,7 +14,12 @@ Tokens/s and a step's time are those of steps whose batch is full, until the fir
 ends: what a server gives that has so many at all times. "To end" goes on until the last one has
 ended, as a fixed set of prompts is timed: sequences whose drafts stand more often end earlier, and
 the rest is decoded in smaller batches, which plain decoding never does. The best k is best by
-tokens/s.
+tokens/s. "Prefill too" is to the end as well, the clock started before the prompts.
+
+DRAFT is a model or a head. With --tokens-a-step that many tokens stand in a step on the average,
+each draft with the same chance, whatever draft and target say: it times a head of random weights,
+whose drafts nobody would accept. Nothing else changes: drafts are drawn and verified as ever, and
+then the verdict is replaced. Such tables say so in their first line.
 
 The floor is that of the weights that a step reads once. Draft, target and verify are the GPU's time
 for their graphs in steps of a full batch, measured in a second pass over the same text with a pause
@@ -29,6 +35,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from set_acceptance import set_acceptance
 from step_parts import Call, wrapped
 
 from outrider.engine.api import NewRequest, SamplingParams
@@ -83,13 +90,15 @@ class Measured:
         self._batch, self._temperature, self._k = batch, temperature, k
         self._prompt_tokens = args.prompt_tokens
         self._firsts = range(0, args.sequences, batch)  # of each batch
-        self.tokens_per_s = self.to_end_per_s = self.step_s = self.acceptance = 0.0
+        self.tokens_per_s = self.to_end_per_s = self.prefill_too_per_s = 0.0
+        self.step_s = self.acceptance = 0.0
 
     def decode(self, new_tokens: int) -> None:
         """Decode all to their ends; the clock runs once a batch's prompts are computed."""
         num_tokens = num_full_tokens = num_full_steps = num_drafted = num_accepted = 0
-        spent_s = full_s = 0.0
+        spent_s = full_s = whole_s = 0.0
         for first in self._firsts:
+            whole_s -= time.perf_counter()
             self._start(first, new_tokens)
             before, start_s = self._engine.stats(), time.perf_counter()
             num_full_steps += self._step_while_full()
@@ -98,12 +107,14 @@ class Measured:
             while self._engine.has_work():
                 self._engine.step()
             spent_s += time.perf_counter() - start_s
+            whole_s += time.perf_counter()
             after = self._engine.stats()
             num_tokens += after.generation_tokens - before.generation_tokens
             num_drafted += sum(after.drafted_per_position) - sum(before.drafted_per_position)
             num_accepted += sum(after.accepted_per_position) - sum(before.accepted_per_position)
         self.tokens_per_s = num_full_tokens / full_s
         self.to_end_per_s = num_tokens / spent_s
+        self.prefill_too_per_s = len(self._firsts) * self._batch * new_tokens / whole_s
         self.step_s = full_s / num_full_steps
         self.acceptance = num_accepted / max(1, num_drafted)
 
@@ -152,6 +163,7 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
     replay = torch.cuda.CUDAGraph.replay
     calls: list[tuple[Any, str, str]] = [
         (engine.worker.proposer, "propose", "draft"),
+        (engine.worker.proposer, "follow", "draft"),
         (engine.worker.scorer, "score", "target"),
         (engine.worker.verifier, "verify", "verify"),
     ]
@@ -194,22 +206,29 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="at least so many a line")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--tokens-a-step", type=float, help="set acceptance; for random weights")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--tb-per-s", type=float, default=4.3, help="of the floor: a copy's rate")
     parser.add_argument("--batch-invariant", action="store_true", help="engine.batch_invariant")
     args = parser.parse_args()
 
+    if args.tokens_a_step:
+        set_acceptance(args.tokens_a_step, max(*args.k, args.best_of))
     engine = build(args)
     target_bytes = engine.worker.scorer._model.network.weight_bytes
-    draft = getattr(engine.worker.proposer, "_draft", None)
-    draft_bytes = draft.network.weight_bytes if draft else 0
+    draft, head = engine.worker.pair.draft, engine.worker.pair.head
+    draft_bytes = draft.network.weight_bytes if draft else head.weight_bytes if head else 0
     info = engine.info
+    if args.tokens_a_step:
+        print(f"SET ACCEPTANCE: {args.tokens_a_step} tokens a step, whatever the models say")
     print(f"ready in {info.load_s:.1f} s, {info.warm_up_s:.1f} s of them to warm up")
     columns = "  ".join(f"{part:>7}" for part in PARTS)
     print(
-        f"batch temp   k     tokens/s   to end  accepted  step ms  floor ms  |  {columns}  |  idle"
+        "batch temp   k     tokens/s   to end  prefill too  accepted  step ms  floor ms  |  "
+        f"{columns}  |  idle"
     )
     for batch in args.batch:
-        for temperature in (0.0, 1.0):
+        for temperature in args.temperature:
             measure = [
                 Measured(engine, args, batch, temperature, k)
                 for k in range(max(*args.k, args.best_of) + 1)
@@ -219,6 +238,7 @@ def main() -> None:
             rates = [each.tokens_per_s for each in measure]
             best = {rates.index(max(rates))} if args.best_of else set()
             for k in sorted({*args.k} | best):
+                measure[k].decode(SEARCH_TOKENS)  # kernels for its shapes are compiled
                 measure[k].decode(args.new_tokens)
                 parts = measure[k].parts(args.new_tokens)
                 step_s = measure[k].step_s
@@ -227,7 +247,7 @@ def main() -> None:
                 print(
                     f"{batch:5d} {temperature:4.1f}  {k:2d}{' best' if k in best else '     '}"
                     f" {measure[k].tokens_per_s:8.1f} {measure[k].to_end_per_s:8.1f}"
-                    f"  {measure[k].acceptance:8.3f}"
+                    f"     {measure[k].prefill_too_per_s:8.1f}  {measure[k].acceptance:8.3f}"
                     f"  {1e3 * step_s:7.2f}  {floor_ms:8.2f}  |  {spent}"
                     f"  |  {1 - sum(parts.values()) / step_s:.1%}",
                     flush=True,

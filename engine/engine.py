@@ -19,7 +19,7 @@ from .api import (
 from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
 from .memory import measure_pages
-from .models.paged_model import PagedModel
+from .models.paged_layers import PagedLayers
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.kv_cache import KVCacheManager, PageEvent
@@ -45,6 +45,7 @@ class Engine:
         self._config = config
         self.worker = worker = Worker(config, report)
         pair, is_gpu = worker.pair, worker.device.type == "cuda"
+        draft = pair.draft or pair.head
         self._eos_token_ids = config.eos_token_ids
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._requests: dict[str, Request] = {}
@@ -57,7 +58,7 @@ class Engine:
         self.info = EngineInfo(
             device=config.device,
             target_dtype=dtype_name(pair.target),
-            draft_dtype=dtype_name(pair.draft) if pair.draft else None,
+            draft_dtype=dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
             max_model_len=pair.max_model_len,
             num_pages=0,
@@ -100,6 +101,7 @@ class Engine:
             num_pages,
             self.info.page_size_tokens,
             config.cache.prefix_caching,
+            lookahead=1 if self.worker.pair.head else 0,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
@@ -260,5 +262,5 @@ def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler
     return GrammarCompiler(config.token_table, config.eos_token_ids, vocab_size)
 
 
-def dtype_name(model: PagedModel) -> str:
+def dtype_name(model: PagedLayers) -> str:
     return str(model.dtype).removeprefix("torch.")

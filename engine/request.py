@@ -163,12 +163,15 @@ class Request:
         )
 
     def extend_page_hashes(
-        self, num_pages: int, hash_page: Callable[[bytes, list[int]], bytes]
+        self, num_pages: int, lookahead: int, hash_page: Callable[[bytes, list[int]], bytes]
     ) -> None:
-        """Hash the leading full pages up to `num_pages`, each chained to the one before it."""
+        """Hash the leading full pages up to `num_pages`, each with `lookahead` tokens behind it and
+        chained to the one before it.
+        """
         for i in range(len(self.page_hashes), num_pages):
             parent = self.page_hashes[-1] if self.page_hashes else self._first_parent_hash
-            page_tokens = self.token_ids[i * self._page_size : (i + 1) * self._page_size]
+            end = (i + 1) * self._page_size + lookahead
+            page_tokens = self.token_ids[i * self._page_size : end]
             self.page_hashes.append(hash_page(parent, page_tokens))
 
     def follow_grammar(self) -> None:

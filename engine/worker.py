@@ -68,6 +68,8 @@ class Worker:
         self.proposer = build_proposer(
             self.proposer_name, config, self.slots, self.edits, self.pair
         )
+        if self.pair.head is not None:
+            self.proposer_name = "eagle3"
         self.scorer = Scorer(self.pair.target, vocab_size)
         self.verifier = Verifier(self.slots, self.edits, vocab_size)
         self._cpu_share = CPUShare(self.pair.target.thread_counts)
@@ -95,19 +97,19 @@ class Worker:
         """
         num_seqs, k = self.slots.max_num_seqs, self.max_drafts
         num_logits = num_seqs * (k + 1)
-        self.proposer.rehearse(self._most_rows)
         logits = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
+        self.proposer.rehearse(self._most_rows)  # a head's, over what the target has left
         self.verifier.rehearse(logits, self.proposer.distributions)
         for n in padded_sizes(num_seqs):
             for num_rows in _SHORT_ROWS:
                 if n * num_rows <= self._most_rows:
-                    self.proposer.rehearse_short(n, num_rows)
                     self.pair.target.rehearse_short(n, num_rows)
+                    self.proposer.rehearse_short(n, num_rows)
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
-        self.proposer.capture(report)
         logits = self.scorer.capture(self.max_drafts, self._most_rows, report)
+        self.proposer.capture(report)  # a head's graphs read what the target's leave
         self.verifier.capture(logits, self.proposer.distributions)
 
     def seat(self, request: Request) -> None:
@@ -156,10 +158,11 @@ class Worker:
 
     @torch.inference_mode()
     def verify(self, step: Step) -> None:
-        """Draw what follows, and add it to what the device knows."""
+        """Draw what follows, and add it to what the device knows; nobody is seated meanwhile."""
         assert step.logits is not None
         step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
         step.logits = None
+        self.proposer.follow(step.plan)
         step.end = self._event()
 
     def _event(self) -> torch.cuda.Event | None:

@@ -40,6 +40,10 @@ class Decoder(Network):
         return [block.mixer.attention for block in self.blocks]
 
     @property
+    def input_embedding(self) -> Tensor:
+        return self.embedding
+
+    @property
     def weight_bytes(self) -> int:
         linears = [linear for block in self.blocks for linear in block.linears]
         return sum(linear.weight.num_bytes for linear in (*linears, self.head))
@@ -53,16 +57,23 @@ class Decoder(Network):
     def __call__(self, context: PassContext) -> Pass:
         batch = context.batch
         x = F.embedding(batch.input_ids, self.embedding)
-        taps, normed = [], None
+        normed, taps = None, None
+        if self.tapped_layers:
+            taps = x.new_empty(len(x), len(self.tapped_layers), x.shape[1])
+            self._tap(-1, x, taps)
         is_short = self._is_small and len(x) <= _MAX_LONE_ROWS
         with _one_thread() if is_short and self.may_use_one_thread else nullcontext():
             for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
                 normed = block(x, normed, next_norm, context)
-                if i in self.tapped_layers:
-                    taps.append(x.clone())  # the next block adds to x in place
+                self._tap(i, x, taps)
         rows = rms_norm(x[batch.logits_rows], self.norm)
         logits = self.head(rows, out=self.place_of_logits(len(rows)))
-        return Pass(logits, torch.stack(taps, 1) if taps else None)
+        return Pass(logits, taps)
+
+    def _tap(self, layer: int, x: Tensor, taps: Tensor | None) -> None:
+        """Copy the stream behind a tapped layer: the next block adds to x in place."""
+        if taps is not None and layer in self.tapped_layers:
+            taps[:, self.tapped_layers.index(layer)] = x
 
 
 @contextmanager

@@ -7,7 +7,7 @@ own in the interface instead, and its own context behind it.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -45,6 +45,19 @@ class HuggingFaceModel(Network):
     @property
     def attentions(self) -> list[PagedAttention]:
         return list(self._attention_of.values())
+
+    @property
+    def input_embedding(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().get_parameter("weight")
+        return weight
+
+    def tap(self, layers: Sequence[int]) -> None:
+        last = len(self.attentions) - 1
+        if last in layers:
+            raise ValueError(
+                f"cannot tap layer {last}, the last: transformers hands out its states normalised"
+            )
+        super().tap(layers)
 
     @property
     def weight_bytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..state.batch import BatchRows
 from .attention import PagedAttention, PassContext
 
 
@@ -15,6 +16,7 @@ class Pass(NamedTuple):
 
     logits: Tensor  # [num_logits, V]
     taps: Tensor | None = None  # [T, num_taps, hidden] residual stream behind the tapped layers
+    rows: BatchRows | None = None  # that have taps, padding included
 
 
 class Network(ABC):
@@ -33,6 +35,11 @@ class Network(ABC):
 
     @property
     @abstractmethod
+    def input_embedding(self) -> Tensor:
+        """What token ids are looked up in. Shape: [V, hidden]."""
+
+    @property
+    @abstractmethod
     def weight_bytes(self) -> int:
         """What a pass of few rows reads of the weights: all but most of the embeddings."""
 
@@ -40,14 +47,15 @@ class Network(ABC):
     def __call__(self, context: PassContext) -> Pass: ...
 
     def tap(self, layers: Sequence[int]) -> None:
-        """From now on hand out the residual stream behind these layers, for every row.
+        """From now on hand out the residual stream behind these layers, for every row, in the order
+        of the layers; -1 are the embeddings.
 
         Raises ValueError naming the layers that there are.
         """
         num_layers = len(self.attentions)
-        if not all(0 <= layer < num_layers for layer in layers):
+        if not all(-1 <= layer < num_layers for layer in layers):
             raise ValueError(f"cannot tap layers {list(layers)}: there are 0 to {num_layers - 1}")
-        self.tapped_layers = tuple(layers)
+        self.tapped_layers = tuple(sorted(layers))
 
     def reserve_logits(self, max_rows: int) -> None:
         """Keep up to `max_rows` rows of logits in one place, whatever the shape of the pass.

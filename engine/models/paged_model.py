@@ -1,7 +1,6 @@
 """One model of the pair over its own paged KV cache."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,9 +13,10 @@ from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
-from .attention import KVPages, PagedAttention, PassContext
+from .attention import PagedAttention, PassContext
 from .loading import load_network, rounds_weights
 from .network import Pass
+from .paged_layers import PagedLayers
 from .thread_counts import alike_thread_counts
 
 # Prompts beside decodes are captured by so many rows. A GPU takes longer for more of them than the
@@ -25,7 +25,7 @@ _ROWS_STEP = 128
 _MOST_ROWS = 1024
 
 
-class PagedModel:
+class PagedModel(PagedLayers):
     """A causal LM, the pages of its layers, and its passes as they are captured."""
 
     def __init__(
@@ -49,46 +49,26 @@ class PagedModel:
         self._pads_rows = device.type == "cpu" and not rounds_weights(config, is_draft)
         self._name = hf_config.model_type
         self.max_positions = max_positions(hf_config)
-        self.dtype = self.network.dtype
+        self.dtype, self.device = self.network.dtype, self.network.device
         self.vocab_size = self.network.vocab_size
         # Numbers of threads to choose from, the most first.
         self.thread_counts: tuple[int, ...] = (torch.get_num_threads(),)
         if device.type == "cpu" and not is_draft:  # which is not held to the bit, nor asked
             self.thread_counts = alike_thread_counts(self.network)
+        self.captured: dict[tuple[int, int, int], Pass] = {}  # by (sequences, rows, logits)
+        # What a tapped model computed last, and the shape that it was padded to.
+        self.last_pass: tuple[tuple[int, int, int], Pass] | None = None
 
     @property
-    def bytes_per_token(self) -> int:
-        """KV cache bytes that one token takes, over all layers."""
-        return sum(
-            layer.num_kv_heads
-            * (layer.head_dim + layer.value_dim)
-            * self._cache_dtype(layer).itemsize
-            for layer in self.network.attentions
-        )
-
-    def bind_cache(self, num_pages: int, page_size: int) -> None:
-        """Allocate the cache and hand each attention layer its part of it."""
-        for layer in self.network.attentions:
-            # Not zeroed: what is read past a sequence's length, on a CPU, is cleared before.
-            empty = partial(torch.empty, dtype=self._cache_dtype(layer), device=self.network.device)
-            shape = (num_pages, page_size, layer.num_kv_heads)
-            layer.pages = KVPages(empty(*shape, layer.head_dim), empty(*shape, layer.value_dim))
-
-    def free_cache(self) -> None:
-        """Free the cache, if there is one."""
-        for layer in self.network.attentions:
-            layer.pages = None
-
-    def _cache_dtype(self, layer: PagedAttention) -> torch.dtype:
-        # Measured: over one bfloat16 row a KV head torch takes a CPU five times as long.
-        is_slow = self.network.device.type == "cpu" and layer.num_heads == layer.num_kv_heads
-        return torch.float32 if is_slow else self.dtype
+    def attentions(self) -> Sequence[PagedAttention]:
+        return self.network.attentions
 
     def bind_slots(self, slots: Slots) -> None:
         """Take the rows of batches from these slots. What was captured before is gone."""
         self._slots = slots
         self._phase = Phase(self.run, slots.device)
         self._shapes: list[tuple[int, int, int]] = []
+        self.captured, self.last_pass = {}, None
 
     def capture(
         self,
@@ -109,13 +89,12 @@ class PagedModel:
         )
         self.network.reserve_logits(shapes[0][2])
         nobody = np.zeros(0, dtype=np.int64)
-        outputs = []
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
             empty = HostBatch.build(nobody, nobody, nobody, nobody)
             packed = empty.packed(shape, self._slots.dummy)
             try:
-                outputs.append(self._phase.capture(packed, shape))
+                self.captured[shape] = self._phase.capture(packed, shape)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as reason:
@@ -124,7 +103,7 @@ class PagedModel:
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
         self._shapes = shapes[::-1]
-        return outputs[0].logits
+        return self.captured[shapes[0]].logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
         """The logits of a pass of nobody over so many rows, in sequences as long as there are."""
@@ -139,9 +118,12 @@ class PagedModel:
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, leaving their KV in the pages."""
         shape = next((s for s in self._shapes if _holds(s, batch.shape)), self._padded(batch.shape))
-        logits, taps = self._phase(batch.packed(shape, self._slots.dummy), shape)
+        computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
+        if computed.taps is not None:
+            self.last_pass = shape, computed
         _, num_rows, num_logits = batch.shape
-        return Pass(logits[:num_logits], taps if taps is None else taps[:num_rows])
+        taps = None if computed.taps is None else computed.taps[:num_rows]
+        return Pass(computed.logits[:num_logits], taps)
 
     def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """The (sequences, rows, logits) of an uncaptured pass that cost least."""
@@ -153,7 +135,8 @@ class PagedModel:
     def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Pass:
         """`forward` as it is captured: of a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
-        return self.network(PassContext(batch, same_bits=self._same_bits))
+        computed = self.network(PassContext(batch, same_bits=self._same_bits))
+        return computed if computed.taps is None else computed._replace(rows=batch.rows)
 
 
 def captured_shapes(

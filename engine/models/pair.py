@@ -8,13 +8,20 @@ import torch
 from ..api import ReportProgress
 from ..config import EngineConfig
 from ..state.slots import Slots
+from .eagle3 import Eagle3Head
+from .head_config import head_kind
+from .head_loading import load_head
+from .paged_layers import PagedLayers
 from .paged_model import PagedModel
 
 log = logging.getLogger(__name__)
 
 
 class ModelPair:
-    """Target and draft, loaded; a page holds the KV of the same tokens for both."""
+    """Target and draft, loaded; a page holds the KV of the same tokens for both.
+
+    The draft is a model of its own, or a head that reads the target's hidden states.
+    """
 
     def __init__(
         self,
@@ -30,16 +37,17 @@ class ModelPair:
             batch_invariant=config.batch_invariant,
         )
         self.draft: PagedModel | None = None
+        self.head: Eagle3Head | None = None
+        self._models: dict[str, PagedLayers] = {"target": self.target}
         if proposer == "draft_model" and config.draft is not None:
-            self.draft = PagedModel(
-                config.draft,
-                device,
-                partial(report, "loading the draft"),
-                is_draft=True,
-            )
-        self._models = {"target": self.target}
-        if self.draft is not None:
-            self._models["draft"] = self.draft
+            progress = partial(report, "loading the draft")
+            if head_kind(config.draft.path):
+                network = self.target.network
+                self.head = load_head(config.draft, network, config.target.path, progress)
+                self._models["head"] = self.head
+            else:
+                self.draft = PagedModel(config.draft, device, progress, is_draft=True)
+                self._models["draft"] = self.draft
         self.vocab_size = config.vocab_size or self.target.vocab_size
         for role, model in self._models.items():
             if model.vocab_size < self.vocab_size:

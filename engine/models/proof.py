@@ -142,6 +142,7 @@ def one_prompt(input_ids: Tensor, first: int = 0, *, same_bits: bool = False) ->
     return PassContext(
         ForwardBatch(
             input_ids=input_ids,
+            slot_of_row=torch.zeros_like(rows),
             positions=rows + first,
             slot_mapping=rows,
             slots=torch.zeros_like(rows[:1]),

@@ -7,6 +7,7 @@ from ..logit_edits import LogitEdits
 from ..models.pair import ModelPair
 from ..state.slots import Slots
 from .base import NoProposer, Proposer
+from .eagle3 import Eagle3Proposer
 from .ngram import NgramProposer
 from .top1 import Top1Proposer
 
@@ -18,6 +19,11 @@ Factory = Callable[[EngineConfig, Slots, LogitEdits, ModelPair], Proposer]
 def _draft_model(
     config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
 ) -> Proposer:
+    stops_early = config.speculation.adaptive and slots.device.type == "cpu"
+    if pair.head is not None:
+        return Eagle3Proposer(
+            pair.head, pair.target, slots, edits, pair.vocab_size, stops_early=stops_early
+        )
     if pair.draft is None:
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"
@@ -28,7 +34,7 @@ def _draft_model(
         edits,
         pair.vocab_size,
         config.scheduler.max_num_batched_tokens,
-        stops_early=config.speculation.adaptive and slots.device.type == "cpu",
+        stops_early=stops_early,
     )
 
 

@@ -64,6 +64,13 @@ class Proposer(ABC):
             for scheduled in plan.scheduled:
                 scheduled.num_drafts = 0
 
+    def follow(self, plan: Plan) -> None:
+        """Take in what a step computed, once its tokens are drawn and before anybody is seated."""
+        try:
+            self._follow(plan)
+        except Exception:
+            log.exception("the drafts' source lost the thread; its sequences decode plainly")
+
     def warm_ups(self) -> Iterable[Callable[[], Tensor]]:
         """Draws of nobody that launch every sampling kernel between them."""
         return ()
@@ -82,6 +89,9 @@ class Proposer(ABC):
 
     @abstractmethod
     def _propose(self, plan: Plan) -> None: ...
+
+    def _follow(self, plan: Plan) -> None:
+        return
 
 
 class NoProposer(Proposer):

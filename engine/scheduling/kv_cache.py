@@ -37,6 +37,9 @@ PageEvent = PageStored | PageRemoved
 class KVCacheManager:
     """Pages of the paged KV cache, by reference count.
 
+    A page is found by its tokens, those before it and, with `lookahead`, so many behind it: a
+    head's KV of a token depends on the token behind it.
+
     With `keeps_events`, `events` gathers what the prefix cache gained and lost, for its reader to
     clear. Pages under a `cache_salt` are their owner's own: events do not tell of them.
     """
@@ -47,6 +50,7 @@ class KVCacheManager:
         page_size: int,
         prefix_caching: bool = True,
         *,
+        lookahead: int = 0,
         keeps_events: bool = False,
     ) -> None:
         if num_pages < 2:
@@ -54,6 +58,7 @@ class KVCacheManager:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
+        self._lookahead = lookahead
         self._ref_count = [0] * num_pages
         self._hash: list[bytes | None] = [None] * num_pages
         self._draft_is_valid = [False] * num_pages
@@ -82,7 +87,7 @@ class KVCacheManager:
         """
         if not self.prefix_caching:
             return 0
-        request.extend_page_hashes((request.num_tokens - 1) // self.page_size, self._hash_page)
+        self._hash_pages(request, (request.num_tokens - 1) // self.page_size)
         draft_is_valid = True
         for page_hash in request.page_hashes[: request.num_reusable_tokens // self.page_size]:
             page = self._page_of_hash.get(page_hash)
@@ -101,7 +106,7 @@ class KVCacheManager:
         if not self.prefix_caching:
             return False
         num_pages = request.num_reusable_tokens // self.page_size
-        request.extend_page_hashes(num_pages, self._hash_page)
+        self._hash_pages(request, num_pages)
         for other in prefilling:
             i = other.num_computed_tokens // self.page_size
             # Hashes are chained: equal ones have all the pages before them in common.
@@ -129,8 +134,9 @@ class KVCacheManager:
         """Make the request's full, computed pages findable by others."""
         if not self.prefix_caching:
             return
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self.page_size
-        request.extend_page_hashes(num_full, self._hash_page)
+        num_known = request.num_tokens - self._lookahead
+        num_full = min(request.num_computed_tokens, num_known) // self.page_size
+        self._hash_pages(request, num_full)
         for i in range(request.num_recorded_pages, num_full):
             page, page_hash = request.pages[i], request.page_hashes[i]
             # A twin that computed the same tokens first keeps the entry; this page stays private.
@@ -141,7 +147,7 @@ class KVCacheManager:
                     self._tell_stored(request, i)
         request.num_recorded_pages = max(request.num_recorded_pages, num_full)
 
-        num_full = min(request.num_draft_computed_tokens, request.num_tokens) // self.page_size
+        num_full = min(request.num_draft_computed_tokens, num_known) // self.page_size
         for i in range(request.num_recorded_draft_pages, num_full):
             self._draft_is_valid[request.pages[i]] = True
         request.num_recorded_draft_pages = max(request.num_recorded_draft_pages, num_full)
@@ -195,6 +201,9 @@ class KVCacheManager:
         token_ids = request.token_ids[start : start + self.page_size]
         self._told_hashes.add(page_hash)
         self.events.append(PageStored(page_hash, parent_hash, token_ids))
+
+    def _hash_pages(self, request: Request, num_pages: int) -> None:
+        request.extend_page_hashes(num_pages, self._lookahead, self._hash_page)
 
     def _hash_page(self, parent: bytes, token_ids: list[int]) -> bytes:
         # A cryptographic hash: tenants must not be able to construct two prefixes that collide.

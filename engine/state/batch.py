@@ -1,6 +1,7 @@
 """One ragged batch: token ranges of several sequences, flattened for one forward pass."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -95,10 +96,26 @@ def _packed_lens(shape: tuple[int, int, int]) -> list[int]:
     return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits]
 
 
+def packed_len(shape: tuple[int, int, int]) -> int:
+    """Of what `HostBatch.packed` returns for this shape."""
+    return sum(aligned(length) for length in _packed_lens(shape))
+
+
 def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
     padded = np.full(length, value, dtype=np.int64)
     padded[: len(array)] = array
     return padded
+
+
+class BatchRows(NamedTuple):
+    """Where the rows of a batch stand, which holds for whoever computes them."""
+
+    slot_of_row: Tensor  # [T]
+    positions: Tensor  # [T]
+    slot_mapping: Tensor  # [T] where each row's KV goes: page * page_size + offset
+    slots: Tensor  # [B], rows of the block table
+    seq_lens: Tensor  # [B]
+    cu_seqlens_q: Tensor  # [B + 1]
 
 
 @dataclass(slots=True)
@@ -107,6 +124,8 @@ class ForwardBatch:
 
     # [T]
     input_ids: Tensor
+    # [T]
+    slot_of_row: Tensor
     # [T]
     positions: Tensor
     # [T] where each row's KV goes: page * page_size + offset
@@ -122,6 +141,33 @@ class ForwardBatch:
     # [num_slots, pages]
     block_table: Tensor
     page_size: int
+
+    @property
+    def rows(self) -> BatchRows:
+        return BatchRows(
+            self.slot_of_row,
+            self.positions,
+            self.slot_mapping,
+            self.slots,
+            self.seq_lens,
+            self.cu_seqlens_q,
+        )
+
+    @staticmethod
+    def of_next_tokens(rows: BatchRows, slots: Slots) -> "ForwardBatch":
+        """The same rows, over the token behind each row's own; no logits are wanted."""
+        return ForwardBatch(
+            input_ids=slots.token_ids[rows.slot_of_row, rows.positions + 1].long(),
+            slot_of_row=rows.slot_of_row,
+            positions=rows.positions,
+            slot_mapping=rows.slot_mapping,
+            slots=rows.slots,
+            seq_lens=rows.seq_lens,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            logits_rows=rows.slots[:0],
+            block_table=slots.block_table,
+            page_size=slots.page_size,
+        )
 
     @staticmethod
     def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
@@ -142,6 +188,7 @@ class ForwardBatch:
         )
         return ForwardBatch(
             input_ids=rows.token_ids,
+            slot_of_row=slot_of_row,
             positions=rows.positions,
             slot_mapping=rows.slot_mapping,
             slots=slot,

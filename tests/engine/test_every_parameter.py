@@ -16,6 +16,7 @@ import pytest
 from distributions import bound, of_limit, pearson, total_variation
 from engines import engine_config, run, tokens
 from grammars import stands_for
+from heads import save_tiny_head
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from target_distribution import DEAD_END, joint
@@ -37,7 +38,7 @@ K = 3
 SEATS = 240
 BASE = SamplingParams(max_tokens=4)
 RULES: tuple[Verification, ...] = ("token", "block", "match")
-PROPOSERS = ["draft_model", "ngram"]
+PROPOSERS = ["draft_model", "ngram", "head"]
 ALONE: dict[str, dict[str, Any]] = {
     "nothing": {},
     "temperature": {"temperature": 0.6},
@@ -84,14 +85,20 @@ def target(tiny_model: Tiny) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_model: Tiny, target: Path) -> dict[str, Engine]:
+def engines(
+    tiny_model: Tiny, target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Engine]:
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    head = save_tiny_head(
+        tmp_path_factory.mktemp("head"), target, boundaries=(0, 1, 2), draft_vocab=3, scale=0.2
+    )
+    drafts = {"draft_model": draft, "head": head}
 
     def make(proposer: str) -> Engine:
         config = engine_config(
             target,
-            draft if proposer == "draft_model" else None,
-            proposer=proposer,
+            drafts.get(proposer),
+            proposer="draft_model" if proposer in drafts else proposer,
             k=K,
             max_num_seqs=SEATS,
             max_num_batched_tokens=2048,

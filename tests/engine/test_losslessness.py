@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from distributions import bound, chi_squared, total_variation
 from engines import engine_config, run, sampling_config, tokens
+from heads import save_tiny_head
 from target_distribution import joint, sample
 
 from outrider.engine import engine as loop
@@ -27,7 +28,8 @@ PARAMS = {
 }
 # Every parameter with one proposer, both proposers with one; the deep cases see what is rarer.
 SOME = [*((name, "draft_model") for name in PARAMS), ("token", "ngram")]
-EVERY = [(name, proposer) for name in PARAMS for proposer in ("draft_model", "ngram")]
+SOME += [("token", "head"), ("block", "head"), ("top_p", "head")]
+EVERY = [(name, proposer) for name in PARAMS for proposer in ("draft_model", "ngram", "head")]
 
 
 @pytest.mark.parametrize(
@@ -36,11 +38,14 @@ EVERY = [(name, proposer) for name in PARAMS for proposer in ("draft_model", "ng
     + [pytest.param(*case, 12_000, marks=pytest.mark.deep) for case in EVERY],
 )
 def test_the_joint_over_many_steps_is_the_targets(
-    name: str, proposer: str, num_samples: int, tiny_model: Callable[..., Path]
+    name: str, proposer: str, num_samples: int, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     params = PARAMS[name]
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    if proposer == "head":  # of three tokens of the four: the last is left to the residual
+        draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=3, scale=0.2)
+        proposer = "draft_model"
     engine = Engine(sampling_config(target, draft, proposer))
     truth = joint(target, PROMPT, params)
     # The target is no near-uniform or near-certain distribution, on which anything passes.

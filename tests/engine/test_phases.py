@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
+from heads import save_tiny_head
 from tiny_models import DEVICE, VOCAB
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
@@ -60,12 +61,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_Recorded]:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "head", "head, ahead"])
 def test_padding_changes_nobodys_output(
-    tiny_model: Tiny, recorded: type[_Recorded], proposer: str
+    tiny_model: Tiny, recorded: type[_Recorded], proposer: str, tmp_path: Path
 ) -> None:
     target = tiny_model("llama", seed=0)
     draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    is_ahead = proposer == "head, ahead"
+    if proposer.startswith("head"):
+        draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=60)
+        proposer = "draft_model"
     config = engine_config(target, draft, k=2, proposer=proposer, max_num_seqs=6)
     mixed = prompts([3, 40, 1, 17, 8], VOCAB)
     params = [
@@ -77,6 +82,7 @@ def test_padding_changes_nobodys_output(
     ]
     plain, padded = Engine(config), Engine(config)
     padded.capture(lambda stage, done, total: None)
+    padded.lag = int(is_ahead)
     for batch in (slice(0, 5), slice(0, 3)):
         expected = [tokens(o) for o in run(plain, mixed[batch], params[batch])]
         assert [tokens(o) for o in run(padded, mixed[batch], params[batch])] == expected

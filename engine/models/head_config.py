@@ -1,0 +1,150 @@
+"""What a head's config says: heads read the target's hidden states, and come in several formats.
+
+A flat config is that of a Llama with a few keys more; that of the speculators library holds the
+layer's own config inside. Boundary b of a target is its residual stream behind b layers, so that 0
+are the embeddings.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+# Architectures and speculators' model types, by a part of their names in small letters.
+_KINDS = {
+    "eagle3": "eagle3",
+    "peagle": "peagle",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "eagle": "eagle",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "mlp_speculator": "mlp_speculator",
+    "mlpspeculator": "mlp_speculator",
+}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+# Keys that a head's config has beside those of its layers.
+_OWN_KEYS = {
+    "architectures",
+    "auto_map",
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "eagle_config",
+    "fc_norm",
+    "mask_token_id",
+    "model_type",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "target_hidden_size",
+    "target_layer_ids",
+    "torch_dtype",
+    "transformer_layer_config",
+}
+
+
+class HeadError(ValueError):
+    """The head is damaged, of an unknown kind, or made for another target; says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """An EAGLE-3 or 3.1 head, whichever way its file said it."""
+
+    layers: LlamaConfig  # of its decoder layers
+    draft_vocab_size: int
+    target_hidden_size: int
+    boundaries: tuple[int, ...] | None  # that it reads, ascending; None: those of EAGLE-3
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    @staticmethod
+    def load(folder: Path) -> "HeadConfig":
+        """Raises HeadError."""
+        told = json.loads((folder / "config.json").read_text())
+        kind = _kind(told)
+        if kind != "eagle3":
+            raise HeadError(f"it is a head of kind {kind}; of heads, eagle3 ones are run")
+        inner = told.get("transformer_layer_config")
+        layers = _layers(inner if isinstance(inner, dict) else told)
+        return HeadConfig(
+            layers=layers,
+            draft_vocab_size=told.get("draft_vocab_size") or layers.vocab_size,
+            target_hidden_size=told.get("target_hidden_size") or layers.hidden_size,
+            boundaries=_boundaries(told),
+            norm_before_residual=bool(told.get("norm_before_residual")),
+            norm_before_fc=bool(told.get("norm_before_fc")),
+            fc_norm=bool(told.get("fc_norm")),
+            norm_output=bool(told.get("norm_output")),
+        )
+
+    def boundaries_of(self, num_layers: int) -> tuple[int, ...]:
+        """What it reads of a target of so many layers. Raises HeadError."""
+        told = self.boundaries
+        found = told or tuple(sorted((2, num_layers // 2, num_layers - 3)))
+        if not all(0 <= b <= num_layers for b in found) or len(set(found)) < len(found):
+            raise HeadError(
+                f"it reads the hidden states behind layers {', '.join(map(str, found))}"
+                f"{'' if told else ', as heads do whose config names none'}, but the target has "
+                f"{num_layers} layers"
+            )
+        return found
+
+
+def head_kind(folder: str | Path) -> str | None:
+    """Which kind of head this model directory holds; None: none, but a model of its own."""
+    try:
+        told = json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # whoever loads it as a model says what is wrong
+    return _kind(told) if isinstance(told, dict) else None
+
+
+def _kind(told: dict[str, Any]) -> str | None:
+    names = [told.get("speculators_model_type"), *(told.get("architectures") or ())]
+    joined = " ".join(str(name) for name in names if name).lower()
+    return next((kind for part, kind in _KINDS.items() if part in joined), None)
+
+
+def _layers(told: dict[str, Any]) -> LlamaConfig:
+    kept = {key: value for key, value in told.items() if key not in _OWN_KEYS}
+    if kept.get("hidden_act", "silu") != "silu":
+        raise HeadError(f"its activation is {kept['hidden_act']}; silu is known here")
+    if not kept.get("rope_parameters"):
+        # The head's own, whatever the target's is.
+        kept.pop("rope_parameters", None)
+        theta = kept.pop("rope_theta", None) or 10000.0
+        scaling = kept.pop("rope_scaling", None) or {}
+        rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        kept["rope_parameters"] = {**scaling, "rope_type": rope_type, "rope_theta": theta}
+    rope_type = kept["rope_parameters"].get("rope_type", "default")
+    if rope_type not in _STATIC_ROPE:
+        raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(_STATIC_ROPE))}")
+    try:
+        return LlamaConfig(**kept)
+    except (TypeError, ValueError, KeyError) as error:
+        raise HeadError(f"its config describes no layer: {error}") from error
+
+
+def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
+    """The formats count differently: from the embeddings, or from the first layer's output."""
+    inner = told.get("eagle_config") or {}
+    if ids := told.get("target_layer_ids"):
+        found = [i + 1 for i in ids]
+    elif ids := told.get("eagle_aux_hidden_state_layer_ids"):
+        found = list(ids)
+    elif ids := inner.get("eagle_aux_hidden_state_layer_ids"):
+        # Those that begin at 1 are written by a trainer that counts layers, not states.
+        found = [i + 1 for i in ids] if ids[0] == 1 else list(ids)
+    else:
+        return None
+    if not all(isinstance(b, int) for b in found):
+        raise HeadError(f"its layer ids are {found}; they must be integers")
+    return tuple(sorted(found))

@@ -1,0 +1,258 @@
+"""From a head's directory, and the target that it was made for, to a network."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from outrider.kernels.model.rms_norm import Norm
+
+from ..config import ModelConfig
+from .attention import PagedAttention, Rope
+from .blocks import AttentionMixer, Block, GatedMLP
+from .checkpoint import Checkpoint
+from .eagle3 import Eagle3Head
+from .head_config import HeadConfig, HeadError
+from .loading import rounds_weights
+from .network import Network
+from .weights import Linear
+
+
+def load_head(
+    config: ModelConfig,
+    target: Network,
+    target_path: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Eagle3Head:
+    """Load the head of a directory for this target, whose layers are tapped from now on.
+
+    Its arithmetic is in the target's dtype. Raises HeadError naming both models.
+    """
+    folder = Path(config.path)
+    with _told(f"the head {config.path} cannot draft for {target_path}"):
+        head_config = HeadConfig.load(folder)
+        boundaries = head_config.boundaries_of(len(target.attentions))
+        checkpoint = Checkpoint(
+            folder, target.dtype, target.device, progress or (lambda done, total: None)
+        )
+        head = _build(head_config, checkpoint, target, len(boundaries))
+        try:
+            target.tap([boundary - 1 for boundary in boundaries])
+        except ValueError as error:
+            raise HeadError(str(error)) from None
+    if target.device.type == "cpu":
+        head.pack(rounds=rounds_weights(config, is_draft=True))
+    return head
+
+
+def _build(
+    config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int
+) -> Eagle3Head:
+    layers, width = config.layers, config.layers.hidden_size
+    vocab_size, target_width = target.input_embedding.shape
+    if config.target_hidden_size != target_width and "fc.weight" not in checkpoint:
+        raise HeadError(
+            f"it reads states of width {config.target_hidden_size}, the target's are {target_width}"
+        )
+
+    def norm(name: str, size: int = width) -> Norm:
+        weight = checkpoint.tensor(f"{name}.weight")
+        _check_shape(f"{name}.weight", weight, (size,))
+        return Norm(weight, layers.rms_norm_eps)
+
+    fc = checkpoint.linear("fc")
+    if fc.weight.shape != (width, num_taps * target_width):
+        raise HeadError(
+            f"fc.weight is {fc.weight.shape[0]} x {fc.weight.shape[1]}; for {num_taps} hidden "
+            f"states of this target, each {target_width} wide, it must be {width} x "
+            f"{num_taps * target_width}"
+        )
+    rotary = LlamaRotaryEmbedding(layers)
+    rope = Rope(rotary.inv_freq.float().to(target.device), rotary.attention_scaling)
+    first = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
+    names = [first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]
+    blocks = [
+        _block(config, checkpoint, rope, name, norm, 2 * width if i == 0 else width)
+        for i, name in enumerate(names)
+    ]
+    head = checkpoint.linear("lm_head")
+    _check_shape("lm_head.weight", head.weight, (config.draft_vocab_size, width))
+    return Eagle3Head(
+        fc=fc,
+        fc_norms=_fc_norms(config, checkpoint, norm, num_taps, target_width),
+        embedding=_embedding(checkpoint, target, width),
+        hidden_norm=norm(f"{first}.hidden_norm"),
+        blocks=blocks,
+        norm=norm("norm"),
+        head=head,
+        target_ids=_target_ids(config, checkpoint, vocab_size, target.vocab_size, target.device),
+        vocab_size=target.vocab_size,
+        norm_before_residual=config.norm_before_residual,
+        norm_output=config.norm_output,
+    )
+
+
+def _block(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    rope: Rope,
+    name: str,
+    norm: Callable[..., Norm],
+    input_width: int,
+) -> Block:
+    layers: Any = config.layers
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    head_dim, width = layers.head_dim, layers.hidden_size
+    num_heads, num_kv_heads = layers.num_attention_heads, layers.num_key_value_heads
+    has_head_norms = f"{attention}.q_norm.weight" in checkpoint
+    # Of layers behind the first some trainers write their one norm under the other name.
+    input_norm = f"{name}.input_layernorm"
+    if f"{input_norm}.weight" not in checkpoint:
+        input_norm = f"{name}.hidden_norm"
+
+    def linear(num_inputs: int, **num_outputs: int) -> Linear:
+        made = checkpoint.linear(*num_outputs)
+        _check_shape(" + ".join(num_outputs), made.weight, (sum(num_outputs.values()), num_inputs))
+        return made
+
+    mixer = AttentionMixer(
+        norm=norm(input_norm),
+        qkv=linear(
+            input_width,
+            **{
+                f"{attention}.q_proj": num_heads * head_dim,
+                f"{attention}.k_proj": num_kv_heads * head_dim,
+                f"{attention}.v_proj": num_kv_heads * head_dim,
+            },
+        ),
+        output=linear(num_heads * head_dim, **{f"{attention}.o_proj": width}),
+        attention=PagedAttention(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            scale=head_dim**-0.5,
+            window=_window(config),
+        ),
+        rope=rope,
+        head_norms=(
+            norm(f"{attention}.q_norm", head_dim),
+            norm(f"{attention}.k_norm", head_dim),
+        )
+        if has_head_norms
+        else None,
+    )
+    inner = layers.intermediate_size
+    gated_mlp = GatedMLP(
+        norm=norm(f"{name}.post_attention_layernorm"),
+        gate_up=linear(width, **{f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
+        down=linear(inner, **{f"{mlp}.down_proj": width}),
+    )
+    return Block(mixer, gated_mlp)
+
+
+def _window(config: HeadConfig) -> int | None:
+    layers = config.layers
+    types = getattr(layers, "layer_types", None)
+    is_sliding = (
+        "sliding_attention" in types if types else getattr(layers, "use_sliding_window", False)
+    )
+    window: int | None = getattr(layers, "sliding_window", None) if is_sliding else None
+    return window
+
+
+def _fc_norms(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    norm: Callable[..., Norm],
+    num_taps: int,
+    target_width: int,
+) -> list[Norm]:
+    if config.fc_norm or "fc_norm.0.weight" in checkpoint:
+        return [norm(f"fc_norm.{i}", target_width) for i in range(num_taps)]
+    if config.norm_before_fc or "input_norm.weight" in checkpoint:
+        return [norm("input_norm", num_taps * target_width)]
+    return []
+
+
+def _embedding(checkpoint: Checkpoint, target: Network, width: int) -> Tensor:
+    """The head's own, unless it has none or a copy of the target's."""
+    theirs, name = target.input_embedding, "embed_tokens.weight"
+    if name not in checkpoint:
+        if theirs.shape[1] != width:
+            raise HeadError(
+                f"it has no embedding of its own, and the target's is {theirs.shape[1]} wide where "
+                f"the head is {width}"
+            )
+        return theirs
+    own = checkpoint.tensor(name)
+    _check_shape(name, own, (len(theirs), width))
+    return theirs if own.shape == theirs.shape and torch.equal(own, theirs) else own
+
+
+def _target_ids(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    vocab_size: int,
+    num_logits: int,
+    device: torch.device,
+) -> Tensor | None:
+    """The target's id of each of the draft's; None if they are equal."""
+    if config.layers.vocab_size != vocab_size:
+        raise HeadError(
+            f"it was made for a vocabulary of {config.layers.vocab_size} tokens, the target has "
+            f"{vocab_size}"
+        )
+    size = config.draft_vocab_size
+    if "d2t" not in checkpoint:
+        if size != vocab_size:
+            raise HeadError(
+                f"it drafts {size} of {vocab_size} tokens, but its file has no map of them (d2t)"
+            )
+        return None
+    offsets = checkpoint.integers("d2t")
+    if offsets.shape != (size,):
+        raise HeadError(f"d2t has {len(offsets)} entries for a draft vocabulary of {size}")
+    ids = torch.arange(size) + offsets
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= min(vocab_size, num_logits)):
+        raise HeadError(
+            f"d2t leads to token ids from {int(ids.min())} to {int(ids.max())}; the target's are 0 "
+            f"to {min(vocab_size, num_logits) - 1}"
+        )
+    if not bool((ids.diff() > 0).all()):
+        raise HeadError("d2t leads two of its tokens to the same id of the target, or out of order")
+    if "t2d" in checkpoint:
+        told = checkpoint.integers("t2d")
+        if told.shape != (vocab_size,) or not torch.equal(told.nonzero().squeeze(1), ids):
+            raise HeadError("t2d and d2t disagree about which tokens it drafts")
+    return ids.to(device)
+
+
+def _check_shape(name: str, found: "Tensor | object", shape: tuple[int, ...]) -> None:
+    got = tuple(getattr(found, "shape"))  # noqa: B009 - of a tensor or a Weight
+    if got != shape:
+        raise HeadError(
+            f"{name} is {' x '.join(map(str, got))}; by its config it must be "
+            f"{' x '.join(map(str, shape))}"
+        )
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say which models an error is about."""
+    try:
+        yield
+    except KeyError as error:
+        raise HeadError(f"{what}: its file has no tensor {error}") from None
+    except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
+        raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None
+    except (FileNotFoundError, HeadError, ValueError) as error:
+        raise HeadError(f"{what}: {error}") from None
+    except (OSError, RuntimeError) as error:
+        raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None

@@ -1,0 +1,273 @@
+"""EAGLE-3 heads: their formulas, and what they leave behind of every kind of step."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, generate, prompts, run, tokens
+from heads import PlainHead, save_tiny_head, tensors_of
+from safetensors.torch import save_file
+from tiny_models import VOCAB
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.proposers.eagle3 import Eagle3Proposer
+
+Tiny = Callable[..., Path]
+K = 3
+VARIANTS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "speculators": {"speculators": True, "norm_before_residual": True, "draft_vocab": 50},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "one-norm": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+    "qwen3": {"head_norms": True, "own_embedding": True},
+    "layers": {"num_layers": 3, "draft_vocab": 30},
+    "narrow": {"hidden_size": 24, "boundaries": (0, 3, 5)},
+    "last-layer": {"boundaries": (6,), "pickled": True},
+}
+
+
+@pytest.fixture
+def target(tiny_model: Tiny) -> Path:
+    return tiny_model("llama", num_hidden_layers=6)
+
+
+@pytest.fixture
+def head(tmp_path: Path, target: Path) -> Tiny:
+    return lambda **options: save_tiny_head(tmp_path / "head", target, **options)
+
+
+class Truth:
+    """What a head is to compute, by the formulas and transformers' hidden states."""
+
+    def __init__(self, target: Path, head: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.head = PlainHead(head, self.model.get_input_embeddings().weight.detach())
+        told = self.head.told["eagle_aux_hidden_state_layer_ids"]
+        self.boundaries: list[int] = told
+
+    @torch.inference_mode()
+    def states(self, token_ids: list[int]) -> torch.Tensor:
+        """[T, m, H]; the last boundary is in front of the last norm."""
+        before_norm = []
+        hook = self.model.model.norm.register_forward_pre_hook(
+            lambda _, args: before_norm.append(args[0])
+        )
+        states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        hook.remove()
+        every = [*states[:-1], before_norm[0]]
+        return torch.stack([every[b][0] for b in self.boundaries], 1)
+
+    def draft_logits(self, token_ids: list[int], drafts: list[int]) -> torch.Tensor:
+        return self.head.draft_logits(self.states(token_ids), token_ids, drafts, VOCAB)
+
+
+def check_drafts(engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on hold what every draft is drawn from to the formulas; returns k_i of each."""
+    proposer = engine.worker.proposer
+    assert isinstance(proposer, Eagle3Proposer)
+    propose = proposer.propose  # what it raises would be taken for a failure to draft
+    checked: list[int] = []
+
+    def checking(plan: Any) -> None:
+        propose(plan)
+        slots = engine.worker.slots
+        for scheduled in plan.sampled:
+            slot, k = scheduled.slot, scheduled.num_drafts
+            checked.append(k)
+            if k == 0:
+                continue
+            n = int(slots.num_tokens[slot])  # of which the host may not have read the last ones
+            token_ids = slots.token_ids[slot].tolist()
+            got = proposer.distributions.logits[slot, :k].cpu()
+            expected = truth.draft_logits(token_ids[:n], token_ids[n : n + k])
+            torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+    monkeypatch.setattr(proposer, "propose", checking)
+    return checked
+
+
+# So warm that about every number of drafts is accepted in some step.
+SAMPLED = SamplingParams(max_tokens=40, temperature=2.0, seed=5)
+MIXED = [
+    SAMPLED,
+    replace(SAMPLED, seed=6, num_speculative_tokens=1),
+    replace(SAMPLED, seed=7, num_speculative_tokens=0),
+    replace(SAMPLED, seed=8, verification="block"),
+]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_are_drawn_from_the_formulas(
+    variant: str, is_ahead: bool, target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind prompts in chunks, and after every number of accepted drafts."""
+    path = head(**VARIANTS[variant])
+    engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
+    engine.lag = int(is_ahead)
+    checked = check_drafts(engine, Truth(target, path), monkeypatch)
+    run(engine, prompts([21, 3, 9, 1], VOCAB), MIXED)
+    stats = engine.stats()
+    assert {0, 1, K} <= set(checked)
+    drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
+    assert drafted[0] > accepted[0] > accepted[1] > accepted[2] > 0
+
+
+def test_greedy_answers_are_the_targets_own(target: Path, head: Tiny) -> None:
+    engine = Engine(engine_config(target, head(draft_vocab=60, speculators=True), k=K))
+    mixed = prompts([5, 30, 1], VOCAB)
+    expected = [generate(target, prompt, GREEDY.max_tokens) for prompt in mixed]
+    assert [tokens(o) for o in run(engine, mixed, GREEDY)] == expected
+
+
+def test_nothing_but_the_draft_need_be_named(target: Path, head: Tiny) -> None:
+    engine = Engine(engine_config(target, head()))
+    assert engine.info.proposer == "eagle3"
+    assert engine.info.draft_dtype == "float32"
+
+
+HIT = prompts([24], VOCAB)[0]
+# The same prompt again; other tokens behind its pages; and behind the first page alone.
+LATER = {"same": HIT, "longer": [*HIT, 5, 6, 7], "other": [*HIT[:20], 90, 91, 92], "early": HIT[:9]}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_drafts_behind_a_cached_prefix_are_drawn_from_the_formulas(
+    name: str, target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the page's last row was computed with another token behind it."""
+    path = head(draft_vocab=50)
+    engine = Engine(engine_config(target, path, k=K, page_size=4))
+    run(engine, [HIT], replace(SAMPLED, max_tokens=6))
+    before = engine.stats().cached_tokens
+    checked = check_drafts(engine, Truth(target, path), monkeypatch)
+    run(engine, [LATER[name]], replace(SAMPLED, seed=9))
+    run(engine, [[*LATER[name], 3]], replace(SAMPLED, seed=9))
+    assert max(checked) == K
+    assert engine.stats().cached_tokens - before >= {"early": 8}.get(name, 32)
+
+
+def test_samples_of_one_prompt_share_its_pages(
+    target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = head()
+    engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
+    check_drafts(engine, Truth(target, path), monkeypatch)
+    run(engine, [HIT] * 3, [replace(SAMPLED, seed=seed) for seed in range(3)])
+    assert engine.stats().cached_tokens >= 40
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
+def test_a_preempted_sequence_is_drafted_for_again(
+    is_ahead: bool, target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = head(draft_vocab=50)
+    engine = Engine(engine_config(target, path, k=K, num_pages=30))
+    engine.lag = int(is_ahead)
+    checked = check_drafts(engine, Truth(target, path), monkeypatch)
+    run(engine, prompts([9, 10, 11], VOCAB), [replace(SAMPLED, seed=seed) for seed in range(3)])
+    assert engine.stats().preemptions > 0
+    assert any(checked[-5:])
+
+
+def test_a_k_of_zero_leaves_no_gap(
+    target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody drafts for a while; then drafts are drawn from all that was said meanwhile."""
+    path = head()
+    engine = Engine(engine_config(target, path, k=K))
+    checked = check_drafts(engine, Truth(target, path), monkeypatch)
+    engine.submit([NewRequest(request_id="0", prompt_token_ids=HIT, params=SAMPLED)])
+    engine.scheduler._num_speculative_tokens = 0
+    for _ in range(8):
+        engine.step()
+    assert not any(checked)
+    engine.scheduler._num_speculative_tokens = K
+    while engine.has_work():
+        engine.step()
+    assert checked.count(K) > 2
+
+
+def test_a_head_that_fails_once_costs_drafts_alone(
+    target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has not read, it can never read; whoever comes later is drafted for again."""
+    path = head()
+    engine = Engine(engine_config(target, path, k=K))
+    expected = generate(target, HIT, 24)
+    checked = check_drafts(engine, Truth(target, path), monkeypatch)
+    read = engine.worker.proposer._reads
+
+    def fail(*args: Any) -> Any:
+        monkeypatch.setattr(engine.worker.proposer, "_reads", read)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(engine.worker.proposer, "_reads", fail)
+    assert tokens(run(engine, [HIT], GREEDY)[0]) == expected
+    assert not any(checked)
+    run(engine, prompts([7], VOCAB, seed=3), SAMPLED)
+    assert max(checked) == K
+
+
+def test_a_bad_row_of_the_head_is_no_draft(
+    target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = head()
+    engine = Engine(engine_config(target, path, k=K))
+    logits = engine.worker.proposer._head.logits
+    monkeypatch.setattr(engine.worker.proposer._head, "logits", lambda y: logits(y) * torch.nan)
+    mixed = prompts([5, 9], VOCAB)
+    expected = [generate(target, prompt, 24) for prompt in mixed]
+    assert [tokens(o) for o in run(engine, mixed, GREEDY)] == expected
+    sampled = SamplingParams(max_tokens=24, seed=1, temperature=0.7)
+    assert all(len(tokens(o)) == 24 for o in run(engine, mixed, sampled))
+
+
+@pytest.mark.parametrize("variant", ["in-turn", "ahead", "no-cache"])
+def test_match_gives_the_same_tokens_with_any_k(variant: str, target: Path, head: Tiny) -> None:
+    config = engine_config(target, head(draft_vocab=70), k=K, prefix_caching=variant != "no-cache")
+    engine = Engine(config)
+    engine.lag = int(variant == "ahead")
+    params = SamplingParams(max_tokens=20, seed=3, temperature=0.8, verification="match")
+    answers = [
+        tokens(run(engine, [HIT], replace(params, num_speculative_tokens=k))[0])
+        for k in (0, 1, 2, 3)
+    ]
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert sum(engine.stats().accepted_per_position) > 0
+
+
+def test_a_head_that_knows_the_next_token_is_always_right(tiny_model: Tiny, tmp_path: Path) -> None:
+    """Planted: the token behind another follows from that one alone, in the target and the head."""
+    path = tiny_model("llama", num_hidden_layers=6, seed=11)
+    target, head = tmp_path / "target", tmp_path / "head"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.nn.functional.normalize(torch.randn(VOCAB, 32, generator=generator))
+    follows = torch.randperm(VOCAB, generator=generator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight[follows] = embedding
+    model.save_pretrained(target)
+    save_tiny_head(head, target, seed=1)
+    tensors = tensors_of(head)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"midlayer.{name}.weight"].zero_()
+    # Of the states only g_t is left in r, which tells x_t: two tokens on is what row t predicts.
+    tensors["fc.weight"] = torch.cat([torch.eye(32), torch.zeros(32, 64)], 1)
+    tensors["norm.weight"] = torch.ones(32)
+    tensors["lm_head.weight"][follows[follows]] = embedding
+    save_file(tensors, head / "model.safetensors")
+    engine = Engine(engine_config(target, head, k=1))
+    run(engine, prompts([5, 9, 17], VOCAB), GREEDY)
+    stats = engine.stats()
+    assert stats.drafted_per_position == stats.accepted_per_position
+    assert stats.drafted_per_position[0] > 20

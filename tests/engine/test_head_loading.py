@@ -1,0 +1,176 @@
+"""Heads on disk: which there are, what they read of a target, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import engine_config
+from heads import save_tiny_head, tensors_of
+from safetensors.torch import save_file
+from tiny_models import VOCAB
+
+from outrider.engine.engine import Engine
+from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
+
+Tiny = Callable[..., Path]
+
+
+@pytest.fixture
+def target(tiny_model: Tiny) -> Path:
+    return tiny_model("llama", num_hidden_layers=6)
+
+
+def load(target: Path, head: Path) -> None:
+    Engine(engine_config(target, head))
+
+
+def edit(head: Path, **changes: Any) -> None:
+    told = json.loads((head / "config.json").read_text()) | changes
+    (head / "config.json").write_text(json.dumps(told))
+
+
+def change(head: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    tensors = tensors_of(head)
+    tensor = tensors.pop(name)
+    if value is not None:
+        tensors[name] = value(tensor)
+    save_file(tensors, head / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        (
+            "fc.weight",
+            lambda t: t[:, :64].contiguous(),
+            "fc.weight is 32 x 64; for 3",
+        ),
+        ("fc.weight", None, "no tensor 'fc.weight'"),
+        ("midlayer.mlp.up_proj.weight", None, "no tensor 'midlayer.mlp.up_proj.weight'"),
+        ("midlayer.mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype I8"),
+        ("lm_head.weight", lambda t: t[:40].contiguous(), "lm_head.weight is 40 x 32"),
+        (
+            "norm.weight",
+            lambda t: t[:8].contiguous(),
+            "norm.weight is 8; by its",
+        ),
+        ("d2t", None, "drafts 50 of 97 tokens, but its file has no map"),
+        ("d2t", lambda t: t.float(), "d2t is of dtype torch.float32"),
+        ("d2t", lambda t: t[:9].contiguous(), "d2t has 9 entries for a draft vocabulary of 50"),
+        ("d2t", lambda t: t + 90, "d2t leads to token ids from .*; the target's are 0 to 96"),
+        ("d2t", lambda t: -torch.arange(50), "the same id of the target"),
+        ("t2d", lambda t: ~t, "t2d and d2t disagree"),
+    ],
+)
+def test_a_bad_tensor_is_told_at_load_with_both_models(
+    name: str, value: Any, says: str, target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_head(tmp_path / "head", target, draft_vocab=50)
+    load(target, head)
+    change(head, name, value)
+    with pytest.raises(HeadError, match=says) as raised:
+        load(target, head)
+    assert str(target) in str(raised.value)
+    assert str(head) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"vocab_size": 200, "draft_vocab_size": 97},
+            "of 200 tokens, the target has 97",
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 5, 7]},
+            "behind layers 2, 5, 7, but",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [2, "a", 4]}, "they must be integers"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}, "behind layers 2, 2, 4"),
+        ({"hidden_act": "relu"}, "its activation is relu"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "its RoPE is dynamic"),
+        ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
+        ({"architectures": ["DFlashDraftModel"]}, "a head of kind dflash; of heads, eagle3 ones"),
+    ],
+)
+def test_a_bad_config_is_told_at_load(
+    changes: dict[str, Any], says: str, target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_head(tmp_path / "head", target)
+    edit(head, **changes)
+    with pytest.raises(HeadError, match=says) as raised:
+        load(target, head)
+    assert str(target) in str(raised.value)
+
+
+def test_a_head_for_a_wider_target_is_refused(
+    target: Path, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    head = save_tiny_head(tmp_path, tiny_model("llama", num_hidden_layers=6, hidden_size=64))
+    with pytest.raises(HeadError, match=r"each 32 wide, it must be 64 x 96"):
+        load(target, head)
+
+
+def test_a_target_too_shallow_for_the_usual_layers_is_refused(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    target = tiny_model("llama")
+    head = save_tiny_head(tmp_path, target)
+    edit(head, eagle_aux_hidden_state_layer_ids=None)
+    with pytest.raises(HeadError, match="as heads do whose config names none"):
+        load(target, head)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_file_cut_short_is_refused(pickled: bool, target: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path, target, pickled=pickled)
+    (file,) = (path for path in head.iterdir() if path.name != "config.json")
+    file.write_bytes(file.read_bytes()[:-3000])
+    with pytest.raises(HeadError, match="damaged or cut short"):
+        load(target, head)
+
+
+def test_a_head_without_weights_is_refused(target: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path, target)
+    (head / "model.safetensors").unlink()
+    with pytest.raises(HeadError, match=r"model\.safetensors"):
+        load(target, head)
+
+
+def test_a_model_of_its_own_is_no_head(target: Path, tmp_path: Path) -> None:
+    assert head_kind(target) is None
+    assert head_kind(tmp_path) is None
+    shutil.copy(target / "config.json", tmp_path)
+    edit(tmp_path, architectures=["LlamaForCausalLMEagle3"])
+    assert head_kind(tmp_path) == "eagle3"
+    edit(tmp_path, architectures=["Qwen3ForCausalLM"], speculators_model_type="dspark")
+    assert head_kind(tmp_path) == "dspark"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": None}, (2, 18, 33)),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 20, 30]}, (3, 20, 30)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}, (2, 18, 33)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}}, (2, 18, 33)),
+        ({"target_layer_ids": [-1, 9, 18, 27, 34]}, (0, 10, 19, 28, 35)),
+    ],
+)
+def test_each_format_counts_layers_in_its_own_way(
+    changes: dict[str, Any], expected: tuple[int, ...], target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_head(tmp_path, target)
+    edit(head, **({"eagle_aux_hidden_state_layer_ids": None} | changes))
+    assert HeadConfig.load(head).boundaries_of(36) == expected
+
+
+def test_rope_is_the_heads_own(target: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path, target)
+    edit(head, rope_theta=None)
+    assert HeadConfig.load(head).layers.rope_parameters["rope_theta"] == 10000.0
+    assert HeadConfig.load(head).draft_vocab_size == VOCAB

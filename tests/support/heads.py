@@ -1,0 +1,215 @@
+"""Tiny random EAGLE-3 heads on disk, and their formulas in plain torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, INNER = 4, 2, 8, 48
+THETA, EPS = 500.0, 1e-5
+
+
+def save_tiny_head(
+    path: Path,
+    target: Path,
+    *,
+    boundaries: tuple[int, ...] = (1, 2, 4),
+    speculators: bool = False,
+    draft_vocab: int | None = None,
+    hidden_size: int | None = None,
+    num_layers: int = 1,
+    seed: int = 0,
+    scale: float = 0.3,
+    head_norms: bool = False,
+    own_embedding: bool = False,
+    pickled: bool = False,
+    **flags: bool,
+) -> Path:
+    """A head of random weights for a tiny target, whose ids it drafts `draft_vocab` of."""
+    told = AutoConfig.from_pretrained(target)
+    vocab, theirs = told.vocab_size, told.hidden_size
+    width = hidden_size or theirs
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    m, size = len(boundaries), draft_vocab or vocab
+    tensors = {"fc.weight": matrix(width, m * theirs), "norm.weight": norm(width)}
+    tensors["lm_head.weight"] = matrix(size, width)
+    if flags.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": norm(theirs) for i in range(m)}
+    if flags.get("norm_before_fc"):
+        tensors["input_norm.weight"] = norm(m * theirs)
+    if own_embedding or width != theirs:
+        tensors["embed_tokens.weight"] = matrix(vocab, width)
+    for i in range(num_layers):
+        layer = f"layers.{i}" if speculators or i > 0 else "midlayer"
+        inputs = 2 * width if i == 0 else width
+        for name, shape in {
+            "q": (NUM_HEADS * HEAD_DIM, inputs),
+            "k": (NUM_KV_HEADS * HEAD_DIM, inputs),
+            "v": (NUM_KV_HEADS * HEAD_DIM, inputs),
+            "o": (width, NUM_HEADS * HEAD_DIM),
+        }.items():
+            tensors[f"{layer}.self_attn.{name}_proj.weight"] = matrix(*shape)
+        for name, shape in {
+            "gate": (INNER, width),
+            "up": (INNER, width),
+            "down": (width, INNER),
+        }.items():
+            tensors[f"{layer}.mlp.{name}_proj.weight"] = matrix(*shape)
+        norms = [
+            "input_layernorm",
+            "post_attention_layernorm",
+            *(["hidden_norm"] if i == 0 else []),
+        ]
+        tensors |= {f"{layer}.{name}.weight": norm(width) for name in norms}
+        if head_norms:
+            tensors |= {f"{layer}.self_attn.{name}_norm.weight": norm(HEAD_DIM) for name in "qk"}
+    if draft_vocab is not None:
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    layers: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": INNER,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": num_layers,
+        "vocab_size": vocab,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "hidden_act": "silu",
+        "model_type": "llama",
+    }
+    config: dict[str, Any] = {"draft_vocab_size": size, **flags}
+    if width != theirs:
+        config["target_hidden_size"] = theirs
+    config["eagle_aux_hidden_state_layer_ids"] = list(boundaries)
+    if speculators:
+        config |= {"speculators_model_type": "eagle3", "transformer_layer_config": layers}
+    else:
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], **layers}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, path / "pytorch_model.bin")
+    else:
+        save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    if (path / "pytorch_model.bin").exists():
+        loaded: dict[str, Tensor] = torch.load(path / "pytorch_model.bin", weights_only=True)
+        return loaded
+    return load_file(path / "model.safetensors")
+
+
+class PlainHead:
+    """The formulas, row by row and without a cache: every row looks back at all before it."""
+
+    def __init__(self, path: Path, target_embedding: Tensor) -> None:
+        self.told = json.loads((path / "config.json").read_text())
+        self.w = tensors_of(path)
+        self.embedding = self.w.get("embed_tokens.weight", target_embedding)
+        layers = self.told.get("transformer_layer_config", self.told)
+        first = "midlayer" if "midlayer.hidden_norm.weight" in self.w else "layers.0"
+        self.layers = [first, *(f"layers.{i}" for i in range(1, layers["num_hidden_layers"]))]
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        weight = self.w[f"{name}.weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+    def fused(self, g: Tensor) -> Tensor:
+        """[T, m, H] -> [T, hidden]."""
+        if "fc_norm.0.weight" in self.w:
+            g = torch.stack([self.norm(f"fc_norm.{i}", g[:, i]) for i in range(g.shape[1])], 1)
+        g = g.flatten(1)
+        if "input_norm.weight" in self.w:
+            g = self.norm("input_norm", g)
+        return g @ self.w["fc.weight"].T
+
+    def rows(self, f: Tensor, tokens: Tensor) -> Tensor:
+        """y of rows 0, 1, … with these f and next tokens.
+
+        Shape: [T, hidden], [T] -> [T, hidden].
+        """
+        first = self.layers[0]
+        e = self.norm(f"{first}.input_layernorm", self.embedding[tokens])
+        a = self.norm(f"{first}.hidden_norm", f)
+        x = a if self.told.get("norm_before_residual") else f
+        for layer in self.layers:
+            z = (
+                torch.cat((e, a), -1)
+                if layer == first
+                else self.norm(f"{layer}.input_layernorm", x)
+            )
+            x = x + self.attention(f"{layer}.self_attn", z)
+            z = self.norm(f"{layer}.post_attention_layernorm", x)
+            gate, up = (z @ self.w[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+            x = (
+                x
+                + (torch.nn.functional.silu(gate) * up) @ self.w[f"{layer}.mlp.down_proj.weight"].T
+            )
+        return x
+
+    def attention(self, name: str, z: Tensor) -> Tensor:
+        q, k, v = (
+            (z @ self.w[f"{name}.{n}_proj.weight"].T).view(len(z), -1, HEAD_DIM) for n in "qkv"
+        )
+        if f"{name}.q_norm.weight" in self.w:
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        q, k = rotated(q), rotated(k)
+        group = NUM_HEADS // NUM_KV_HEADS
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) * HEAD_DIM**-0.5
+        scores = scores.masked_fill(~torch.ones(len(z), len(z)).tril().bool(), -torch.inf)
+        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
+        return out.flatten(1) @ self.w[f"{name}.o_proj.weight"].T
+
+    def recycled(self, y: Tensor) -> Tensor:
+        return self.norm("norm", y) if self.told.get("norm_output") else y
+
+    def logits(self, y: Tensor, vocab: int) -> Tensor:
+        """[N, hidden] -> [N, V], -inf where the draft has no token."""
+        narrow = self.norm("norm", y) @ self.w["lm_head.weight"].T
+        if "d2t" not in self.w:
+            return narrow
+        ids = torch.arange(len(self.w["d2t"])) + self.w["d2t"]
+        wide = torch.full((len(y), vocab), -torch.inf)
+        wide[:, ids] = narrow
+        return wide
+
+    def draft_logits(self, g: Tensor, tokens: list[int], drafts: list[int], vocab: int) -> Tensor:
+        """In front of each of k drafts, the last of them unused.
+
+        Shape: g [n - 1 or more, m, H] of the known tokens' positions, tokens [n] -> [k, V].
+        """
+        n = len(tokens)
+        f = self.fused(g[: n - 1])
+        following = [*tokens[1:]]
+        found = []
+        for draft in drafts:
+            y = self.rows(f, torch.tensor(following))[-1:]
+            found.append(self.logits(y, vocab))
+            f = torch.cat((f, self.recycled(y)))
+            following.append(draft)
+        return torch.cat(found)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """RoPE at positions 0, 1, …  Shape: [T, heads, HEAD_DIM]."""
+    inv_freq = THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angle = (torch.arange(len(x))[:, None] * inv_freq)[:, None]
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
