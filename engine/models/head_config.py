@@ -8,9 +8,10 @@ are the embeddings.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import LlamaConfig
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 # Architectures and speculators' model types, by a part of their names in small letters.
 _KINDS = {
@@ -56,7 +57,7 @@ class HeadError(ValueError):
 class HeadConfig:
     """An EAGLE-3 or 3.1 head, whichever way its file said it."""
 
-    layers: LlamaConfig  # of its decoder layers
+    layers: "LlamaConfig"  # of its decoder layers
     draft_vocab_size: int
     target_hidden_size: int
     boundaries: tuple[int, ...] | None  # that it reads, ascending; None: those of EAGLE-3
@@ -113,7 +114,9 @@ def _kind(told: dict[str, Any]) -> str | None:
     return next((kind for part, kind in _KINDS.items() if part in joined), None)
 
 
-def _layers(told: dict[str, Any]) -> LlamaConfig:
+def _layers(told: dict[str, Any]) -> "LlamaConfig":
+    from transformers import LlamaConfig  # takes seconds, which `head_kind` need not
+
     kept = {key: value for key, value in told.items() if key not in _OWN_KEYS}
     if kept.get("hidden_act", "silu") != "silu":
         raise HeadError(f"its activation is {kept['hidden_act']}; silu is known here")

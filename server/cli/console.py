@@ -58,7 +58,8 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
     elif info.draft_dtype is None:
         draft = f"{info.proposer}, k = {k}"
     else:
-        draft = f"{settings.draft.model} ({info.draft_dtype}), k = {k}"
+        kind = "" if info.proposer == "draft_model" else f"{info.proposer}, "
+        draft = f"{settings.draft.model} ({kind}{info.draft_dtype}), k = {k}"
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":
         loaded += f", of which {info.warm_up_s:.1f} s to measure memory and capture graphs"

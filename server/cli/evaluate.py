@@ -121,7 +121,7 @@ def evaluate_command(
         description = {
             "target": settings.target.model,
             "draft": settings.draft.model,
-            "proposer": settings.speculation.proposer,
+            "proposer": info.proposer,
             "device": info.device,
             "dtype": info.target_dtype,
             "max_tokens": max_tokens,

@@ -45,13 +45,15 @@ class TargetSettings(_ModelSettings):
 
 
 class DraftSettings(_ModelSettings):
-    """The small model that runs ahead; read if speculation.proposer is auto or draft_model."""
+    """The small model or head that runs ahead; read if speculation.proposer is auto or
+    draft_model.
+    """
 
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="As target.model, with the same tokenizer. Unset: the best that is known for "
-        "the target, if speculation.proposer is auto.",
+        description="As target.model, with the same tokenizer; or an EAGLE-3 head made for the "
+        "target. Unset: the best that is known for the target, if speculation.proposer is auto.",
     )
     dtype: Dtype | None = Field(
         default=None,
@@ -68,9 +70,9 @@ class SpeculationSettings(Section):
 
     proposer: Literal["auto", "draft_model", "ngram", "none"] = Field(
         default="auto",
-        description="draft_model: the draft; ngram: prompt lookup, no second model; none: plain. "
-        "auto: draft.model, or else the best draft that is known for the target, or else prompt "
-        "lookup; the server says at its start which, and why.",
+        description="draft_model: the draft, a model or a head; ngram: prompt lookup, no second "
+        "model; none: plain. auto: draft.model, or else the best draft that is known for the "
+        "target, or else prompt lookup; the server says at its start which, and why.",
     )
     num_speculative_tokens: int = Field(
         default=4,

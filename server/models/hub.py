@@ -12,11 +12,14 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from outrider.engine.models.head_config import head_kind
+
 from .store import ModelError
 
 # Weights as safetensors only: a pickle checkpoint runs code when it is opened.
 _DATA_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]
 _CODE_FILES = ["*.py"]
+_HEAD_FILES = ["pytorch_model.bin"]  # some heads come in no other; read as tensors alone
 
 
 def snapshot(
@@ -27,15 +30,22 @@ def snapshot(
     Raises ModelError, which says whether the id, the revision, the access or the network is wrong.
     """
     where = f"{hub_id} at revision {revision}" if revision else hub_id
-    try:
+
+    def download(patterns: list[str]) -> Path:
         return Path(
             snapshot_download(
                 hub_id,
                 revision=revision,
-                allow_patterns=_DATA_FILES + (_CODE_FILES if with_code else []),
+                allow_patterns=patterns,
                 local_files_only=cached_only,
             )
         )
+
+    try:
+        directory = download(_DATA_FILES + (_CODE_FILES if with_code else []))
+        if head_kind(directory) and not any(directory.glob("*.safetensors")):
+            directory = download(_DATA_FILES + _HEAD_FILES)
+        return directory
     except GatedRepoError as error:
         raise ModelError(
             f"access to {hub_id} is restricted: ask for it on the model's page, then log in with "

@@ -17,6 +17,7 @@ from outrider.engine.config import (
     SpeculationConfig,
     TokenTable,
 )
+from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
 
 from ..cli.progress import ignore_progress
 from ..config.settings import DraftSettings, Settings, TargetSettings
@@ -88,10 +89,13 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
                 trust_remote_code=settings.draft.trust_remote_code,
                 progress=progress,
             )
-            draft_vocabulary = _vocabulary(
-                _config(draft, settings.draft), _tokenizer(draft, settings.draft)
-            )
-            vocab_size = shared_vocab_size(vocabulary, draft_vocabulary)
+            if head_kind(draft):  # it has its target's tokenizer; the engine checks the rest
+                _check_head(draft)
+            else:
+                draft_vocabulary = _vocabulary(
+                    _config(draft, settings.draft), _tokenizer(draft, settings.draft)
+                )
+                vocab_size = shared_vocab_size(vocabulary, draft_vocabulary)
     eos_token_ids = _eos_token_ids(target, config, tokenizer)
     token_table = _token_table(tokenizer, vocab_size)
     return Pair(settings, target, draft, vocab_size, eos_token_ids, token_table)
@@ -162,6 +166,14 @@ def _told(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterator
         yield
     except ModelError as error:
         raise kind(f"{key} = {model!r}: {error}") from error
+
+
+def _check_head(directory: Path) -> None:
+    """Refuse before minutes of loading a head that is not known here."""
+    try:
+        HeadConfig.load(directory)
+    except HeadError as error:
+        raise ModelError(str(error)) from None
 
 
 def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any:

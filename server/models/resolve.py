@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from outrider.engine.api import ReportProgress
+from outrider.engine.models.head_config import head_kind
 
 from ..cli.progress import ignore_progress
 from . import builtin, hub, store
@@ -102,12 +103,16 @@ def _convert_gguf(path: Path, progress: ReportProgress) -> Path:
 def _checked(directory: Path, model: str) -> Path:
     """`directory`, if it has what a load needs; else a ModelError that says what is missing."""
     names = {file.name for file in directory.iterdir()}
+    is_head = head_kind(directory) is not None  # which has its target's tokenizer
     if "config.json" not in names:
         kind = "a LoRA adapter, not a whole model" if "adapter_config.json" in names else None
         raise ModelError(f"{model!r} is not a model directory: {kind or 'it has no config.json'}")
-    if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}:
+    tokenizers = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}
+    if not is_head and not names & tokenizers:
         raise ModelError(f"{model!r} has no tokenizer (tokenizer.json or tokenizer.model)")
-    if not any(name.endswith(".safetensors") for name in names):
+    # What a head's .bin file holds is read as tensors alone.
+    is_pickled = is_head and "pytorch_model.bin" in names
+    if not is_pickled and not any(name.endswith(".safetensors") for name in names):
         raise ModelError(
             f"{model!r} has no .safetensors weights; pickle checkpoints (.bin, .pt) are not "
             "loaded, since opening one can run code: convert it with transformers' save_pretrained"

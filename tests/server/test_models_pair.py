@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from heads import save_tiny_head
 from tiny_pairs import save_tiny_model_with_tokenizer
 
 from outrider.server.config.settings_loader import load_settings
@@ -114,3 +115,31 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     assert config.enforce_eager
     assert config.batch_invariant
     assert (config.vocab_size, config.eos_token_ids) == (10, (1,))
+
+
+def test_a_head_needs_no_tokenizer_and_no_setting_but_its_name(
+    models: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_head(tmp_path / "head", models / "target", boundaries=(1, 2, 3))
+    settings = settings_for(models, str(head), "target.dtype=float32")
+    found = prepare_pair(settings)
+    config = engine_config(settings, found)
+    assert config.draft is not None
+    assert config.draft.path == str(head)
+    assert config.speculation.proposer == "draft_model"
+    assert config.vocab_size == found.vocab_size
+
+
+def test_a_head_may_come_pickled(models: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path / "head", models / "target", pickled=True)
+    assert prepare_pair(settings_for(models, str(head))).draft == head
+
+
+def test_a_head_of_an_unknown_kind_is_refused_before_anything_is_loaded(
+    models: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_head(tmp_path / "head", models / "target")
+    told = json.loads((head / "config.json").read_text()) | {"architectures": ["DFlashDraftModel"]}
+    (head / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match=r"draft\.model = .*head of kind dflash"):
+        prepare_pair(settings_for(models, str(head)))
