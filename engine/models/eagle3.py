@@ -14,6 +14,7 @@ normalised. Further layers are ordinary ones.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +80,9 @@ class Eagle3Head(PagedLayers):
 
     def pack(self, *, rounds: bool) -> None:
         """Lay the weights out as a CPU reads them best; with `rounds`, in 8 bits if that pays."""
-        self.blocks = [block.packed(rounds=rounds) for block in self.blocks]
-        self.fc = packed(self.fc, rounds=rounds)
-        self.head = packed(self.head, rounds=rounds)
+        change = partial(packed, rounds=rounds)
+        self.blocks = [block.changed(change) for block in self.blocks]
+        self.fc, self.head = change(self.fc), change(self.head)
 
     def fused(self, taps: Tensor) -> Tensor:
         """f of the target's states. Shape: [T, num_taps, target's hidden] -> [T, hidden]."""
