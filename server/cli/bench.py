@@ -88,6 +88,7 @@ def _row(at_once: int, plain: "Load", drafted: "Load") -> dict[str, Any]:
 
     def of(load: "Load") -> dict[str, float]:
         return {
+            "num_requests": len(load.first_token_s),
             "tokens_per_s": load.tokens_per_s,
             "first_token_s_p50": percentile(load.first_token_s, 0.5),
             "first_token_s_p99": percentile(load.first_token_s, 0.99),

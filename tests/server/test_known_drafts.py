@@ -134,6 +134,9 @@ def test_what_the_settings_say_goes_first(models: Path, monkeypatch: pytest.Monk
     )
     assert named.draft == models / "draft"
     assert engine_config(named).speculation.num_speculative_tokens == 2
+    know(monkeypatch, models / "draft")
+    known = prepare_pair(settings_of(models, "speculation.num_speculative_tokens=2"))
+    assert engine_config(known).speculation.num_speculative_tokens == 2
     for plain in ("speculation.proposer=none", "speculation.num_speculative_tokens=0"):
         pair = prepare_pair(settings_of(models, plain))
         assert (pair.draft, engine_config(pair).speculation.num_speculative_tokens) == (None, 0)

@@ -184,6 +184,13 @@ def test_each_character_has_the_kind_of_its_token() -> None:
     assert list(painter.paint("what no token says")) == [("what no token says", "plain")]
 
 
+def test_the_same_text_twice_has_the_kinds_of_both_tokens() -> None:
+    painter = Painter()
+    tokens = [{"bytes": list(b"ha"), "kind": kind} for kind in ("accepted", "bonus")]
+    painter.take({"trace": [{"tokens": tokens}]})
+    assert [*painter.paint("ha"), *painter.paint("ha")] == [("ha", "accepted"), ("ha", "bonus")]
+
+
 # ---- bench
 
 
@@ -203,6 +210,7 @@ def test_bench_measures_with_and_without_drafts(
     assert [row["concurrency"] for row in told["loads"]] == [1, 3]
     for row in told["loads"]:
         assert row["acceptance"] == 0.5  # 6 of 12
+        assert row["plain"]["num_requests"] == row["drafted"]["num_requests"] == 6  # no warm-up
         assert row["speedup"] == row["drafted"]["tokens_per_s"] / row["plain"]["tokens_per_s"]
         assert row["plain"]["first_token_s_p99"] >= row["plain"]["first_token_s_p50"] > 0
     requests = [request for batch in served.client.submitted for request in batch]
