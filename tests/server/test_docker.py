@@ -50,7 +50,9 @@ def labels_by_series(
         engine = InProcessEngine(engine_config(*pair))
         await engine.start()
         try:
-            app = create_app(engine, tokenizer, Gate(), model_name="t", settings=ServerSettings())
+            app = create_app(
+                engine, tokenizer, Gate(), model_names=["t"], settings=ServerSettings()
+            )
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 body = {"prompt": "x", "max_tokens": 4}
