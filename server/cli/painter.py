@@ -31,11 +31,10 @@ class Painter:
 
     def take(self, choice: dict[str, Any]) -> None:
         """Learn the tokens of a chunk's choice."""
-        for kinds in self._steps(choice):
+        for tokens in self._steps(choice):
             self.num_steps += 1
-            for token, kind in kinds:
+            for text, kind in tokens:
                 self.counts[kind] += 1
-                text = self._decoder.decode(bytes(token["bytes"]))
                 self._text += text
                 self._kinds += [kind] * len(text)
 
@@ -53,9 +52,11 @@ class Painter:
             yield text[at : at + length], kind
             at += length
 
-    def _steps(self, choice: dict[str, Any]) -> Iterator[list[tuple[dict[str, Any], str]]]:
+    def _steps(self, choice: dict[str, Any]) -> Iterator[list[tuple[str, str]]]:
+        """Of each step, what its tokens added to the text, and their kinds."""
         if "trace" in choice:
             for step in choice["trace"] or ():
-                yield [(token, token["kind"]) for token in step["tokens"]]
+                yield [(token["text"], token["kind"]) for token in step["tokens"]]
         elif tokens := (choice.get("logprobs") or {}).get("content"):
-            yield [(t, "accepted") for t in tokens[:-1]] + [(tokens[-1], "own")]
+            texts = [self._decoder.decode(bytes(token["bytes"])) for token in tokens]
+            yield [(text, "accepted") for text in texts[:-1]] + [(texts[-1], "own")]

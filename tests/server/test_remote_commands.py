@@ -134,7 +134,7 @@ def other_server(chunks: list[dict[str, Any]], *, knows_trace: bool) -> Iterator
 
 
 def token(text: str, **more: Any) -> dict[str, Any]:
-    return {"token": text, "bytes": list(text.encode()), **more}
+    return {"token": text, "text": text, "bytes": list(text.encode()), **more}
 
 
 def test_chat_does_without_a_trace_if_the_server_knows_none() -> None:
@@ -171,12 +171,11 @@ def test_an_error_in_the_stream_is_told() -> None:
 
 def test_each_character_has_the_kind_of_its_token() -> None:
     painter = Painter()
-    halves = [list("🙂".encode()[:2]), list("🙂".encode()[2:])]
     tokens = [
-        {"bytes": list(b"ab"), "kind": "accepted"},
-        {"bytes": halves[0], "kind": "accepted"},
-        {"bytes": halves[1], "kind": "bonus"},
-        {"bytes": list(b"<eos>"), "kind": "recovered"},  # never shown
+        {"text": "ab", "kind": "accepted"},
+        {"text": "", "kind": "accepted"},  # half of a character
+        {"text": "🙂", "kind": "bonus"},
+        {"text": "<eos>", "kind": "recovered"},  # never shown
     ]
     painter.take({"trace": [{"tokens": tokens}]})
     assert list(painter.paint("a")) == [("a", "accepted")]
@@ -184,9 +183,17 @@ def test_each_character_has_the_kind_of_its_token() -> None:
     assert list(painter.paint("what no token says")) == [("what no token says", "plain")]
 
 
+def test_without_a_trace_the_kinds_follow_from_the_step() -> None:
+    painter = Painter()
+    halves = [{"bytes": list("🙂".encode()[:2])}, {"bytes": list("🙂".encode()[2:])}]
+    painter.take({"logprobs": {"content": [{"bytes": [97]}, *halves, {"bytes": [98]}]}})
+    assert list(painter.paint("a🙂b")) == [("a🙂", "accepted"), ("b", "own")]
+    assert painter.counts == {"accepted": 3, "own": 1}
+
+
 def test_the_same_text_twice_has_the_kinds_of_both_tokens() -> None:
     painter = Painter()
-    tokens = [{"bytes": list(b"ha"), "kind": kind} for kind in ("accepted", "bonus")]
+    tokens = [{"text": "ha", "kind": kind} for kind in ("accepted", "bonus")]
     painter.take({"trace": [{"tokens": tokens}]})
     assert [*painter.paint("ha"), *painter.paint("ha")] == [("ha", "accepted"), ("ha", "bonus")]
 
