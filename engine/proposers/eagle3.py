@@ -31,10 +31,7 @@ from ..state.phase import Phase, Shape, padded_size, padded_sizes
 from ..state.ragged import aligned
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
-from .draws import Draws
-
-# As for draft models: below it another draft pays less than it costs.
-_MIN_LIKELIHOOD = 0.1
+from .draws import MIN_LIKELIHOOD, Draws, likelihood
 
 
 class Eagle3Proposer(Proposer):
@@ -176,8 +173,8 @@ class Eagle3Proposer(Proposer):
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if self._stops_early and goes_on_np.any():
-                likelihood_np[seqs_np] *= _likelihood(logits, token_ids)
-                goes_on_np &= likelihood_np[seqs_np] >= _MIN_LIKELIHOOD
+                likelihood_np[seqs_np] *= likelihood(logits, token_ids)
+                goes_on_np &= likelihood_np[seqs_np] >= MIN_LIKELIHOOD
             if not goes_on_np.any():
                 break
             y = y[uploaded(goes_on_np.nonzero()[0], device)]
@@ -282,10 +279,3 @@ def _tensors(computed: Pass) -> tuple[Tensor, ...]:
     assert computed.taps is not None
     assert computed.rows is not None
     return computed.taps, *computed.rows
-
-
-def _likelihood(logits: Tensor, token_ids: Tensor) -> np.ndarray:
-    """What the head gives these tokens. Shape: [N, V], [N] -> [N]."""
-    probs = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])
-    of_row: np.ndarray = probs.squeeze(1).float().numpy()
-    return of_row

@@ -7,9 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.verify.slot_rows import read_slots, write_draft
-from outrider.kernels.verify.verify import draft_sample
-
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits, RequestRows
 from ..models.paged_model import PagedModel
@@ -18,18 +15,9 @@ from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
-from ..state.ragged import aligned
 from ..state.slots import Slots
-from .base import (
-    SAMPLING_KINDS,
-    DraftDistributions,
-    Proposer,
-    sampling_kind,
-)
-
-# Below it another draft pays less than it costs: measured with the default pair, where anything
-# from 0.05 to 0.2 is within 2% of the best for a draft of 0.07 to 0.11 of the target's cost.
-_MIN_LIKELIHOOD = 0.1
+from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
+from .draws import MIN_LIKELIHOOD, Draws, likelihood
 
 
 class Top1Proposer(Proposer):
@@ -62,18 +50,13 @@ class Top1Proposer(Proposer):
         # Of one pass: a step's, and the two that each seat may not have seen.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
         self._stops_early = stops_early
+        self._draws = Draws(slots, vocab_size, draft.vocab_size, draft.dtype)
+        self.distributions: DraftDistributions = self._draws.distributions
         self._phase = Phase(self._draw, slots.device)
         self._sizes: list[int] = []  # captured, ascending
-        self.distributions: DraftDistributions = DraftDistributions.empty(
-            slots.max_num_seqs + 1, slots.max_drafts, draft.vocab_size, draft.dtype, slots.device
-        )
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
-        device = self._slots.device
-        logits = torch.zeros(2, self._draft.vocab_size, dtype=self._draft.dtype, device=device)
-        integers = uploaded(self._pad(np.zeros((2, 0), dtype=np.int64), 2), device)
-        for kind in SAMPLING_KINDS:
-            yield partial(self._draw, integers, (2, *kind), logits, *self.distributions)
+        return self._draws.warm_ups()
 
     def rehearse(self, num_rows: int) -> None:
         num_seqs = self._slots.max_num_seqs
@@ -87,10 +70,10 @@ class Top1Proposer(Proposer):
         """Capture the draft's passes, of one row or two a sequence, and its draws."""
         progress = partial(report, "capturing the draft's graphs")
         logits = self._draft.capture(2, self._most_rows, False, progress)
-        sizes = padded_sizes(self._slots.max_num_seqs)
+        sizes, nobody = padded_sizes(self._slots.max_num_seqs), np.zeros(0, dtype=np.int64)
         for size in sizes:
             for kind in SAMPLING_KINDS:
-                integers_np = self._pad(np.zeros((2, 0), dtype=np.int64), size)
+                integers_np = self._draws.pack(nobody, 0, size)
                 tensors = (logits[:size], *self.distributions)
                 self._phase.capture(integers_np, (size, *kind), tensors)
         self._sizes = sizes[::-1]
@@ -154,16 +137,15 @@ class Top1Proposer(Proposer):
         seqs_np = np.arange(len(scheduled))  # that are still drafted for
         kind = sampling_kind(scheduled)
         for j in range(int(num_drafts_np.max())):
-            offsets_np = np.full_like(slots_np, j)
-            self._edit(logits, slots_np, offsets_np)
+            self._edit(logits, slots_np, np.full_like(slots_np, j))
             size = padded_size(len(slots_np), self._sizes)
-            integers_np = self._pad(np.stack((slots_np, offsets_np)), size)
+            integers_np = self._draws.pack(slots_np, j, size)
             token_ids = self._phase(integers_np, (size, *kind), logits, *self.distributions)
             num_drawn_np[seqs_np] += 1
             goes_on_np = num_drafts_np[seqs_np] > j + 1
             if self._stops_early and goes_on_np.any():
-                likelihood_np[seqs_np] *= _likelihood(logits, token_ids)
-                goes_on_np &= likelihood_np[seqs_np] >= _MIN_LIKELIHOOD
+                likelihood_np[seqs_np] *= likelihood(logits, token_ids)
+                goes_on_np &= likelihood_np[seqs_np] >= MIN_LIKELIHOOD
             if not goes_on_np.any():
                 break
             seqs_np, slots_np = seqs_np[goes_on_np], slots_np[goes_on_np]
@@ -171,42 +153,11 @@ class Top1Proposer(Proposer):
             logits = self._forward(slots_np, j * ones_np, ones_np, ones_np)
         return num_drawn_np
 
-    def _draw(
-        self,
-        integers: Tensor,
-        shape: Shape,
-        logits: Tensor,
-        kept_logits: Tensor,
-        kept_state: Tensor,
-    ) -> Tensor:
-        """Draw one draft a row, write it to its slot, and keep what it was drawn from.
-
-        Shape: integers [2, N or more], of each row its slot and how many of the step's drafts come
-        before this one; logits [N, V']; kept_logits [num_slots, K, V'], kept_state [num_slots, K,
-        4].
-        """
+    def _draw(self, integers: Tensor, shape: Shape, logits: Tensor, *kept: Tensor) -> Tensor:
+        """Draw one draft a row of a batch of the shape (rows, filters, samples): `Draws.draw`."""
         size, filters, samples = shape
-        slot, offset = integers[:, :size].unbind()
-        rows = read_slots(self._slots.state, slot, 0, offset)
-        drawn = draft_sample(
-            logits,
-            rows.sampling,
-            rows.position,
-            rows.anchor,
-            self._vocab_size,
-            filters=bool(filters),
-            samples=bool(samples),
-        )
-        kept = (kept_logits, kept_state) if samples else None  # greedy ones are verified without
-        write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
-        return drawn.token_ids
-
-    def _pad(self, integers_np: np.ndarray, size: int) -> np.ndarray:
-        """Shape: [2, N] -> [2, size or more]; the rows behind are those of nobody."""
-        padded = np.zeros((2, aligned(size)), dtype=np.int64)
-        padded[0] = self._slots.dummy
-        padded[:, : integers_np.shape[1]] = integers_np
-        return padded
+        kind = bool(filters), bool(samples)
+        return self._draws.draw(integers, kind, logits[:size], DraftDistributions(*kept))
 
     def _edit(self, logits: Tensor, slots_np: np.ndarray, drafts_np: np.ndarray) -> None:
         """In place, if the requests of the rows want it. Shape: [N, V'], drafts_np [N] before them.
@@ -238,10 +189,3 @@ def _first_unseen(request: Request) -> int:
     if request.num_drafts_in_flight:
         return -2
     return request.num_draft_computed_tokens - request.least_tokens
-
-
-def _likelihood(logits: Tensor, token_ids: Tensor) -> np.ndarray:
-    """What the draft model gives these tokens. Shape: [N, V'], [N] -> [N]."""
-    probs = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])
-    of_row: np.ndarray = probs.squeeze(1).float().numpy()
-    return of_row
