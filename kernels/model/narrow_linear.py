@@ -1,0 +1,370 @@
+"""Linear layers whose matrix has 4 or 8 bits a number, beside inputs of 16:
+
+    y = epilogue(rmsnorm(x) W^T + b)
+
+A program turns the codes of its outputs into numbers of x's dtype, in which all of them are exact,
+and multiplies on tensor cores; sums are float32. A scale multiplies a sum, not the weights: nothing
+is rounded that the format does not round, and activations are not either.
+
+It sums in an order that the matrix alone decides: a row comes out the same to the bit in any
+company. Only of many rows the library is so far ahead that the matrix is unpacked for it, a layer
+at a time, unless the bits must be the same.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._dispatch import num_programs, uses_triton
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
+from ..triton_or_none import tl, triton
+from .linear import add_linear, linear, linear_reference
+from .narrow_matrix import STEP, NarrowMatrix, dequantise, has_4_bits
+from .narrow_numbers import numbers, unpack
+from .rms_norm import Norm, rms_norm
+from .split_product import add_parts
+
+# Measured on an H200.
+_MAX_ROWS = 256  # beyond which the library is ahead, though the matrix is unpacked for it
+_MAX_SPLITS = 8
+_PROGRAMS_PER_SM, _GATED_PROGRAMS_PER_SM = 6, 3  # into which a product is split at most
+_MIN_STEPS = 2  # of a split
+_MAX_SPLIT_ROWS = 256
+_AHEAD_BYTES = 1 << 24  # of weights that are asked for while the kernel before still runs
+_TILES_TOGETHER = 8  # of rows, which share the weights in the L2 cache
+_BLOCK_N = 64
+
+
+def narrow_linear(
+    x: Tensor,
+    matrix: NarrowMatrix,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    same_bits: bool = False,
+) -> Tensor:
+    """As `linear`: rmsnorm(x) W^T + b; with `gated` silu of its first half times the second.
+
+    With `same_bits` a row comes out the same to the bit in any company.
+    Shape: x [T, K], rows dense, matrix [N, K] or, gated, [2 N, K], out [T, N] dense -> [T, N]
+    """
+    if not uses_triton(x):
+        plain = dequantise(matrix, x.dtype)
+        y = linear_reference(x, plain, bias, norm=norm, gated=gated)
+        return y if out is None else out.copy_(y)
+    if len(x) > _MAX_ROWS and not same_bits:
+        y = linear(_ordered(x, matrix, norm), unpack(matrix, x.dtype), bias, gated=gated)
+        return y if out is None else out.copy_(y)
+    if out is None:
+        num_out = matrix.shape[0]
+        out = x.new_empty(len(x), num_out // 2 if gated else num_out)
+    x = _ordered(x, matrix, norm)
+    num_splits = _num_splits(matrix, gated=gated)
+    parts = None
+    if num_splits > 1 and len(x) <= _MAX_SPLIT_ROWS:
+        parts = x.new_empty(num_splits, len(x), matrix.shape[0], dtype=torch.float32)
+    _launch(out, x, matrix, bias, num_splits, parts, gated=gated)
+    return out
+
+
+def add_narrow_linear(
+    residual: Tensor,
+    x: Tensor,
+    matrix: NarrowMatrix,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    same_bits: bool = False,
+) -> Tensor | None:
+    """As `add_linear`: add x W^T + b to the residual, in place, and apply `norm` to the sum.
+
+    Returns the normalised sum, or None if what reads the sum normalises it more cheaply.
+    Shape: residual [T, N] dense, x [T, K], matrix [N, K] -> [T, N]
+    """
+    if not uses_triton(x):
+        plain = dequantise(matrix, x.dtype)
+        linear_reference(x, plain, bias, residual=residual)
+        return None
+    if len(x) > _MAX_ROWS and not same_bits:
+        x = _ordered(x, matrix)
+        return add_linear(residual, x, unpack(matrix, x.dtype), bias, norm=norm)
+    x = _ordered(x, matrix)
+    num_splits = _num_splits(matrix)
+    if bias is None and len(x) <= _MAX_SPLIT_ROWS:
+        parts = x.new_empty(num_splits, *residual.shape, dtype=torch.float32)
+        _launch(None, x, matrix, None, num_splits, parts)
+        return add_parts(residual, parts, norm)
+    _launch(residual, x, matrix, bias, num_splits, None, adds=True)
+    return None
+
+
+def _ordered(x: Tensor, matrix: NarrowMatrix, norm: Norm | None = None) -> Tensor:
+    """The inputs in the order of the codes' columns, normalised if that is asked for."""
+    if norm is not None:
+        x = rms_norm(x, norm)
+    return x if matrix.order is None else x.index_select(1, matrix.order)
+
+
+def _num_splits(matrix: NarrowMatrix, *, gated: bool = False) -> int:
+    """Into how many sums over K an output is split, so that few outputs keep a GPU busy."""
+    per_sm = _GATED_PROGRAMS_PER_SM if gated else _PROGRAMS_PER_SM
+    num_tiles = triton.cdiv(matrix.shape[0], _BLOCK_N)
+    most = min(_MAX_SPLITS, num_programs(matrix.codes.device, per_sm) // num_tiles)
+    splits, share = 1, matrix.codes.shape[1]
+    while 2 * splits <= most and share % (2 * matrix.half) == 0:
+        if share // 2 < _MIN_STEPS * matrix.half:
+            break
+        splits, share = 2 * splits, share // 2
+    return splits
+
+
+def _tiling(num_rows: int, matrix: NarrowMatrix, num_splits: int) -> dict[str, int]:
+    """Rows and outputs of a tile, warps, and steps under way: no sum depends on them."""
+    if num_rows > 64:
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    if has_4_bits(matrix.kind) or matrix.half < STEP:
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+    if num_splits > 1 and (block_m == 16 or num_splits >= _MAX_SPLITS):
+        return {"BLOCK_M": block_m, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
+    num_stages = 6 if block_m == 16 else 3
+    return {"BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 4, "num_stages": num_stages}
+
+
+def _launch(
+    out: Tensor | None,
+    x: Tensor,
+    matrix: NarrowMatrix,
+    bias: Tensor | None,
+    num_splits: int,
+    parts: Tensor | None,
+    *,
+    gated: bool = False,
+    adds: bool = False,
+) -> None:
+    """One program for each split, if there are `parts`, [splits, T, N] float32; else one for all.
+
+    With parts and `out`, the last program of a tile merges; without `out` the parts are the result.
+    """
+    assert x.stride(-1) == 1
+    assert x.shape[1] == matrix.num_in
+    assert out is None or out.is_contiguous()
+    num_rows, width = len(x), matrix.codes.shape[1]
+    num_out = matrix.shape[0]
+    tiling = _tiling(num_rows, matrix, num_splits)
+    share = width // num_splits
+    num_tiles = triton.cdiv(num_out, tiling["BLOCK_N"]) * triton.cdiv(num_rows, tiling["BLOCK_M"])
+    merges = parts is not None and out is not None
+    _narrow_kernel[num_tiles, num_splits if parts is not None else 1](
+        out,
+        x,
+        matrix.codes.view(torch.uint8),
+        matrix.scale,
+        matrix.zero,
+        bias,
+        parts,
+        _counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None,
+        num_rows,
+        num_out // 2 if gated else num_out,
+        x.stride(0),
+        matrix.scale.stride(0),
+        KIND=matrix.kind,
+        NUM_IN=matrix.num_in,
+        WIDTH=width,
+        SHARE=share,
+        SPLITS=num_splits,
+        GROUP=matrix.group,
+        ROWS=matrix.rows,
+        STEP=matrix.half,
+        GATED=gated,
+        ADDS=adds,
+        TOGETHER=_TILES_TOGETHER,
+        AHEAD=min(share, _AHEAD_BYTES // num_out // 16 * 16),
+        IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
+        enable_fp_fusion=False,  # else a scaled sum is rounded in some of these kernels only
+        **tiling,
+        **dependent_launch(x.device),
+    )
+
+
+@functools.cache
+def _counters(device: torch.device, size: int) -> Tensor:
+    """How many splits of a tile are done; left at zero by every launch."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _narrow_kernel(
+    out_ptr,  # [num_rows, num_out] or None
+    x_ptr,  # [num_rows, NUM_IN]
+    codes_ptr,  # [num_out or 2 * num_out, WIDTH] bytes
+    scale_ptr,  # [groups, num_out / ROWS]
+    zero_ptr,  # [groups, num_out] or None
+    bias_ptr,  # [num_out] or None
+    parts_ptr,  # [SPLITS, num_rows, num_out or 2 * num_out] float32, or None
+    counters_ptr,  # [tiles], or None
+    num_rows,
+    num_out,
+    x_stride,
+    scale_stride,
+    KIND: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    AHEAD: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One program: BLOCK_N products with BLOCK_M rows, over one split of the inputs or all of
+    them, one after the other; with ADDS on top of what `out` holds.
+    """
+    start_next_kernel(DEPENDENT)
+    OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tile_m, tile_n = _tile(num_rows, tl.cdiv(num_out, OUTS), BLOCK_M, TOGETHER)
+    row = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    i = tl.arange(0, BLOCK_N)
+    n = tile_n * OUTS + i % OUTS
+    # Gated, the block's second half are the rows of `up` that belong to the gate's before them.
+    num_weight_rows = num_out * (2 if GATED else 1)
+    weight_row = n + i // OUTS * num_out
+    is_row, is_out = row < num_rows, n < num_out
+    split = tl.program_id(1)
+    if DEPENDENT:
+        first_code = tl.minimum(weight_row, num_weight_rows - 1).to(tl.int64) * WIDTH
+        _ask_for(codes_ptr + first_code + split * SHARE, AHEAD)
+    mask = is_row & is_out[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_inputs(DEPENDENT)
+    if parts_ptr is not None:
+        part = _share(
+            x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, is_row, is_out, x_stride,
+            scale_stride, num_weight_rows, split, KIND, NUM_IN, WIDTH, SHARE, GROUP, ROWS, STEP,
+            IN_PAIRS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        part_at = parts_ptr + row * num_weight_rows + weight_row[:, None]
+        stride = num_rows.to(tl.int64) * num_weight_rows
+        tl.store(part_at + split * stride, part, mask=mask)
+        if out_ptr is not None:
+            tl.debug_barrier()  # all of the program's stores come before its count
+            counter = counters_ptr + tl.program_id(0)
+            num_before = tl.atomic_add(counter, 1, sem="acq_rel")
+            mask = mask & (num_before == SPLITS - 1)  # the last one goes on
+            tl.store(counter, 0, mask=num_before == SPLITS - 1)
+            for each in tl.static_range(SPLITS):
+                # Not from a cache that filled before the others' stores.
+                total += tl.load(
+                    part_at + each * stride, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+    else:
+        if ADDS:
+            out_at = out_ptr + row * num_out + n[:, None]
+            total = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+        for each in tl.static_range(SPLITS):
+            total += _share(
+                x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, is_row, is_out, x_stride,
+                scale_stride, num_weight_rows, each, KIND, NUM_IN, WIDTH, SHARE, GROUP, ROWS, STEP,
+                IN_PAIRS, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    if out_ptr is not None:
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
+            total += bias[:, None]
+        goes_on = is_row
+        if counters_ptr is not None:
+            goes_on = is_row & (num_before == SPLITS - 1)
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTS, BLOCK_M]), (1, 2, 0)))
+            y = gate / (1.0 + tl.exp(-gate)) * up
+            outs = tile_n * OUTS + tl.arange(0, OUTS)
+        else:
+            y = total
+            outs = n
+        tl.store(
+            out_ptr + row * num_out + outs[:, None],
+            y.to(out_ptr.dtype.element_ty),
+            mask=goes_on & (outs < num_out)[:, None],
+        )
+
+
+@triton.jit
+def _share(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, is_row, is_out, x_stride, scale_stride,
+    zero_stride, split, KIND: tl.constexpr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr,
+    SHARE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Products over one split of the inputs, scaled. Shape: [BLOCK_N, BLOCK_M] float32."""
+    HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
+    ONE_GROUP: tl.constexpr = GROUP >= NUM_IN
+    k = tl.arange(0, STEP)
+    codes_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    x_at = x_ptr + row * x_stride + k[:, None]
+    scale_at = scale_ptr + weight_row // ROWS
+    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(split * SHARE, (split + 1) * SHARE, STEP):
+        in_codes = is_out[:, None]
+        if WIDTH % STEP != 0:
+            in_codes = is_out[:, None] & (start + k < WIDTH)[None, :]
+        codes = tl.load(codes_at + start, mask=in_codes, other=0)
+        low, high = numbers(codes, zero_ptr is not None, KIND, x_ptr.dtype.element_ty, IN_PAIRS)
+        for half in tl.static_range(HALVES):
+            first = start * HALVES + half * STEP
+            in_x = is_row
+            if NUM_IN % (STEP * HALVES) != 0:
+                in_x = is_row & (first + k < NUM_IN)[:, None]
+            x = tl.load(x_at + first, mask=in_x, other=0.0)
+            group = tl.minimum(first, NUM_IN - 1) // GROUP  # a row may end in padding
+            weight = low
+            if half == 1:
+                weight = high
+            if zero_ptr is not None:
+                zero_at = zero_ptr + group * zero_stride + weight_row
+                zero = tl.load(zero_at, mask=is_out, other=0).to(tl.float32)
+                if KIND == "int4" and IN_PAIRS:
+                    zero += 128.0
+                weight = weight - zero.to(weight.dtype)[:, None]
+            if ONE_GROUP:
+                y = tl.dot(weight, x, y, input_precision="ieee")
+            else:
+                scale = tl.load(scale_at + group * scale_stride, mask=is_out, other=0.0)
+                part = tl.dot(weight, x, input_precision="ieee")
+                y += part * scale.to(tl.float32)[:, None]
+    if ONE_GROUP:
+        y *= tl.load(scale_at, mask=is_out, other=0.0).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit
+def _tile(num_rows, num_tiles_n, BLOCK_M: tl.constexpr, TOGETHER: tl.constexpr):
+    """Which rows and outputs are this program's: some tiles of rows take each weight together."""
+    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    program = tl.program_id(0)
+    first = program // (TOGETHER * num_tiles_n) * TOGETHER
+    together = tl.minimum(num_tiles_m - first, TOGETHER)
+    program = program % (TOGETHER * num_tiles_n)
+    return first + program % together, program // together
+
+
+@triton.jit
+def _ask_for(rows, BYTES: tl.constexpr):
+    """Have so many bytes from each of these addresses read into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows, BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

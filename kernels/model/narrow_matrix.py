@@ -1,0 +1,188 @@
+"""The matrix of a linear layer in 4 or 8 bits a number, with scales:
+
+    W[n, k] = (value(code[n, k]) - zero[k // group, n]) * scale[k // group, n // rows]
+
+Of 8-bit codes a byte is one number. Of 4-bit codes it is two: of `half` inputs the low nibbles, of
+the next `half` the high ones, so that a block of bytes becomes two blocks of numbers side by side.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kind = Literal["fp8", "int8", "fp4", "int4"]
+
+# Inputs that a step of a product takes at most; a 4-bit row is packed in steps.
+STEP = 128
+# Groups of inputs that share a scale: these, or multiples of STEP, or all inputs.
+SMALL_GROUPS = (32, 64)
+_ALIGNED_BYTES = 16  # of which a row is a multiple, so that whole words are read
+_NO_ZERO = {"fp8": 0, "int8": 0, "fp4": 0, "int4": 8}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAX_E4M3 = 448.0
+_ROWS_AT_ONCE = 4096
+
+
+class NarrowMatrix(NamedTuple):
+    """W of a linear layer, [N, K]."""
+
+    kind: Kind  # fp8 is e4m3, fp4 is e2m1; int8 is signed, int4 is 0 to 15
+    codes: Tensor  # [N, bytes of a row] float8_e4m3fn, int8, or for 4 bits uint8
+    scale: Tensor  # [groups, N / rows], any floating dtype
+    zero: Tensor | None  # [groups, N] int8; None: 8 for int4, else 0
+    num_in: int  # K
+    group: int  # inputs that share a scale
+    rows: int = 1  # outputs that share a scale
+    order: Tensor | None = None  # [K]: column j of the codes multiplies input order[j]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), self.num_in
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.codes, self.scale, self.zero, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def half(self) -> int:
+        """Inputs of a step of a product: whole groups, or a part of one."""
+        return _half(self.group)
+
+
+def _half(group: int) -> int:
+    return group if group in SMALL_GROUPS else STEP
+
+
+def has_4_bits(kind: Kind) -> bool:
+    return kind in ("int4", "fp4")
+
+
+def narrow_matrix(
+    kind: Kind,
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    group: int,
+    rows: int = 1,
+    zero: Tensor | None = None,
+    order: Tensor | None = None,
+) -> NarrowMatrix:
+    """A matrix from one code a number. `group` of at least K: each output has one scale.
+
+    Shape: codes [N, K], of 4 bits uint8; scale [groups, N / rows]; zero [groups, N].
+    Raises ValueError naming a group or a shape that is not served.
+    """
+    num_out, num_in = codes.shape
+    group = min(group, num_in)
+    if group < num_in and group % STEP and group not in SMALL_GROUPS:
+        raise ValueError(
+            f"{group} inputs share a scale; 32, 64, multiples of 128, and all of them are served"
+        )
+    expected = (-(-num_in // group), -(-num_out // rows))
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"its scales have the shape {tuple(scale.shape)}, not {expected}")
+    if zero is not None and tuple(zero.shape) != (expected[0], num_out):
+        raise ValueError(f"its zero points have the shape {tuple(zero.shape)}")
+    if has_4_bits(kind):
+        half = _half(group)
+        codes = F.pad(codes, (0, -num_in % (2 * half))).reshape(num_out, -1, 2, half)
+        codes = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1)
+    if missing := -codes.shape[1] % _ALIGNED_BYTES:
+        codes = F.pad(codes.contiguous().view(torch.int8), (0, missing)).view(codes.dtype)
+    return NarrowMatrix(
+        kind, codes.contiguous(), scale.contiguous(), zero, num_in, group, rows, order
+    )
+
+
+def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
+    """Matrices one below the other; None if they have no form in common."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    rows = first.rows
+    for matrix in matrices:
+        same_order = (first.order is None) == (matrix.order is None) and (
+            first.order is None or matrix.order is None or torch.equal(first.order, matrix.order)
+        )
+        is_alike = (
+            matrix.kind == first.kind
+            and matrix.codes.shape[1:] == first.codes.shape[1:]
+            and matrix.codes.dtype == first.codes.dtype
+            and matrix.scale.dtype == first.scale.dtype
+            and (matrix.num_in, matrix.group) == (first.num_in, first.group)
+            and (matrix.zero is None) == (first.zero is None)
+        )
+        if not (same_order and is_alike):
+            return None
+        if matrix.rows != rows or len(matrix.codes) % matrix.rows:
+            rows = 1  # their blocks of outputs would not meet
+    scales = [matrix.scale if rows > 1 else _scale_of_rows(matrix) for matrix in matrices]
+    zeros = [matrix.zero for matrix in matrices if matrix.zero is not None]
+    codes = torch.cat([matrix.codes.view(torch.uint8) for matrix in matrices])
+    return first._replace(
+        codes=codes.view(first.codes.dtype),
+        scale=torch.cat(scales, 1),
+        zero=torch.cat(zeros, 1) if zeros else None,
+        rows=rows,
+    )
+
+
+def _scale_of_rows(matrix: NarrowMatrix) -> Tensor:
+    return matrix.scale.repeat_interleave(matrix.rows, 1)[:, : len(matrix.codes)]
+
+
+def round_to_fp8(weight: Tensor) -> NarrowMatrix:
+    """A plain matrix in e4m3, a float32 scale for each output. Shape: [N, K]."""
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(1, len(weight), dtype=torch.float32, device=weight.device)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
+        plain = weight[part].float()
+        scale[0, part] = plain.abs().amax(1).clamp_min(1e-12) / _MAX_E4M3
+        codes[part] = (plain / scale[0, part, None]).clamp(-_MAX_E4M3, _MAX_E4M3)
+    return narrow_matrix("fp8", codes, scale, group=weight.shape[1])
+
+
+def dequantise(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
+    """The plain matrix that this stands for, rounded once. Shape: [N, K]."""
+    out = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device)
+    for first in range(0, len(out), _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
+        values = _values(matrix, part)
+        if matrix.order is None:
+            out[part] = values
+        else:
+            out[part, matrix.order] = values.to(dtype)
+    return out
+
+
+def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
+    """Some rows, their columns as the codes have them. Shape: [rows, K] float32."""
+    values = _numbers(matrix, part)
+    num_out = len(values)
+    n = torch.arange(len(matrix.codes), device=values.device)[part]
+    scale = matrix.scale.float()[:, n // matrix.rows]
+    zero: Tensor | float = _NO_ZERO[matrix.kind]
+    if matrix.zero is not None:
+        zero = matrix.zero[:, part].float().t()[:, :, None]
+    # A last group may be short.
+    padded = F.pad(values, (0, -matrix.num_in % matrix.group)).view(num_out, -1, matrix.group)
+    return ((padded - zero) * scale.t()[:, :, None]).flatten(1)[:, : matrix.num_in]
+
+
+def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
+    """What the codes of some rows stand for, before zero and scale. Shape: [rows, K] float32."""
+    codes = matrix.codes[part]
+    if not has_4_bits(matrix.kind):
+        return codes[:, : matrix.num_in].float()
+    half = matrix.half
+    codes = codes.view(len(codes), -1, 1, half)
+    nibbles = torch.cat((codes & 15, codes >> 4), 2).flatten(1)[:, : matrix.num_in]
+    if matrix.kind == "int4":
+        return nibbles.float()
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
+    return table[nibbles.int()]

@@ -1,0 +1,135 @@
+"""Codes of 4 and 8 bits as numbers: of a block in a kernel, and of a whole matrix."""
+
+import torch
+from torch import Tensor
+
+from ..triton_or_none import tl, triton
+from .narrow_matrix import NarrowMatrix
+
+_BLOCK_N = 64
+
+
+def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
+    """The plain matrix, its columns in the order of the codes. Shape: [N, K]."""
+    num_out, num_in = matrix.shape
+    out = torch.empty(num_out, num_in, dtype=dtype, device=matrix.codes.device)
+    width = matrix.codes.shape[1]
+    _unpack_kernel[triton.cdiv(num_out, _BLOCK_N), triton.cdiv(width, matrix.half)](
+        out,
+        matrix.codes.view(torch.uint8),
+        matrix.scale,
+        matrix.zero,
+        num_out,
+        matrix.scale.stride(0),
+        KIND=matrix.kind,
+        NUM_IN=num_in,
+        WIDTH=width,
+        GROUP=matrix.group,
+        ROWS=matrix.rows,
+        STEP=matrix.half,
+        BLOCK_N=_BLOCK_N,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def numbers(
+    codes, HAS_ZERO: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr
+):
+    """The numbers of a block of codes, exact in DTYPE: of 4 bits two blocks, else one twice.
+
+    With zero points, int4 comes 128 too large IN_PAIRS: the zero takes it away.
+    """
+    if KIND == "fp8":
+        low = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        if tl.float16 != DTYPE:  # directly to bfloat16 is an instruction of a quarter of the rate
+            low = low.to(tl.float32).to(DTYPE)
+        high = low
+    elif KIND == "int8":
+        low = codes.to(tl.int8, bitcast=True).to(DTYPE)
+        high = low
+    elif KIND == "fp4":
+        low, high = _e2m1(codes & 15, DTYPE), _e2m1(codes >> 4, DTYPE)
+    elif IN_PAIRS:
+        low, high = _nibbles(codes)
+        if not HAS_ZERO:
+            low -= 136.0
+            high -= 136.0
+    else:
+        offset = 0 if HAS_ZERO else 8
+        low = ((codes & 15).to(tl.int16) - offset).to(DTYPE)
+        high = ((codes >> 4).to(tl.int16) - offset).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def _e2m1(nibble, DTYPE: tl.constexpr):
+    # Doubled: 0, 1, 2, 3, 4, 6, 8, 12.
+    digit, exponent = (nibble & 1).to(tl.int16), ((nibble >> 1) & 3).to(tl.int16)
+    doubled = tl.where(exponent == 0, digit, (digit + 2) << tl.maximum(exponent - 1, 0))
+    return tl.where(nibble >= 8, -doubled, doubled).to(DTYPE) * 0.5
+
+
+@triton.jit
+def _nibbles(codes):
+    """128 + the low, and the high, nibbles as bfloat16, whose bits are 0x4300 + nibble."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        and.b32 t, $4, 0x0f0f0f0f;
+        prmt.b32 $0, t, 0x43434343, 0x4140;
+        prmt.b32 $1, t, 0x43434343, 0x4342;
+        shr.b32 t, $4, 4;
+        and.b32 t, t, 0x0f0f0f0f;
+        prmt.b32 $2, t, 0x43434343, 0x4140;
+        prmt.b32 $3, t, 0x43434343, 0x4342;
+        }""",
+        "=r,=r,=r,=r,r",
+        [codes],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _unpack_kernel(
+    out_ptr,  # [num_out, NUM_IN]
+    codes_ptr,  # [num_out, WIDTH] bytes
+    scale_ptr,  # [groups, num_out / ROWS]
+    zero_ptr,  # [groups, num_out] or None
+    num_out,
+    scale_stride,
+    KIND: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: a step of BLOCK_N outputs."""
+    HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, STEP)
+    start = tl.program_id(1) * STEP
+    is_out = n < num_out
+    codes_at = codes_ptr + n.to(tl.int64)[:, None] * WIDTH + start + k[None, :]
+    inside = is_out[:, None] & (start + k < WIDTH)[None, :]
+    codes = tl.load(codes_at, mask=inside, other=0)
+    low, high = numbers(codes, zero_ptr is not None, KIND, tl.float32, False)
+    for half in tl.static_range(HALVES):
+        first = start * HALVES + half * STEP
+        group = tl.minimum(first, NUM_IN - 1) // GROUP
+        weight = low
+        if half == 1:
+            weight = high
+        if zero_ptr is not None:
+            zero = tl.load(zero_ptr + group * num_out + n, mask=is_out, other=0)
+            weight = weight - zero.to(tl.float32)[:, None]
+        scale = tl.load(scale_ptr + group * scale_stride + n // ROWS, mask=is_out, other=0.0)
+        weight *= scale.to(tl.float32)[:, None]
+        out_at = out_ptr + n.to(tl.int64)[:, None] * NUM_IN + first + k[None, :]
+        inside = is_out[:, None] & (first + k < NUM_IN)[None, :]
+        tl.store(out_at, weight.to(out_ptr.dtype.element_ty), mask=inside)
