@@ -11,6 +11,7 @@ class ModelConfig:
 
     path: str
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    quantization: str | None = None  # "fp8": round the plain linear layers; None: as they are
     trust_remote_code: bool = False
 
 

@@ -263,4 +263,6 @@ def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler
 
 
 def dtype_name(model: PagedLayers) -> str:
-    return str(model.dtype).removeprefix("torch.")
+    name = str(model.dtype).removeprefix("torch.")
+    formats = model.network.weight_formats if isinstance(model, PagedModel) else ""
+    return f"{name}, weights in {formats}" if formats else name

@@ -55,26 +55,12 @@ def check_config(hf_config: PreTrainedConfig) -> None:
     if reason := REFUSED_MODEL_TYPES.get(hf_config.model_type):
         raise UnsupportedModelError(reason)
     text_config = hf_config.get_text_config()
-    if method := _quantisation(hf_config) or _quantisation(text_config):
-        raise UnsupportedModelError(
-            f"its weights are quantised ({method}), and it would be silently wrong here; take the "
-            "checkpoint that it was quantised from, or a GGUF file of it"
-        )
     unknown = set(getattr(text_config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:
         raise UnsupportedModelError("its dynamic RoPE depends on the whole batch")
-
-
-def _quantisation(config: PreTrainedConfig) -> str | None:
-    """How a checkpoint says that it is quantised, if it does."""
-    for key in ("quantization_config", "compression_config"):
-        if told := getattr(config, key, None):
-            told = told if isinstance(told, dict) else told.to_dict()
-            return str(told.get("quant_method") or key)
-    return None
 
 
 def max_positions(hf_config: PreTrainedConfig) -> int:

@@ -1,6 +1,7 @@
 """The tensors of a model directory, read by name and slice as they are asked for."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,27 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .weights import Dense, Linear
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8, stack
+
+from .formats import Read
+from .narrow_weight import Narrow, Stacked
+from .weights import Dense, Linear, Weight
+
+log = logging.getLogger(__name__)
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLE = "pytorch_model.bin"  # which some heads come in
+# As safetensors names them.
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+}
 
 
 class Checkpoint:
@@ -24,9 +42,22 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[int, int], None],
+        *,
+        read: Read | None = None,
+        rounds: bool = False,
+        rounds_head: bool = False,
     ) -> None:
-        """Raises FileNotFoundError if the folder holds no weights."""
+        """`read` reads the layers that are quantised; with `rounds` the others are rounded to FP8,
+        the head only with `rounds_head`.
+
+        Raises FileNotFoundError if the folder holds no weights.
+        """
         self._dtype, self._device = dtype, device
+        self._read, self._rounds, self._rounds_head = read, rounds, rounds_head
+        # Else the matrices are unpacked: nothing else here multiplies by them.
+        self._keeps_narrow = uses_triton(torch.empty(0, device=device))
+        self.has_quantised = False  # whether any layer that was read is
+        self._warned = False
         self._progress, self._num_read = progress, 0
         index = folder / _INDEX
         if index.is_file():
@@ -42,6 +73,17 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What a tensor is stored in; float32 if no format here asks for it by name."""
+        part = self._files[self._file_of[name]].get_slice(name)
+        return _DTYPES.get(part.get_dtype(), torch.float32)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as it is stored, on the device."""
+        self._count()
+        tensor: Tensor = self._files[self._file_of[name]].get_slice(name)[:]
+        return tensor.to(self._device)
 
     def tensor(self, *names: str) -> Tensor:
         """Tensors of the same width, one below the other, in the model's dtype."""
@@ -62,8 +104,7 @@ class Checkpoint:
         for part, shape in zip(parts, shapes, strict=True):
             out[first : first + shape[0]].copy_(part[:])
             first += shape[0]
-            self._num_read += 1
-            self._progress(self._num_read, len(self._file_of))
+            self._count()
         return out
 
     def integers(self, name: str) -> Tensor:
@@ -74,12 +115,59 @@ class Checkpoint:
         return values.long()
 
     def linear(self, *names: str) -> Linear:
-        """Linear layers that read the same inputs, as one of all their outputs."""
+        """Linear layers that read the same inputs, as one of all their outputs.
+
+        Raises UnsupportedFormatError if one is kept in a way that is not served.
+        """
+        return Linear(self._weight(names, rounds=self._rounds), self._bias(names))
+
+    def head(self, name: str, tied: Tensor | None = None) -> Linear:
+        """The layer that gives the logits; `tied` is the matrix if the embedding is that, too."""
+        if tied is None:
+            return Linear(self._weight((name,), rounds=self._rounds_head), self._bias((name,)))
+        return Linear(self._rounded(tied) if self._rounds_head else Dense(tied), None)
+
+    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
         biases = [f"{name}.bias" for name in names]
-        return Linear(
-            Dense(self.tensor(*(f"{name}.weight" for name in names))),
-            self.tensor(*biases) if biases[0] in self else None,
-        )
+        return self.tensor(*biases) if biases[0] in self else None
+
+    def _weight(self, names: tuple[str, ...], *, rounds: bool) -> Weight:
+        matrices = [self._read(self, name) if self._read else None for name in names]
+        if all(matrix is None for matrix in matrices):
+            plain = self.tensor(*(f"{name}.weight" for name in names))
+            return self._rounded(plain) if rounds else Dense(plain)
+        self.has_quantised = True
+        narrow = [matrix for matrix in matrices if matrix is not None]
+        if self._keeps_narrow and len(narrow) == len(names):
+            stacked = stack(narrow)
+            if stacked is not None:
+                return Narrow(stacked, self._dtype)
+        weights: list[Weight] = [
+            Dense(self.tensor(f"{name}.weight")) if matrix is None else self._narrow(matrix)
+            for name, matrix in zip(names, matrices, strict=True)
+        ]
+        if self._keeps_narrow:
+            return Stacked(weights)
+        return Dense(torch.cat([weight.dequantised() for weight in weights]))
+
+    def _rounded(self, plain: Tensor) -> Weight:
+        return self._narrow(round_to_fp8(plain))
+
+    def _narrow(self, matrix: NarrowMatrix) -> Weight:
+        if self._keeps_narrow:
+            return Narrow(matrix, self._dtype)
+        if not self._warned:
+            log.warning(
+                "the weights are unpacked to %s, since only a GPU multiplies by them as they are: "
+                "they take the memory and the time of the plain model",
+                str(self._dtype).removeprefix("torch."),
+            )
+            self._warned = True
+        return Dense(dequantise(matrix, self._dtype))
+
+    def _count(self) -> None:
+        self._num_read += 1
+        self._progress(self._num_read, len(self._file_of))
 
 
 # As safetensors calls them.

@@ -48,6 +48,12 @@ class Decoder(Network):
         linears = [linear for block in self.blocks for linear in block.linears]
         return sum(linear.weight.num_bytes for linear in (*linears, self.head))
 
+    @property
+    def weight_formats(self) -> str:
+        linears = [linear for block in self.blocks for linear in block.linears]
+        formats = {linear.weight.format for linear in (*linears, self.head)}
+        return ", ".join(sorted(formats - {""}))
+
     def change_linears(self, change: Callable[[Linear], Linear]) -> None:
         """Put other linear layers in place of its own, one by one: old weights are freed."""
         for i, block in enumerate(self.blocks):

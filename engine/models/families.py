@@ -16,7 +16,6 @@ from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
 from .checkpoint import Checkpoint
 from .decoder import Decoder
-from .weights import Dense, Linear
 
 # What the code below implements of a configuration.
 _IMPLEMENTED = {
@@ -147,10 +146,7 @@ def _llama(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
         )
         blocks.append(Block(mixer, gated_mlp))
     embedding = checkpoint.tensor("model.embed_tokens.weight")
-    if config.tie_word_embeddings:
-        head = Linear(Dense(embedding), None)
-    else:
-        head = checkpoint.linear("lm_head")
+    head = checkpoint.head("lm_head", embedding if config.tie_word_embeddings else None)
     return Decoder(embedding, blocks, norm("model.norm"), head)
 
 

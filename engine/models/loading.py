@@ -22,6 +22,7 @@ from .admission import (
 from .checkpoint import Checkpoint
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
+from .formats import FORMATS, Read, UnsupportedFormatError, reader_of, without_format
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .packed_modules import pack_linears
@@ -58,10 +59,17 @@ def load_network(
     try:
         check_config(hf_config)
         dtype = resolve_dtype(config.dtype, hf_config, device)
+        quantised = _quantised(config, hf_config)
         options = (dtype, device, progress, is_draft)
-        decoder, reason = _own_decoder(config, hf_config, *options, same_bits)
+        decoder, reason = _own_decoder(config, hf_config, *options, same_bits, quantised)
         if decoder is not None:
             return decoder, hf_config
+        if quantised is not None:
+            raise UnsupportedModelError(_refused(f"{quantised[0]}: {reason}"))
+        if config.quantization is not None:
+            raise UnsupportedModelError(
+                f"quantization is set, but its weights stay plain: {reason}"
+            )
         if same_bits and device.type == "cuda":
             raise UnsupportedModelError(
                 f"engine.batch_invariant is on, but on a GPU only our own decoder keeps it, and "
@@ -74,6 +82,31 @@ def load_network(
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"
         ) from None
+
+
+def _quantised(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
+    """How the checkpoint's layers are quantised, if they are; the rest of its configuration is then
+    that of the plain model.
+    """
+    if config.quantization not in (None, "fp8"):
+        raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")
+    try:
+        quantised = reader_of(hf_config)
+    except UnsupportedFormatError as reason:
+        raise UnsupportedModelError(_refused(str(reason))) from None
+    if quantised is not None and config.quantization is not None:
+        raise UnsupportedModelError(
+            f"its weights are quantised already ({quantised[0]}); leave quantization out"
+        )
+    without_format(hf_config)
+    return quantised
+
+
+def _refused(reason: str) -> str:
+    return (
+        f"its weights are quantised in a way that is not served ({reason}); take the checkpoint "
+        f"that it was quantised from, a GGUF file of it, or one in {', '.join(FORMATS)}"
+    )
 
 
 def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:
@@ -89,17 +122,31 @@ def _own_decoder(
     progress: Progress,
     is_draft: bool,
     same_bits: bool,
+    quantised: tuple[str, Read] | None,
 ) -> tuple[Decoder | None, str]:
     """Our decoder, if we have one for this structure and it computes what transformers does; or
     None, and why.
     """
     if reason := why_unknown(hf_config):
         return None, reason
+    rounds = config.quantization is not None
     try:
         original = Original(hf_config, dtype, device)
-        checkpoint = Checkpoint(Path(config.path), dtype, device, progress)
+        checkpoint = Checkpoint(
+            Path(config.path),
+            dtype,
+            device,
+            progress,
+            read=quantised[1] if quantised else None,
+            rounds=rounds,
+            rounds_head=rounds and is_draft,
+        )
         decoder = build(hf_config, checkpoint, original.rope)
+        if quantised and not checkpoint.has_quantised:
+            return None, "none of its layers is kept in that way"
         original.fill(decoder)
+    except UnsupportedFormatError as error:
+        return None, str(error)
     except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
         return None, f"its checkpoint is not as expected: {error}"
     if same_bits and device.type == "cuda":

@@ -43,6 +43,11 @@ class Network(ABC):
     def weight_bytes(self) -> int:
         """What a pass of few rows reads of the weights: all but most of the embeddings."""
 
+    @property
+    def weight_formats(self) -> str:
+        """What the weights are kept in, if that is not the model's dtype; "": it is."""
+        return ""
+
     @abstractmethod
     def __call__(self, context: PassContext) -> Pass: ...
 

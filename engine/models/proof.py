@@ -19,7 +19,7 @@ from ..state.batch import ForwardBatch
 from .attention import KVPages, PassContext, Rope
 from .blocks import Block
 from .decoder import Decoder
-from .weights import Linear
+from .weights import Dense, Linear, Weight
 
 # Rows of a decode, of a verification and of a prompt: other kernels each.
 CHECKED_LENGTHS = (1, 5, 40)
@@ -163,12 +163,29 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _split(linear: Linear, *modules: nn.Linear) -> None:
     sizes = [module.out_features for module in modules]
-    weights = linear.weight.dequantised().split(sizes)
     biases = linear.bias.split(sizes) if linear.bias is not None else [None] * len(modules)
-    for module, weight, bias in zip(modules, weights, biases, strict=True):
-        _assign(module, weight)
+    for i, (module, bias) in enumerate(zip(modules, biases, strict=True)):
         if bias is not None:
             module.bias = nn.Parameter(bias, requires_grad=False)
+        if isinstance(linear.weight, Dense):
+            _assign(module, linear.weight.matrix.split(sizes)[i])
+        else:
+            _assign_in_turn(module, linear.weight, sizes, i)
+
+
+def _assign_in_turn(module: nn.Linear, weight: Weight, sizes: list[int], i: int) -> None:
+    """Have a module own plain weights while it runs: those of all would be the whole model."""
+    nothing = torch.empty(0)
+    _assign(module, nothing)
+
+    def take(*_: object) -> None:
+        _assign(module, weight.dequantised().split(sizes)[i])
+
+    def give_back(*_: object) -> None:
+        _assign(module, nothing)
+
+    module.register_forward_pre_hook(take)
+    module.register_forward_hook(give_back)
 
 
 def _assign(module: Any, weight: Tensor) -> None:

@@ -24,6 +24,7 @@ class Weight(ABC):
 
     shape: tuple[int, int]
     num_bytes: int  # that a product reads
+    format: str = ""  # of its numbers, if that is not the model's dtype
 
     @abstractmethod
     def multiply(
@@ -59,6 +60,13 @@ class Weight(ABC):
     @abstractmethod
     def dequantised(self) -> Tensor:
         """What this format stands for, in the model's dtype. Shape: [N, K]."""
+
+    def with_same_bits(self) -> "Weight":
+        """The same matrix, whose products with a row are the same to the bit in any company.
+
+        Raises ValueError if this format has none.
+        """
+        raise ValueError(f"weights in {self.format} have no such products")
 
 
 class Dense(Weight):
@@ -198,7 +206,8 @@ def with_same_bits(linear: Linear) -> Linear:
     Raises ValueError if this GPU is unfit.
     """
     weight = linear.weight
-    assert isinstance(weight, Dense)
+    if not isinstance(weight, Dense):
+        return Linear(weight.with_same_bits(), linear.bias)
     return Linear(SameBits(weight.matrix, linear.bias), linear.bias)
 
 

@@ -10,6 +10,7 @@ DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["fp8"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
@@ -39,6 +40,12 @@ class TargetSettings(_ModelSettings):
         description="Weights and arithmetic; auto: on cuda the checkpoint's own, on cpu bfloat16 "
         "where the processor has bfloat16 instructions, else float32.",
     )
+    quantization: Quantization | None = Field(
+        default=None,
+        description="fp8: round the linear layers of a plain checkpoint to FP8 while loading, all "
+        "but the head: half of the bytes on a GPU, and another model than the checkpoint's. Unset: "
+        "the weights as they are; what quantised checkpoints hold is found out.",
+    )
     device: Device = Field(
         default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
     )
@@ -59,6 +66,11 @@ class DraftSettings(_ModelSettings):
         default=None,
         description="Unset: target.dtype. With auto, a draft on cpu also gets 8-bit weights where "
         "that is faster; whatever it proposes, the target decides.",
+    )
+    quantization: Quantization | None = Field(
+        default=None,
+        description="fp8: as target.quantization, the head included. Whatever the draft proposes, "
+        "the target decides.",
     )
     device: Device | None = Field(
         default=None, description="The target's, which it must equal: both share one page table."

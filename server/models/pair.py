@@ -155,7 +155,10 @@ def _model_config(
     directory: Path, dtype: str, settings: TargetSettings | DraftSettings
 ) -> ModelConfig:
     return ModelConfig(
-        path=str(directory), dtype=dtype, trust_remote_code=settings.trust_remote_code
+        path=str(directory),
+        dtype=dtype,
+        quantization=settings.quantization,
+        trust_remote_code=settings.trust_remote_code,
     )
 
 

@@ -31,13 +31,16 @@ def settings_for(models: Path, draft: str, *more: str):  # type: ignore[no-untyp
 
 
 def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> None:
-    settings = settings_for(models, "draft", "target.dtype=float32", "cache.num_pages=64")
+    settings = settings_for(
+        models, "draft", "target.dtype=float32", "cache.num_pages=64", "draft.quantization=fp8"
+    )
     found = prepare_pair(settings)
     config = engine_config(found)
     assert config.target.path == str(models / "target")
     assert config.draft is not None
     assert config.draft.path == str(models / "draft")
     assert config.target.dtype == config.draft.dtype == "float32"
+    assert (config.target.quantization, config.draft.quantization) == (None, "fp8")
     assert config.vocab_size == found.vocab_size < 512  # the draft's padding does not count
     assert (config.device, config.cache.num_pages) == ("cpu", 64)
     assert config.speculation.num_speculative_tokens == 4

@@ -7,11 +7,25 @@ import torch
 from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
+from outrider.engine.models.attention import KVPages
+from outrider.engine.models.network import Network
 from outrider.engine.models.paged_model import PagedModel
+from outrider.engine.models.proof import one_prompt
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.slots import Slots
 
 PAGE = 4
+
+
+@torch.inference_mode()
+def run_prompt(network: Network, num_tokens: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of every row of a prompt, [T, V], and the prompt, [T]."""
+    for attention in network.attentions:
+        shape = (1, num_tokens, attention.num_kv_heads, attention.head_dim)
+        pages = torch.zeros(shape, dtype=network.dtype, device=DEVICE)
+        attention.pages = KVPages(pages, pages.clone())
+    input_ids = (torch.arange(num_tokens, device=DEVICE) * 7) % VOCAB
+    return network(one_prompt(input_ids)).logits, input_ids
 
 
 @torch.inference_mode()

@@ -1,0 +1,52 @@
+"""How quantised checkpoints keep their linear layers, one file a family.
+
+What a layer is, its tensors say: their names, dtypes and shapes. The configuration only says how to
+read them, so that layers which were left out, or differ, need no list. To add a format: a function
+from its configuration to a `Read` in a file here, and an entry in FORMATS.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from . import awq, compressed_tensors, fp8, gptq
+from .base import Read, UnsupportedFormatError
+
+__all__ = ["FORMATS", "Read", "UnsupportedFormatError", "reader_of"]
+
+FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
+    "awq": awq.reader,
+    "compressed-tensors": compressed_tensors.reader,
+    "fp8": fp8.reader,
+    "gptq": gptq.reader,
+}
+_KEYS = ("quantization_config", "compression_config")
+
+
+def reader_of(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
+    """The format of a checkpoint's layers and what reads them; None if they are plain.
+
+    Raises UnsupportedFormatError naming the format, or what of it is not served.
+    """
+    for config in (hf_config, hf_config.get_text_config()):
+        for key in _KEYS:
+            if not (told := getattr(config, key, None)):
+                continue
+            told = told if isinstance(told, dict) else told.to_dict()
+            name = str(told.get("quant_method") or key)
+            if name not in FORMATS:
+                raise UnsupportedFormatError(f"{name} is none of {', '.join(FORMATS)}")
+            try:
+                return name, FORMATS[name](told)
+            except UnsupportedFormatError as reason:
+                raise UnsupportedFormatError(f"{name}: {reason}") from None
+    return None
+
+
+def without_format(hf_config: PreTrainedConfig) -> None:
+    """Make the configuration that of the plain model, in place."""
+    for config in (hf_config, hf_config.get_text_config()):
+        for key in _KEYS:
+            if hasattr(config, key):
+                delattr(config, key)

@@ -1,0 +1,106 @@
+"""compressed-tensors: FP8, integers of 4 and 8 bits, MXFP4."""
+
+from typing import Any
+
+import torch
+
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
+
+from . import fp8
+from .base import Read, Tensors, UnsupportedFormatError, group_of, order_of, signed, unpacked
+
+_FORMATS = {
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "mxfp4-pack-quantized",
+    "naive-quantized",
+    "pack-quantized",
+}
+_MXFP4_GROUP = 32
+
+
+def reader(config: dict[str, Any]) -> Read:
+    """`quant_method: compressed-tensors`. Activations stay as they are."""
+    groups = (config.get("config_groups") or {}).values()
+    for name in (config.get("format"), *(group.get("format") for group in groups)):
+        if name is not None and name not in _FORMATS:
+            raise UnsupportedFormatError(
+                f"format is {name!r}; {', '.join(sorted(_FORMATS))} are read"
+            )
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise UnsupportedFormatError(f"its weights are sparse ({sparsity})")
+    if config.get("transform_config"):
+        raise UnsupportedFormatError("its activations are rotated (transform_config)")
+    blocks = {
+        tuple(group["weights"]["block_structure"])
+        for group in groups
+        if (group.get("weights") or {}).get("block_structure")
+    }
+    if len(blocks) > 1:
+        raise UnsupportedFormatError(f"its blocks have several sizes: {sorted(blocks)}")
+    block = list(blocks.pop()) if blocks else None
+    return lambda tensors, layer: _read(tensors, layer, block)
+
+
+def _read(tensors: Tensors, layer: str, block: list[int] | None) -> NarrowMatrix | None:
+    if f"{layer}.weight_packed" in tensors:
+        if tensors.dtype_of(f"{layer}.weight_packed") == torch.uint8:
+            return _read_mxfp4(tensors, layer)
+        return _read_packed(tensors, layer)
+    if tensors.dtype_of(f"{layer}.weight") == torch.int8:
+        return _read_int8(tensors, layer)
+    return fp8.read(tensors, layer, block)
+
+
+def _read_packed(tensors: Tensors, layer: str) -> NarrowMatrix:
+    """Integers in words along the inputs, zero points in words down the outputs."""
+    words = tensors.stored(f"{layer}.weight_packed")
+    num_out, num_in = tensors.stored(f"{layer}.weight_shape").tolist()
+    scale = tensors.stored(f"{layer}.weight_scale")
+    bits = next((bits for bits in (4, 8) if words.shape[1] == -(-num_in * bits // 32)), None)
+    if bits is None:
+        raise UnsupportedFormatError(f"{layer} has neither 4 nor 8 bits")
+    codes = unpacked(words, bits, dim=1)[:, :num_in]
+    rows = num_out if scale.numel() == 1 else 1
+    scale = scale.view(1, -1) if rows > 1 else scale.view(num_out, -1)
+    group = group_of(num_in, scale.shape[1])
+    order = None
+    if f"{layer}.weight_g_idx" in tensors:
+        order = order_of(tensors.stored(f"{layer}.weight_g_idx"), group)
+    if order is not None:
+        codes = codes[:, order]
+    zero = None
+    if f"{layer}.weight_zero_point" in tensors:
+        zero = unpacked(tensors.stored(f"{layer}.weight_zero_point"), bits, dim=0)[:num_out].t()
+        zero = (zero if bits == 4 else signed(zero.contiguous())).to(torch.int8).contiguous()
+    if bits == 8:
+        codes = signed(codes)
+    kind: Kind = "int4" if bits == 4 else "int8"
+    return narrow_matrix(
+        kind, codes.contiguous(), scale.t(), group=group, rows=rows, zero=zero, order=order
+    )
+
+
+def _read_int8(tensors: Tensors, layer: str) -> NarrowMatrix:
+    codes = tensors.stored(f"{layer}.weight")
+    scale = tensors.stored(f"{layer}.weight_scale")
+    if f"{layer}.weight_zero_point" in tensors:
+        raise UnsupportedFormatError(f"{layer} is in whole bytes with zero points")
+    num_out, num_in = codes.shape
+    rows = num_out if scale.numel() == 1 else 1
+    scale = scale.view(num_out // rows, -1)
+    return narrow_matrix(
+        "int8", codes, scale.t(), group=group_of(num_in, scale.shape[1]), rows=rows
+    )
+
+
+def _read_mxfp4(tensors: Tensors, layer: str) -> NarrowMatrix:
+    if f"{layer}.weight_global_scale" in tensors:
+        raise UnsupportedFormatError(f"{layer} is in NVFP4")
+    pairs = tensors.stored(f"{layer}.weight_packed")  # [N, K / 2], even inputs low
+    codes = torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
+    exponent = tensors.stored(f"{layer}.weight_scale").view(torch.uint8).float() - 127
+    return narrow_matrix("fp4", codes, exponent.exp2().bfloat16().t(), group=_MXFP4_GROUP)

@@ -1,0 +1,56 @@
+"""GPTQ: 4 or 8 bits, groups of inputs, which may lie scattered (act-order)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
+
+from .base import Read, Tensors, UnsupportedFormatError, group_of, order_of, signed, unpacked
+
+
+def reader(config: dict[str, Any]) -> Read:
+    """`quant_method: gptq`."""
+    layout = str(config.get("checkpoint_format") or "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise UnsupportedFormatError(f"checkpoint_format is {layout!r}, not gptq or gptq_v2")
+    # The first version stores a zero point less one.
+    return lambda tensors, layer: _read(tensors, layer, 1 if layout == "gptq" else 0)
+
+
+def _read(tensors: Tensors, layer: str, added: int) -> NarrowMatrix | None:
+    if f"{layer}.qweight" not in tensors:
+        return None
+    words = tensors.stored(f"{layer}.qweight")  # [K * bits / 32, N]
+    scale = tensors.stored(f"{layer}.scales")  # [groups, N]
+    zero_words = tensors.stored(f"{layer}.qzeros")  # [groups, N * bits / 32]
+    bits = 32 * zero_words.shape[1] // scale.shape[1]
+    if bits not in (4, 8):
+        raise UnsupportedFormatError(f"{layer} has {bits} bits; 4 and 8 are read")
+    codes = unpacked(words, bits, dim=0)
+    num_in = len(codes)
+    group = group_of(num_in, len(scale))
+    order = None
+    if f"{layer}.g_idx" in tensors:
+        order = order_of(tensors.stored(f"{layer}.g_idx"), group)
+    if order is not None:
+        codes = codes[order]
+    zero = _zero(unpacked(zero_words, bits, dim=1), bits, added, layer)
+    if bits == 8:
+        codes = signed(codes)
+    kind: Kind = "int4" if bits == 4 else "int8"
+    return narrow_matrix(kind, codes.t().contiguous(), scale, group=group, zero=zero, order=order)
+
+
+def _zero(stored: Tensor, bits: int, added: int, layer: str) -> Tensor | None:
+    """Zero points of the numbers as they are kept here; None if all are in the middle."""
+    middle = 1 << (bits - 1)
+    zero = stored.to(torch.int16) + added
+    if bool((zero == middle).all()):
+        return None
+    if bool((zero == 1 << bits).any()):
+        raise UnsupportedFormatError(
+            f"{layer} has a zero point of {1 << bits}, which other programs read as 0"
+        )
+    return (zero - (middle if bits == 8 else 0)).to(torch.int8)

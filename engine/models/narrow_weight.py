@@ -1,0 +1,99 @@
+"""Weights of 4 and 8 bits a number, as a GPU multiplies by them."""
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
+from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.silu_mul import silu_mul
+
+from .weights import Weight
+
+
+class Narrow(Weight):
+    """A matrix in 4 or 8 bits, read as it is at every product."""
+
+    def __init__(
+        self, matrix: NarrowMatrix, dtype: torch.dtype, *, same_bits: bool = False
+    ) -> None:
+        """`dtype` is the model's; with `same_bits` a row comes out the same in any company."""
+        self._matrix, self._dtype, self._same_bits = matrix, dtype, same_bits
+        self.shape = matrix.shape
+        self.num_bytes = matrix.num_bytes
+        self.format = matrix.kind
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        same_bits = self._same_bits
+        return narrow_linear(
+            x, self._matrix, bias, norm=norm, gated=gated, out=out, same_bits=same_bits
+        )
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        same_bits = self._same_bits
+        return add_narrow_linear(residual, x, self._matrix, bias, norm=norm, same_bits=same_bits)
+
+    def dequantised(self) -> Tensor:
+        return dequantise(self._matrix, self._dtype)
+
+    def with_same_bits(self) -> "Narrow":
+        """The same matrix, whose products with a row are the same to the bit in any company."""
+        return Narrow(self._matrix, self._dtype, same_bits=True)
+
+
+class Stacked(Weight):
+    """Matrices one below the other that have no form in common: a product each."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        self._weights = weights
+        self._sizes = [weight.shape[0] for weight in weights]
+        self.shape = (sum(self._sizes), weights[0].shape[1])
+        self.num_bytes = sum(weight.num_bytes for weight in weights)
+        self.format = "mixed"
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if norm is not None:
+            x = rms_norm(x, norm)
+        biases = [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
+        pairs = zip(self._weights, biases, strict=True)
+        y = torch.cat([weight.multiply(x, part) for weight, part in pairs], 1)
+        if gated:
+            y = silu_mul(y)
+        return y if out is None else out.copy_(y)
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        residual.add_(self.multiply(x, bias))
+        return None
+
+    def dequantised(self) -> Tensor:
+        return torch.cat([weight.dequantised() for weight in self._weights])

@@ -1,0 +1,191 @@
+"""Checkpoints in every quantised format compute what their plain models would, or are refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged import check_against_eager, run_prompt
+from quantised import FORMATS, quantise
+from safetensors.torch import load_file, save_file
+from tiny_models import DEVICE
+from transformers import AutoModelForCausalLM
+from verification import HAS_KERNELS
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.narrow_weight import Narrow, Stacked
+from outrider.engine.models.paged_model import PagedModel
+
+Tiny = Callable[..., Path]
+# Blocks of 128 end within a matrix, and the merged q, k, v begin within one.
+SHAPE = {"hidden_size": 192, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.fixture
+def plain(tiny_model: Tiny) -> Path:
+    return tiny_model("qwen3", scale=0.1, **SHAPE)
+
+
+def load(path: Path, **options: Any) -> Any:
+    config = ModelConfig(path=str(path), dtype="float32", **options)
+    return load_network(config, DEVICE)[0]
+
+
+@torch.inference_mode()
+def eager(path: Path, input_ids: torch.Tensor) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
+    logits: torch.Tensor = model(input_ids[None]).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_matrices_that_the_codes_mean(
+    name: str, plain: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    path = quantise(plain, tmp_path, name)
+    network = load(path)
+    assert isinstance(network, Decoder)
+    got, input_ids = run_prompt(network)
+    expected = eager(tmp_path / "meant", input_ids)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    difference = (expected - eager(plain, input_ids)).norm() / expected.norm()
+    assert difference > 1e-2  # the formats round, or the test would prove nothing
+    assert network.weight_formats in (["fp8", "int8", "int4", "fp4"] if HAS_KERNELS else [""])
+    if HAS_KERNELS:
+        assert all(type(linear.weight) is Narrow for linear in network.blocks[0].linears)
+        meant = load_file(tmp_path / "meant/model.safetensors")
+        num_weights = sum(len(t.flatten()) for key, t in meant.items() if "_proj" in key)
+        head = network.head.weight.num_bytes
+        most = 1.3 if "8" in name or "int8" in name else 0.8
+        assert network.weight_bytes - head < most * num_weights
+
+
+@pytest.mark.parametrize("name", ["fp8 of blocks", "gptq, act-order", "ct 4 bits"])
+def test_layers_that_were_left_out_stay_plain(name: str, plain: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = quantise(plain, tmp_path, name, leave=("k_proj", "up_proj", "1.mlp.down_proj"))
+    network = load(path)
+    got, input_ids = run_prompt(network)
+    expected = eager(tmp_path / "meant", input_ids)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    if HAS_KERNELS:
+        assert isinstance(network.blocks[0].mixer.qkv.weight, Stacked)
+        assert network.weight_formats == ("fp8" if name == "fp8 of blocks" else "int4") + ", mixed"
+        assert isinstance(network.blocks[0].mlp.down.weight, Narrow)
+
+
+def test_steps_of_every_kind(plain: Path, tmp_path: Path) -> None:
+    path = quantise(plain, tmp_path, "ct fp8 of rows")
+    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    check_against_eager(model, tmp_path / "meant")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_plain_checkpoint_is_rounded_on_the_way(
+    architecture: str, is_draft: bool, tiny_model: Tiny
+) -> None:
+    path = tiny_model(architecture, tie_word_embeddings=True)
+    config = ModelConfig(path=str(path), dtype="float32", quantization="fp8")
+    network = load_network(config, DEVICE, is_draft=is_draft)[0]
+    assert isinstance(network, Decoder)
+    got, input_ids = run_prompt(network)
+    expected = eager(path, input_ids)
+    error = (got - expected).norm() / expected.norm()
+    assert 1e-3 < error < 0.2
+    # The embedding is looked up as it was; the head is rounded in a draft, which may be wrong.
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"].to(DEVICE)
+    assert torch.equal(network.embedding, embedding)
+    same = torch.equal(network.head.weight.dequantised(), embedding)
+    assert same != is_draft
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes is none of awq, compressed-tensors, fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4 is none of"),
+        ({"quant_method": "awq", "version": "gemv"}, "awq: version is 'gemv'"),
+        ({"quant_method": "awq", "bits": 3}, "awq: it has 3 bits"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "format is 'nvfp4-pack-quantized'",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}},
+            r"sparse \(sparse-24\)",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
+            "rotated",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    told: dict[str, object], reason: str, plain: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    with pytest.raises(UnsupportedModelError, match=f"(?s){reason}.*quantised from.*GGUF"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "reason"),
+    [
+        ("fp8 of blocks", "weight_scale_inv", None, "in FP8 without a weight_scale_inv"),
+        ("fp8 of tensors", "weight_scale", torch.ones(3, 5), "scales of the shape"),
+        ("awq", "qzeros", None, "has no qzeros"),
+        ("gptq, act-order", "g_idx", torch.zeros(192, dtype=torch.int32), "not of 32 inputs each"),
+        ("gptq, zero points", "qzeros", torch.full((3, 16), -1), "a zero point of 16"),
+        ("ct mxfp4", "weight_global_scale", torch.ones(1), "NVFP4"),
+        ("ct 4 bits", "weight_shape", torch.tensor([128, 200]), "neither 4 nor 8 bits"),
+    ],
+)
+def test_a_broken_layer_is_refused_by_name(
+    name: str,
+    tensor: str,
+    change: torch.Tensor | None,
+    reason: str,
+    plain: Path,
+    tmp_path: Path,
+) -> None:
+    path = quantise(plain, tmp_path, name)
+    tensors = load_file(path / "model.safetensors")
+    key = f"model.layers.0.self_attn.q_proj.{tensor}"
+    if change is None:
+        del tensors[key]
+    else:
+        tensors[key] = change.to(tensors[key].dtype) if key in tensors else change
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*take the checkpoint"):
+        load(path)
+
+
+def test_only_our_decoder_reads_quantised_layers(tiny_model: Tiny, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny_model("gpt2"), tmp_path / "model"))
+    with pytest.raises(UnsupportedModelError, match="stay plain: its architecture has no decoder"):
+        load(path, quantization="fp8")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(UnsupportedModelError, match="fp8: its architecture has no decoder"):
+        load(path)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(plain: Path, tmp_path: Path) -> None:
+    path = quantise(plain, tmp_path, "awq")
+    with pytest.raises(UnsupportedModelError, match=r"quantised already \(awq\)"):
+        load(path, quantization="fp8")
+    with pytest.raises(UnsupportedModelError, match="quantization is 'int3'"):
+        load(plain, quantization="int3")
