@@ -264,5 +264,4 @@ def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler
 
 def dtype_name(model: PagedLayers) -> str:
     name = str(model.dtype).removeprefix("torch.")
-    formats = model.network.weight_formats if isinstance(model, PagedModel) else ""
-    return f"{name}, weights in {formats}" if formats else name
+    return f"{name}, weights in {model.weight_formats}" if model.weight_formats else name

@@ -82,7 +82,7 @@ class Checkpoint:
     def stored(self, name: str) -> Tensor:
         """A tensor as it is stored, on the device."""
         self._count()
-        tensor: Tensor = self._files[self._file_of[name]].get_slice(name)[:]
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor.to(self._device)
 
     def tensor(self, *names: str) -> Tensor:
@@ -189,6 +189,9 @@ class _Unpickled:
 
     def keys(self) -> list[str]:
         return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
 
     def get_slice(self, name: str) -> "_Slice":
         return _Slice(self._tensors[name])

@@ -36,6 +36,8 @@ def load_head(
     """
     folder = Path(config.path)
     with _told(f"the head {config.path} cannot draft for {target_path}"):
+        if config.quantization is not None:
+            raise HeadError("a head's weights stay as they are; leave draft.quantization out")
         head_config = HeadConfig.load(folder)
         boundaries = head_config.boundaries_of(len(target.attentions))
         checkpoint = Checkpoint(

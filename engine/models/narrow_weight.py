@@ -52,7 +52,6 @@ class Narrow(Weight):
         return dequantise(self._matrix, self._dtype)
 
     def with_same_bits(self) -> "Narrow":
-        """The same matrix, whose products with a row are the same to the bit in any company."""
         return Narrow(self._matrix, self._dtype, same_bits=True)
 
 

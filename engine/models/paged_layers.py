@@ -23,6 +23,11 @@ class PagedLayers(ABC):
         """In the order of the layers."""
 
     @property
+    def weight_formats(self) -> str:
+        """What the weights are kept in, if that is not the dtype; "": it is."""
+        return ""
+
+    @property
     def bytes_per_token(self) -> int:
         """KV cache bytes that one token takes, over all layers."""
         return sum(

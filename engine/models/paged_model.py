@@ -60,6 +60,10 @@ class PagedModel(PagedLayers):
         self.last_pass: tuple[tuple[int, int, int], Pass] | None = None
 
     @property
+    def weight_formats(self) -> str:
+        return self.network.weight_formats
+
+    @property
     def attentions(self) -> Sequence[PagedAttention]:
         return self.network.attentions
 

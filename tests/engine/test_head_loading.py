@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,12 @@ def test_rope_is_the_heads_own(target: Path, tmp_path: Path) -> None:
     edit(head, rope_theta=None)
     assert HeadConfig.load(head).layers.rope_parameters["rope_theta"] == 10000.0
     assert HeadConfig.load(head).draft_vocab_size == VOCAB
+
+
+def test_the_weights_of_a_head_are_not_quantised(target: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path / "head", target)
+    config = engine_config(target, head)
+    assert config.draft is not None
+    draft = replace(config.draft, quantization="fp8")
+    with pytest.raises(HeadError, match=r"stay as they are; leave draft\.quantization out"):
+        Engine(replace(config, draft=draft))

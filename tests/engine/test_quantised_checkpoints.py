@@ -21,6 +21,8 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.narrow_weight import Narrow, Stacked
 from outrider.engine.models.paged_model import PagedModel
+from outrider.engine.models.weights import Linear, with_same_bits
+from outrider.kernels.model.narrow_matrix import round_to_fp8
 
 Tiny = Callable[..., Path]
 # Blocks of 128 end within a matrix, and the merged q, k, v begin within one.
@@ -189,3 +191,11 @@ def test_a_quantised_checkpoint_is_not_quantised_again(plain: Path, tmp_path: Pa
         load(path, quantization="fp8")
     with pytest.raises(UnsupportedModelError, match="quantization is 'int3'"):
         load(plain, quantization="int3")
+
+
+def test_a_layer_of_several_forms_has_no_products_of_the_same_bits() -> None:
+    narrow = Narrow(round_to_fp8(torch.randn(16, 32)), torch.float32)
+    linear = with_same_bits(Linear(narrow, None))
+    assert torch.equal(linear.weight.dequantised(), narrow.dequantised())
+    with pytest.raises(ValueError, match="weights in mixed have no such products"):
+        with_same_bits(Linear(Stacked([narrow, narrow]), None))

@@ -46,7 +46,7 @@ def quantise(plain: Path, folder: Path, name: str, *, leave: tuple[str, ...] = (
 def fp8_of_tensor(weight: Tensor) -> Made:
     scale = weight.abs().max() / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale": scale.view(1)}, codes.float() * scale
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
 def fp8_of_rows(weight: Tensor) -> Made:
