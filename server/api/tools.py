@@ -132,7 +132,7 @@ GivenToolCall = Annotated[
                     "function",
                     required=["function"],
                     name={"type": "string"},
-                    arguments={"type": "object"},
+                    arguments={"type": ["object", "string"]},  # the text of an object
                 ),
                 _schema(
                     "custom",

@@ -255,13 +255,13 @@ def test_nothing_is_kept_that_was_not_to_be(serve: Serve, tokenizer: Tokenizer) 
 
 
 def test_those_used_least_are_let_go_first(serve: Serve, tokenizer: Tokenizer) -> None:
-    served = saying(serve, tokenizer, "Hello", response_store_bytes=8000)
+    served = saying(serve, tokenizer, "Hello", response_store_bytes=12_000)
     kept = [ask(served).json()["id"] for _ in range(2)]
     assert ask(served, previous_response_id=kept[0], store=False).status == 200
     kept += [ask(served, input="x" * 500).json()["id"] for _ in range(1)]
     statuses = [get(served.app, f"/v1/responses/{each}").status for each in kept]
     assert statuses == [200, 404, 200]
-    large = ask(served, metadata={"note": "x" * 9000}).json()
+    large = ask(served, metadata={"note": "x" * 13_000}).json()
     assert get(served.app, f"/v1/responses/{large['id']}").status == 404
     assert get(served.app, f"/v1/responses/{kept[0]}").status == 200
 
