@@ -92,6 +92,7 @@ class NewRequest:
 
     Of two that wait, the one of the lower `priority` is seated first, then the older; pages are
     taken back the other way round. Only sequences of the same `cache_salt` share cached pages.
+    With `tells_drafts`, its outputs say what was drafted for it, the rejected drafts too.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class NewRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    tells_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,10 @@ class RequestOutput:
     A token that stopped the sequence (eos or a stop id) is the last of `token_ids`, and
     `stop_token_id` names it. `error` says why a sequence finished with reason "error", and
     `is_dead_end` that its own edits of the logits left it no token to go on with.
+
+    `draft_token_ids` are the drafts of the step that drew `token_ids`, if the sequence
+    `tells_drafts`. The first of `token_ids` are those that were accepted; the one behind them is
+    recovered, or a bonus if all were accepted.
     """
 
     request_id: str
@@ -137,6 +143,7 @@ class RequestOutput:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_draft_tokens: int = 0  # drafted for this sequence so far
     num_accepted_tokens: int = 0  # of those, accepted
+    draft_token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ class Request:
         self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
         self._first_parent_hash = _salt_hash(new.cache_salt)
         self.is_salted = bool(new.cache_salt)
+        self.tells_drafts = new.tells_drafts
         self.num_recorded_pages = 0  # leading pages already offered to the prefix cache
         self.num_recorded_draft_pages = 0
         self._page_size = page_size
@@ -145,6 +146,7 @@ class Request:
         prompt_logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
         is_dead_end: bool = False,
+        draft_token_ids: list[int] | None = None,
     ) -> RequestOutput:
         """What to tell the client of these new tokens, and of how the sequence stands."""
         return RequestOutput(
@@ -160,6 +162,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens or 0,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            draft_token_ids=draft_token_ids,
         )
 
     def extend_page_hashes(

@@ -95,7 +95,8 @@ class Verified:
     token_ids: list[list[int]]  # accepted drafts, then one recovered or bonus token
     is_bad: list[bool]  # no finite logit, or a NaN
     logprobs: list[list[TokenLogprobs] | None]
+    draft_token_ids: list[list[int] | None]  # of sequences that tell them
 
     @staticmethod
     def nothing() -> "Verified":
-        return Verified([], [], [])
+        return Verified([], [], [], [])

@@ -276,6 +276,7 @@ class Scheduler:
             kept,
             logprobs[: len(kept)] if logprobs is not None else None,
             scheduled.prompt_logprobs,
+            draft_token_ids=verified.draft_token_ids[i],
         )
         if request.finish_reason is not None:
             self.finish(request)

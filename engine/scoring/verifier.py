@@ -30,6 +30,7 @@ class Drawn(NamedTuple):
     copy: HostCopy  # [B, K + 2] tokens, then their Logprobs where any are asked for
     # [B + 1] of each sequence its first row of Logprobs; it has k_i + 1, or none
     logprob_rows_np: np.ndarray
+    drafts: HostCopy | None  # [B, K], if a sequence tells them
 
 
 class Verifier:
@@ -100,6 +101,8 @@ class Verifier:
         rows = RequestRows(
             slots_np, cu_rows_np[:-1], num_drafts_np + 1, np.zeros_like(num_drafts_np)
         )
+        tells_drafts = any(s.request.tells_drafts for s in sampled)
+        drafts = self._copy_drafts(slots_np) if tells_drafts else None
         edited_np = self._edits.asked_by(slots_np)
         # Edited rows take it even if nothing is drafted: others would be kernels of their own.
         has_drafts = num_drafts_np.any() or (edited_np.any() and distributions is not None)
@@ -119,7 +122,13 @@ class Verifier:
         asking_np = np.array([s.request.params.logprobs is not None for s in sampled])
         logprob_rows_np = np.concatenate(([0], np.cumsum(rows.num_rows_np * asking_np)))
         logprobs = self._gather(plan, logits, drawn, rows, asking_np) if asking_np.any() else ()
-        return Drawn(HostCopy(drawn, *logprobs), logprob_rows_np)  # the one copy a step
+        copy = HostCopy(drawn, *logprobs)  # the one copy a step
+        return Drawn(copy, logprob_rows_np, drafts)
+
+    def _copy_drafts(self, slots_np: np.ndarray) -> HostCopy:
+        """Of all sequences, before verification writes over those that it rejects."""
+        slot = uploaded(slots_np, self._slots.device)
+        return HostCopy(read_slots(self._slots.state, slot, self._slots.max_drafts).draft_ids)
 
     def _verify_edited(
         self, rows: RequestRows, kind: Shape, logits: Tensor, *distributions: Tensor
@@ -142,6 +151,7 @@ class Verifier:
         drawn_np = host_np[:, :-1]  # padded with -1
         lens = (drawn_np >= 0).sum(1).tolist()
         token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
+        drafts_np = drawn.drafts.arrays()[0] if drawn.drafts is not None else None
         return Verified(
             token_ids=token_ids,
             is_bad=host_np[:, -1].astype(bool).tolist(),
@@ -150,6 +160,12 @@ class Verifier:
                 if (num_top := s.request.params.logprobs) is None
                 else to_entries(*(field[first : first + n] for field in logprobs), num_top=num_top)
                 for s, first, n in zip(plan.sampled, drawn.logprob_rows_np[:-1], lens, strict=True)
+            ],
+            draft_token_ids=[
+                drafts_np[i, : s.num_drafts].tolist()
+                if drafts_np is not None and s.request.tells_drafts
+                else None
+                for i, s in enumerate(plan.sampled)
             ],
         )
 

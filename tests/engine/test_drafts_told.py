@@ -1,0 +1,107 @@
+"""Outputs of sequences that ask for it say what was drafted: accepted and rejected drafts alike."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import GREEDY, engine_config, generate, prompts, tokens
+from tiny_models import VOCAB
+
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.engine.engine import Engine
+
+Tiny = Callable[..., Path]
+K = 3
+PROMPTS = prompts([7, 20, 3], VOCAB)
+EDITED = replace(GREEDY, repetition_penalty=1.5)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Tiny) -> tuple[Path, Path]:
+    """Some drafts are accepted and some are not."""
+    return tiny_model("llama", seed=0), tiny_model("llama", seed=0, num_hidden_layers=1)
+
+
+def run(
+    engine: Engine, params: list[SamplingParams], tellers: tuple[int, ...]
+) -> list[list[RequestOutput]]:
+    engine.submit(
+        [
+            NewRequest(
+                request_id=str(i), prompt_token_ids=prompt, params=p, tells_drafts=i in tellers
+            )
+            for i, (prompt, p) in enumerate(zip(PROMPTS, params, strict=True))
+        ]
+    )
+    outputs: list[list[RequestOutput]] = [[] for _ in PROMPTS]
+    while engine.has_work():
+        for output in engine.step():
+            outputs[int(output.request_id)].append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("edited", [False, True])
+def test_drafts_are_those_of_the_draft_model(
+    pair: tuple[Path, Path], ahead: bool, edited: bool
+) -> None:
+    engine = Engine(engine_config(*pair, k=K))
+    engine.lag = int(ahead)
+    outputs = run(engine, [GREEDY, EDITED if edited else GREEDY, GREEDY], tellers=(0, 2))
+    rejected = 0
+    for prompt, told in [(PROMPTS[i], outputs[i]) for i in (0, 2)]:
+        known, num_accepted = list(prompt), 0
+        for output in told:
+            drafts = output.draft_token_ids
+            assert drafts is not None
+            assert drafts == (generate(pair[1], known, len(drafts)) if drafts else [])
+            accepted = output.num_accepted_tokens - num_accepted
+            assert drafts[:accepted] == output.token_ids[:accepted]
+            if accepted < len(drafts) and accepted < len(output.token_ids):
+                assert drafts[accepted] != output.token_ids[accepted]
+                rejected += 1
+            known += output.token_ids
+            num_accepted = output.num_accepted_tokens
+        assert sum(len(output.draft_token_ids or ()) for output in told) == (
+            told[-1].num_draft_tokens
+        )
+        assert told[-1].num_accepted_tokens > 0
+    assert rejected > 0
+    assert all(output.draft_token_ids is None for output in outputs[1])
+
+
+def test_an_edited_sequence_tells_its_drafts_too(pair: tuple[Path, Path]) -> None:
+    engine = Engine(engine_config(*pair, k=K))
+    told = run(engine, [EDITED, GREEDY, EDITED], tellers=(0,))[0]
+    num_accepted = 0
+    for output in told:
+        accepted, drafts = output.num_accepted_tokens - num_accepted, output.draft_token_ids
+        assert drafts is not None
+        assert drafts[:accepted] == output.token_ids[:accepted]
+        num_accepted = output.num_accepted_tokens
+    assert sum(len(output.draft_token_ids or ()) for output in told) == told[-1].num_draft_tokens
+
+
+def test_telling_changes_nothing(pair: tuple[Path, Path]) -> None:
+    params = [GREEDY, EDITED, replace(GREEDY, temperature=1.0, seed=7, logprobs=2)]
+    silent, told = (
+        run(Engine(engine_config(*pair, k=K)), params, tellers) for tellers in ((), (0, 1, 2))
+    )
+    assert list(map(tokens, silent)) == list(map(tokens, told))
+    assert [o.logprobs for o in silent[2]] == [o.logprobs for o in told[2]]
+
+
+def test_without_drafts_the_list_is_empty(pair: tuple[Path, Path]) -> None:
+    plain = [replace(GREEDY, num_speculative_tokens=0)] * 3
+    for engine in (Engine(engine_config(*pair, k=K)), Engine(engine_config(pair[0]))):
+        for outputs in run(engine, plain, tellers=(0, 1, 2)):
+            assert all(output.draft_token_ids == [] for output in outputs)
+
+
+def test_drafts_of_prompt_lookup_are_told(pair: tuple[Path, Path]) -> None:
+    engine = Engine(engine_config(pair[0], proposer="ngram", k=K))
+    outputs = run(engine, [replace(GREEDY, max_tokens=60)] * 3, tellers=(0, 1, 2))
+    num_told = [sum(len(o.draft_token_ids or ()) for o in each) for each in outputs]
+    assert num_told == [each[-1].num_draft_tokens for each in outputs]
+    assert sum(num_told) > 0
