@@ -12,6 +12,7 @@ PROMPT_TOKEN_BYTES = 64  # a token of the prompt, or an id or a bias in a list o
 ECHOED_TOKEN_BYTES = 256
 ALTERNATIVE_BYTES = 512  # an id and its logprob, as the engine tells them and as JSON
 LOGPROB_BYTES = 1024  # a token's own logprob, and the list of its alternatives
+TRACED_TOKEN_BYTES = 1024  # a token or a draft in a trace, with its text
 ARGUMENT_BYTES = 32  # a byte of JSON that a logits processor is made with
 
 
@@ -24,11 +25,12 @@ def check_answer_size(
     logprobs: int | None,
     told_of_prompts: Sequence[int | None],
     bad_words: Sequence[Sequence[int]],
+    max_drafts: int = 0,
 ) -> None:
     """Raise APIError if the sequences of this request may together need more than `max_bytes`.
 
     `told_of_prompts`: numbers of alternatives beside each token of the prompt, for every place of
-    the answer that lists them; None: not listed there.
+    the answer that lists them; None: not listed there. `max_drafts`: of a step.
     """
     prompt_tokens = fields.num_samples * sum(map(len, prompts))
     num_sequences = fields.num_samples * len(prompts)
@@ -41,6 +43,10 @@ def check_answer_size(
         "prompt": prompt_tokens * (PROMPT_TOKEN_BYTES + echo * ECHOED_TOKEN_BYTES),
         "max_tokens": num_sequences * max_tokens * TOKEN_BYTES,
         "logprobs": num_sequences * max_tokens * _told_bytes(logprobs),
+        "speculation.trace": (
+            fields.speculation.trace * num_sequences * max_tokens * (1 + max_drafts)
+        )
+        * TRACED_TOKEN_BYTES,
         "allowed_token_ids": num_sequences * num_ids * PROMPT_TOKEN_BYTES,
         "logits_processors": num_sequences * arguments * ARGUMENT_BYTES,
     }
@@ -61,7 +67,7 @@ def _too_large(
     names: list[str] = []
     if fields.num_samples > 1:
         names.append("n" if fields.num_samples == fields.n else "best_of")
-    if "logprobs" in large and "max_tokens" not in large:
+    if {"logprobs", "speculation.trace"} & set(large) and "max_tokens" not in large:
         large.append("max_tokens")
     is_chat = "messages" in type(fields).model_fields
     chat_names = {"prompt": "messages", "max_tokens": "max_completion_tokens"}

@@ -75,6 +75,8 @@ class _ChatAnswer(ChoicesAnswer):
             fields["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]
+        if self._include_trace:
+            fields["trace"] = self._trace(delta)
         if not self._body.stream:
             fields.setdefault("token_ids", None)  # as vLLM's clients look for it
             return [ChatChoice(message=_message(said), **fields)]
@@ -84,7 +86,9 @@ class _ChatAnswer(ChoicesAnswer):
         last: list[dict[str, Any]] = []
         if len(said) > first:
             last = [said.pop()]
-        elif fields["finish_reason"] or fields["logprobs"] or "token_ids" in fields:
+        elif (
+            fields["finish_reason"] or fields["logprobs"] or {"token_ids", "trace"} & fields.keys()
+        ):
             last = [{}]
         bare = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
         return [

@@ -17,7 +17,7 @@ from typing_extensions import TypeAliasType
 
 from ..grammar.tool_choice import ToolChoice
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
-from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs
+from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
 from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
 
 
@@ -213,6 +213,7 @@ class ChatChoice(APIResponse):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
+    trace: list[TracedStep] | None = None
 
 
 class ChatCompletion(GenerationResponse):
@@ -237,6 +238,7 @@ class ChatChunkChoice(APIResponse):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
+    trace: list[TracedStep] | None = None
 
 
 class ChatCompletionChunk(GenerationResponse):

@@ -22,10 +22,12 @@ from .protocol import (
     PromptLogprobs,
     PromptTokensDetails,
     RequestMetrics,
+    TracedStep,
     Usage,
 )
 from .service import Service
 from .streaming import server_sent
+from .trace import Step
 
 OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
 
@@ -50,6 +52,7 @@ class ChoicesAnswer(Answer):
         self._include_obfuscation = body.include_obfuscation
         asked = body.speculation.metrics
         self._include_metrics = service.settings.speculation_metrics if asked is None else asked
+        self._include_trace = body.speculation.trace
         self._begun: set[int] = set()  # choices of which something has been said
 
     @abstractmethod
@@ -85,14 +88,16 @@ class ChoicesAnswer(Answer):
         texts: dict[int, list[str]] = {}
         parts: dict[int, list[Part]] = {}
         tokens: dict[int, list[Token]] = {}
+        steps: dict[int, list[Step]] = {}
         async for delta in generation:
             self._count(delta)
             texts.setdefault(delta.index, []).append(delta.text)
             parts.setdefault(delta.index, []).extend(delta.parts)
             tokens.setdefault(delta.index, []).extend(delta.tokens)
+            steps.setdefault(delta.index, []).extend(delta.steps)
             last[delta.index] = delta
         deltas = [
-            replace(delta, text="".join(texts[i]), parts=parts[i], tokens=tokens[i])
+            replace(delta, text="".join(texts[i]), parts=parts[i], tokens=tokens[i], steps=steps[i])
             for i, delta in sorted(last.items())
         ]
         whole = self._answer(
@@ -130,6 +135,11 @@ class ChoicesAnswer(Answer):
                 }
             )
         return told
+
+    def _trace(self, delta: Delta) -> list[TracedStep]:
+        """The steps that the delta came in."""
+        source = self._service.engine_info.proposer
+        return [step.traced(source, self._token_text) for step in delta.steps]
 
     def _chunk(self, choice: APIResponse) -> str:
         chunk = self._answer([choice])

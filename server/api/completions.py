@@ -112,6 +112,8 @@ class _CompletionAnswer(ChoicesAnswer):
             choice.token_ids = [token.id for token in delta.tokens]
             if first:
                 choice.prompt_token_ids = self._prompts[prompt_index]
+        if self._include_trace:
+            choice.trace = self._trace(delta)
         if self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = self._prompt_logprobs(delta, self._body.prompt_logprobs)
         return [choice]

@@ -16,6 +16,7 @@ from ..text.detokenizer import Detokenizer, StopStrings
 from ..text.message_parser import Part
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
+from .trace import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class Delta:
     num_calls: int  # of tools, so far
     cached_tokens: int  # of its prompt
     prompt_logprobs: Sequence[TokenLogprobs]  # from the prompt's second token on, if asked for
+    steps: list[Step]  # that brought the tokens, if a trace was asked for
 
 
 class Sample:
@@ -90,15 +92,19 @@ class Sample:
         self._num_tokens = 0
         self._num_reasoning_tokens = 0
         self._num_chars = 0
+        self._num_steps = 0
         self._pending: list[Token] = []  # taken, but their text is held back
+        self._pending_steps: list[Step] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def take(self, output: RequestOutput) -> Delta | None:
         """Add a step's tokens; None where they have nothing to show yet."""
+        num_accepted_before = self.acceptance.num_accepted_tokens
         self.acceptance.observe(output)
         self.queue_s = output.queue_s
         self._prompt_logprobs += output.prompt_logprobs or ()
         shown: list[str] = []
+        texts: list[str] = []  # of each token
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
         last = len(output.token_ids) - 1
         for position, (token_id, entry) in enumerate(zip(output.token_ids, logprobs, strict=True)):
@@ -109,14 +115,27 @@ class Sample:
                 and position == last
                 and not self._options.include_stop
             )
+            texts.append("")
             if self._options.detokenize and not hidden:
-                shown.append(self._match(self._detokenizer.push(token_id)))
+                texts[-1] = self._detokenizer.push(token_id)
+                shown.append(self._match(texts[-1]))
             if self._stops.matched is not None:
                 break
         else:
             if output.finish_reason is not None:
                 shown.append(self._match(self._detokenizer.flush()))
                 shown.append(self._stops.flush())
+        self._num_steps += bool(texts)
+        if texts and output.draft_token_ids is not None:
+            self._pending_steps.append(
+                Step(
+                    number=self._num_steps,
+                    draft_token_ids=output.draft_token_ids,
+                    num_accepted=output.num_accepted_tokens - num_accepted_before,
+                    token_ids=output.token_ids[: len(texts)],
+                    texts=texts,
+                )
+            )
         return self._delta("".join(shown), output)
 
     def _match(self, text: str) -> str:
@@ -138,6 +157,7 @@ class Sample:
         if not (text or has_tokens or self.finished):
             return None
         tokens, self._pending = self._pending, []
+        steps, self._pending_steps = self._pending_steps, []
         parts: list[Part] = []
         if self._reader is not None:
             parts = self._reader.read(text, ended=self.finished)
@@ -155,6 +175,7 @@ class Sample:
             num_calls=self._reader.num_calls if self._reader is not None else 0,
             cached_tokens=output.num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
+            steps=steps,
         )
 
 

@@ -40,6 +40,7 @@ class Speculation(APIRequest):
     num_speculative_tokens: Int | None = Field(default=None, ge=0)
     verification: Verification | None = None
     metrics: bool | None = None  # tell how many drafts were accepted; None: as the server is set
+    trace: bool = False  # tell of each step what it drafted, and what became of it
 
 
 class LogitsProcessor(APIRequest):
@@ -238,6 +239,32 @@ class PromptLogprob:  # of which an answer may have hundreds of thousands
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
+TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+# An answer may have hundreds of thousands of these, too.
+@dataclass(frozen=True, slots=True)
+class DraftedToken:
+    token: str  # by itself, as `logprobs` names it
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedToken(DraftedToken):
+    text: str  # what it added to the text: nothing until a character is whole
+    kind: TokenKind
+
+
+class TracedStep(APIResponse):
+    """One step of the engine, as one sequence saw it."""
+
+    step: int  # 1 is the sequence's first
+    source: str | None  # of the drafts: the proposer's name
+    drafts: list[DraftedToken]
+    num_accepted: int
+    tokens: list[TracedToken]  # that it brought
+
+
 class CompletionLogprobs(APIResponse):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -254,6 +281,7 @@ class CompletionChoice(APIResponse):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    trace: list[TracedStep] | None = None
 
 
 class Completion(GenerationResponse):

@@ -245,6 +245,7 @@ class Service:
             logprobs=logprobs,
             told_of_prompts=told_of_prompts,
             bad_words=bad_words,
+            max_drafts=self.engine_info.num_speculative_tokens,
         )
         prompt_logprobs = max((num for num in told_of_prompts if num is not None), default=None)
         params = [
@@ -269,6 +270,7 @@ class Service:
                     params=params[index % fields.num_samples],
                     priority=fields.priority,
                     cache_salt=self._cache_salt(fields, key),
+                    tells_drafts=fields.speculation.trace,
                 ),
                 self.tokenizer,
                 options,

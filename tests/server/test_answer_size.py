@@ -48,6 +48,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
         (CHAT | {"n": 2, "logprobs": True, "top_logprobs": 20}, ["max_completion_tokens"]),
         (CHAT | {"n": 2, "logprobs": True, "top_logprobs": 20}, ["top_logprobs"]),
         (CHAT | {"n": 100}, ["n", "max_completion_tokens"]),
+        (CHAT | {"n": 8, "speculation": {"trace": True}}, ["speculation.trace"]),
         (
             {"messages": [{"role": "user", "content": "x" * 900}]}
             | {"n": 16, "prompt_logprobs": 20, "max_tokens": 1},
@@ -72,7 +73,8 @@ def test_a_request_that_could_fill_the_memory_is_refused_before_it_runs(
     lower = reply.error["message"].partition(" Lower ")[2].rstrip(".").split(", ")
     assert set(named) <= set(lower)
     assert reply.error["param"] == lower[0]
-    assert {"messages", *lower} <= {"messages", "max_completion_tokens", "prompt", *body}
+    known = {"messages", "max_completion_tokens", "prompt", "speculation.trace", *body}
+    assert {"messages", *lower} <= known
     assert not served.client.submitted
 
 
@@ -95,6 +97,7 @@ def test_the_largest_request_of_the_defaults_is_refused(serve: Serve) -> None:
         {"prompt": "Hi", "max_tokens": 300, "n": 2, "logprobs": 20},
         CHAT | {"max_tokens": 300, "n": 2, "logprobs": True, "top_logprobs": 20},
         CHAT | {"max_tokens": 300, "n": 4, "logprobs": True},
+        {"prompt": "Hi", "max_tokens": 300, "n": 4, "speculation": {"trace": True}},
     ],
 )
 def test_an_answer_takes_no_more_than_it_was_estimated_to_take(
@@ -102,7 +105,8 @@ def test_an_answer_takes_no_more_than_it_was_estimated_to_take(
 ) -> None:
     def play(request: NewRequest) -> list[RequestOutput]:
         ids = [70 + i % 50 for i in range(request.params.max_tokens)]
-        return steps(request, ids, sizes=repeat(4))
+        size = 1 if request.tells_drafts else 4  # whichever takes more
+        return steps(request, ids, sizes=repeat(size), num_drafts=4)
 
     def ask(served: Served) -> Any:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"

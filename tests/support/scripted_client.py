@@ -154,9 +154,15 @@ def steps(
                 num_cached_tokens=cached_tokens,
                 num_draft_tokens=num_drafts * num_steps,
                 num_accepted_tokens=done - num_steps if num_drafts else 0,
+                draft_token_ids=_drafts(ids, num_drafts) if request.tells_drafts else None,
             )
         )
     return outputs
+
+
+def _drafts(ids: Sequence[int], num_drafts: int) -> list[int]:
+    """All but the last of these tokens, and others up to so many, which were rejected."""
+    return [*ids[:-1], *[ids[-1] + 1] * num_drafts][:num_drafts]
 
 
 def _logprobs(token_ids: Sequence[int], num_top: int | None) -> list[TokenLogprobs] | None:

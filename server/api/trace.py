@@ -1,0 +1,40 @@
+"""The steps that an answer came in: what each of them drafted, and what became of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .protocol import DraftedToken, TokenKind, TracedStep, TracedToken
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one sequence, in token ids."""
+
+    number: int  # 1 is the sequence's first
+    draft_token_ids: list[int]
+    num_accepted: int
+    token_ids: list[int]  # that it brought: accepted drafts, then one more
+    texts: list[str]  # that these added
+
+    def kind(self, position: int) -> TokenKind:
+        """What the token at this position of `token_ids` is."""
+        if position < self.num_accepted:
+            return "accepted"
+        if not self.draft_token_ids:
+            return "plain"
+        return "bonus" if self.num_accepted == len(self.draft_token_ids) else "recovered"
+
+    def traced(self, source: str | None, token_text: Callable[[int], str]) -> TracedStep:
+        """As the API tells it; `source` is what drafts."""
+        return TracedStep(
+            step=self.number,
+            source=source if self.draft_token_ids else None,
+            drafts=[DraftedToken(token_text(i), i) for i in self.draft_token_ids],
+            num_accepted=self.num_accepted,
+            tokens=[
+                TracedToken(token_text(token_id), token_id, text, self.kind(position))
+                for position, (token_id, text) in enumerate(
+                    zip(self.token_ids, self.texts, strict=True)
+                )
+            ],
+        )
