@@ -64,6 +64,7 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
     if info.device != "cpu":
         loaded += f", of which {info.warm_up_s:.1f} s to measure memory and capture graphs"
     cache_gib = info.cache_bytes / 2**30
+    page = [("page", f"{url}/ui")] if settings.server.ui else []
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
         ("draft", draft),
@@ -72,6 +73,7 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
         ("loaded in", loaded),
         ("serving", f"{', '.join(settings.served_model_names)} at {url}/v1"),
+        *page,
     ]
 
 

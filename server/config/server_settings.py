@@ -73,7 +73,8 @@ class ServerSettings(Section):
     )
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Bearer keys, asked for but by /health, /live and /ready. None: open.",
+        description="Bearer keys, asked for but by /health, /live, /ready and the files of /ui. "
+        "None: open.",
     )
     api_key_file: Path | None = Field(
         default=None,
@@ -91,6 +92,10 @@ class ServerSettings(Section):
         default=False,
         description="Let requests with different keys share cached prefixes. cached_tokens and "
         "times then tell whether another key's requests began alike.",
+    )
+    ui: bool = Field(
+        default=True,
+        description="Serve a page at /ui: a playground that shows what the drafts did.",
     )
     metrics_port: int | None = Field(
         default=None,

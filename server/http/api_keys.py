@@ -14,6 +14,7 @@ from .errors import APIError, cut
 log = logging.getLogger("outrider.server.requests")
 
 OPEN_PATHS = ("/health", "/live", "/ready")  # of probes, which send no key
+OPEN_FOLDER = "/ui"  # of files that tell nothing: a browser sends no key for a page
 
 
 def key_digest(key: str) -> str:
@@ -28,8 +29,8 @@ def request_key(request: HTTPConnection) -> str | None:
 
 
 class ApiKeys:
-    """Ask for one of the keys, everywhere but on the paths of probes: as a bearer token, or as
-    `x-api-key`, as Anthropic's clients send it.
+    """Ask for one of the keys, everywhere but on the paths of probes and for the files of
+    the page: as a bearer token, or as `x-api-key`, as Anthropic's clients send it.
 
     The digest of a right key is `key_digest` in the scope's state, on the paths of probes too.
     """
@@ -46,7 +47,10 @@ class ApiKeys:
         headers = dict(reversed(scope["headers"]))
         header = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
         digest = self._match(_given_key(headers))
-        is_open = scope["path"].rstrip("/") in OPEN_PATHS
+        path = scope["path"]
+        is_open = path.rstrip("/") in (*OPEN_PATHS, OPEN_FOLDER) or path.startswith(
+            f"{OPEN_FOLDER}/"
+        )
         if digest is not None:
             scope.setdefault("state", {})["key_digest"] = digest
         elif header or not is_open:

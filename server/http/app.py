@@ -70,6 +70,7 @@ from ..text.tokenizer import Tokenizer
 from . import errors
 from .api_keys import ApiKeys, key_digest, request_key
 from .hosts import Hosts
+from .info import PairCard, add_info_route
 from .loads import add_load_routes
 from .middleware import (
     BodyLimit,
@@ -80,6 +81,8 @@ from .middleware import (
     RequestId,
     RootPath,
 )
+from .stats import add_stats_route
+from .ui import add_ui
 
 # What the OpenAPI document tells of answers beside the whole ones.
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -106,11 +109,13 @@ def create_app(
     settings: ServerSettings,
     compiler: GrammarCompiler | None = None,
     sampling_defaults: SamplingDefaults = NEUTRAL,
+    card: PairCard | None = None,
 ) -> ASGIApp:
     """The application; it answers 503 unless the engine is ready and the gate open.
 
     `model_names`: what requests may call the model, and answers by the first of them.
-    `compiler`: of grammars, as the engine has it; None: they are refused.
+    `compiler`: of grammars, as the engine has it; None: they are refused. `card`: what /info tells
+    of the pair's settings; None: nothing.
     """
     keys = settings.read_api_keys()
     priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
@@ -148,7 +153,9 @@ def create_app(
     api.include_router(openai)
     api.include_router(anthropic)
     api.include_router(_tokenizer_routes(service))
-    api.include_router(_status_routes(service, gate))
+    api.include_router(_status_routes(service, gate, card))
+    if settings.ui:
+        add_ui(api)
 
     app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
     if keys:
@@ -302,7 +309,7 @@ def _tokenizer_routes(service: Service) -> APIRouter:
     return router
 
 
-def _status_routes(service: Service, gate: Gate) -> APIRouter:
+def _status_routes(service: Service, gate: Gate, card: PairCard | None) -> APIRouter:
     router = APIRouter(responses=_ERRORS)
     client = service.client
 
@@ -336,6 +343,8 @@ def _status_routes(service: Service, gate: Gate) -> APIRouter:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     add_load_routes(router, client)
+    add_info_route(router, service, card, VERSION)
+    add_stats_route(router, client, service.metrics, gate)
     return router
 
 

@@ -21,6 +21,7 @@ from ..config.settings import Settings
 from ..text.tokenizer import Tokenizer
 from .app import create_app
 from .connection import KEEP_ALIVE_S, Connection
+from .info import PairCard
 from .middleware import EarlyAnswer, Gate
 
 log = logging.getLogger("outrider.server")
@@ -52,6 +53,7 @@ async def load_app(
         sampling_defaults=sampling_defaults(
             settings.server.generation_config, Path(config.target.path)
         ),
+        card=PairCard.of(settings),
     )
 
 

@@ -91,6 +91,20 @@ def test_each_answers_alike_and_tells_of_all(
     assert one["outrider_generation_tokens_total"] == 10
 
 
+def test_the_page_finds_the_same_behind_each(clients: list[httpx.Client]) -> None:
+    told = []
+    for client in clients:
+        client.post("/v1/completions", json=SHORT)
+        assert client.get("/ui/").status_code == 200
+        with client.stream("GET", "/stats/stream?interval_s=0.1") as stream:
+            stats = json.loads(next(events_of(stream)))
+        told.append((client.get("/info").json(), stats["latencies"]["time_to_first_token"]))
+    (info, _), (other_info, latency) = told
+    assert info == other_info
+    assert info["engine"]["speculation"]["proposer"] == "ngram"
+    assert latency["count"] >= 2  # also those of the other
+
+
 def test_one_that_dies_loses_its_own_requests_and_comes_back(
     server: RunningServer, clients: list[httpx.Client]
 ) -> None:

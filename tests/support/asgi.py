@@ -50,6 +50,7 @@ class Call:
         path: str,
         body: Sequence[bytes] = (),
         headers: Mapping[str, str] | None = None,
+        query: str = "",
     ) -> None:
         self.reply = Reply()
         self.unread = list(body)
@@ -62,7 +63,7 @@ class Call:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "scheme": "http",
             "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
             "server": ("test", 80),

@@ -1,0 +1,123 @@
+"""Numbers of the running server as a stream of events, for pages that show it live."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from prometheus_client.core import Metric
+from starlette.responses import Response
+
+from outrider.engine.processes.client import EngineClient
+
+from ..api.protocol import APIResponse
+from ..api.streaming import EventStream, server_sent
+from ..observe.metrics import Metrics
+from .errors import APIError
+from .middleware import Gate
+
+LOOK_S = 0.1  # how often a stream looks whether the server is about to leave
+
+_LATENCIES = {
+    "time_to_first_token": "outrider_time_to_first_token_seconds",
+    "inter_token_latency": "outrider_inter_token_latency_seconds",
+}
+
+
+class Latency(APIResponse):
+    """A histogram since the server started."""
+
+    count: int
+    sum_s: float
+    buckets: list[tuple[float, int]]  # (upper bound in seconds, how many were at most as long)
+
+
+class Stats(APIResponse):
+    """Gauges now, and counters since the server started: take two, and divide by their times."""
+
+    time_s: float  # of a clock that only goes forward
+    state: str  # of the engine, as /health tells it
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    pages_total: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    preemptions: int
+    source: str | None  # of the drafts: the proposer
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+    latencies: dict[str, Latency]
+
+
+def stats_of(client: EngineClient, metrics: Metrics) -> Stats:
+    stats, info = client.stats, client.info
+    return Stats(
+        time_s=time.monotonic(),
+        state=client.state,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        pages_used=stats.pages_used,
+        pages_total=stats.pages_total,
+        steps=stats.steps,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
+        generation_tokens=stats.generation_tokens,
+        preemptions=stats.preemptions,
+        source=info.proposer if info else None,
+        drafted_per_position=stats.drafted_per_position,
+        accepted_per_position=stats.accepted_per_position,
+        latencies=_latencies(metrics),
+    )
+
+
+def add_stats_route(router: APIRouter, client: EngineClient, metrics: Metrics, gate: Gate) -> None:
+    async def events(interval_s: float) -> AsyncIterator[str]:
+        loop = asyncio.get_running_loop()
+        while gate.open:
+            yield server_sent(stats_of(client, metrics).to_json())
+            next_s = loop.time() + interval_s
+            while gate.open and (left_s := next_s - loop.time()) > 0:
+                await asyncio.sleep(min(LOOK_S, left_s))
+        yield server_sent("[DONE]")
+
+    async def close() -> None:
+        return
+
+    def failed(error: APIError) -> str:
+        return server_sent(json.dumps(error.body()))
+
+    @router.get(
+        "/stats/stream",
+        response_model=Stats,
+        responses={200: {"description": "Events.", "content": {"text/event-stream": {}}}},
+    )
+    async def stream(
+        interval_s: Annotated[float, Query(ge=0.1, le=60)] = 1.0,
+    ) -> Response:
+        """The server's numbers as server-sent events, until it shuts down or the client leaves."""
+        return EventStream(events(interval_s), close=close, failed=failed)
+
+
+def _latencies(metrics: Metrics) -> dict[str, Latency]:
+    families = {family.name: family for family in metrics.registry.collect()}
+    return {name: _latency(families.get(family)) for name, family in _LATENCIES.items()}
+
+
+def _latency(family: Metric | None) -> Latency:
+    values: dict[str, float] = {}
+    buckets: list[tuple[float, int]] = []
+    for sample in family.samples if family is not None else ():
+        kind = sample.name.rpartition("_")[2]
+        if kind == "bucket":
+            if sample.labels["le"] != "+Inf":  # which JSON cannot say, and `count` tells
+                buckets.append((float(sample.labels["le"]), int(sample.value)))
+        else:
+            values[kind] = sample.value
+    return Latency(
+        count=int(values.get("count", 0)), sum_s=values.get("sum", 0.0), buckets=sorted(buckets)
+    )

@@ -1,0 +1,36 @@
+"""The page at /ui: a playground over this server, from files beside this code."""
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.responses import RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+FILES = Path(__file__).parents[1] / "ui"
+
+_HEADERS = {
+    # All of it comes from here, and no other site may frame it: it may hold an API key.
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # but ask whether it has changed
+}
+
+
+class _Files(StaticFiles):
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(_HEADERS)
+        return response
+
+
+def add_ui(api: FastAPI) -> None:
+    """Serve the page, which tells nothing by itself, and asks its reader for a key if need be."""
+
+    @api.get("/ui", include_in_schema=False)
+    async def ui() -> Response:
+        return RedirectResponse("ui/")  # relative, for servers behind a proxy's prefix
+
+    api.mount("/ui", _Files(directory=FILES, html=True))

@@ -1,0 +1,138 @@
+"""What the page needs of the server: its files, /info and the stream of numbers."""
+
+import asyncio
+import tomllib
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgi import Call, get, post
+from served import Served
+
+from outrider.engine.api import EngineStats
+from outrider.server.config.settings_loader import load_settings
+from outrider.server.http.info import PairCard
+from outrider.server.http.ui import FILES as FOLDER
+
+Serve = Callable[..., Served]
+FILES = ("/ui/", "/ui/style.css", "/ui/app.js", "/ui/icon.svg")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_page_needs_no_key_and_may_load_nothing_from_elsewhere(serve: Serve, path: str) -> None:
+    reply = get(serve(api_keys=("one",)).app, path)
+    assert reply.status == 200
+    assert reply.headers["content-security-policy"].startswith("default-src 'self';")
+    assert "unsafe" not in reply.headers["content-security-policy"]
+
+
+def test_every_file_of_the_page_is_part_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["outrider.server.ui"]
+    names = [path.name for path in FOLDER.iterdir()]
+    assert len(names) > 8
+    assert [name for name in names if not any(fnmatch(name, each) for each in patterns)] == []
+
+
+def test_its_address_may_be_written_without_the_slash(serve: Serve) -> None:
+    reply = get(serve(api_keys=("one",)).app, "/ui")
+    assert (reply.status, reply.headers["location"]) == (307, "ui/")
+
+
+@pytest.mark.parametrize("path", ["/ui/../info", "/ui/%2e%2e/info", "/ui/../http/app.py", "/uix"])
+def test_a_key_is_asked_for_beside_it(serve: Serve, path: str) -> None:
+    assert get(serve(api_keys=("one",)).app, path).status in (401, 404)
+
+
+@pytest.mark.parametrize("path", ["/info", "/stats/stream"])
+def test_numbers_need_a_key(serve: Serve, path: str) -> None:
+    assert get(serve(api_keys=("one",)).app, path).status == 401
+
+
+@pytest.mark.parametrize("path", ["/ui", *FILES])
+def test_it_can_be_turned_off(serve: Serve, path: str) -> None:
+    assert get(serve(ui=False).app, path).status == 404
+
+
+def test_info_tells_what_is_served(serve: Serve) -> None:
+    served = serve()
+    told = get(served.app, "/info").json()
+    assert (told["model"], told["state"], told["chats"]) == ("test-model", "ready", True)
+    assert told["engine"]["speculation"]["num_speculative_tokens"] == 4
+    assert told["engine"]["draft"]["dtype"] == "float32"
+    served.client.info, served.client.state = None, "starting"
+    told = get(served.app, "/info").json()
+    assert (told["state"], told["engine"]) == ("starting", None)
+
+
+def test_the_card_names_models_and_no_folders() -> None:
+    def card(*assignments: str) -> PairCard:
+        return PairCard.of(load_settings(assignments=assignments, environ={}))
+
+    hub = card("target.model=Qwen/Qwen3-8B", "draft.model=/data/private/draft")
+    assert (hub.target, hub.draft) == ("Qwen/Qwen3-8B", "draft")
+    mine = card("target.model=./models/mine", "speculation.proposer=ngram")
+    assert mine == PairCard("mine", None, True, "token")
+
+
+def first_events(served: Served, number: int) -> list[Any]:
+    """The first events of a stream of numbers, and then the gate closes."""
+
+    async def run() -> list[Any]:
+        call = Call(served.app, "GET", "/stats/stream", [b""])
+        while call.reply.body.count(b"\n\n") < number:
+            await asyncio.sleep(0.01)
+        served.gate.open = False
+        await asyncio.wait_for(call.finished, 5)
+        return call.reply.chunks
+
+    return asyncio.run(run())
+
+
+def test_the_stream_of_numbers_tells_how_the_engine_stands(serve: Serve) -> None:
+    served = serve()
+    served.client.stats = EngineStats(
+        num_running=2, pages_used=3, generation_tokens=50, drafted_per_position=[9, 4]
+    )
+    post(served.app, {"prompt": "Hi"})
+    event, *_ = first_events(served, 1)
+    assert (event["state"], event["num_running"], event["pages_used"]) == ("ready", 2, 3)
+    assert (event["generation_tokens"], event["drafted_per_position"]) == (50, [9, 4])
+    assert event["source"] == "draft_model"
+    first_token = event["latencies"]["time_to_first_token"]
+    assert first_token["count"] == 1
+    assert first_token["buckets"][-1][1] == 1
+    assert event["latencies"]["inter_token_latency"]["count"] == 1
+
+
+def test_it_ends_when_the_server_leaves(serve: Serve) -> None:
+    assert len(first_events(serve(), 2)) >= 2
+
+
+def test_it_ends_when_its_reader_leaves(serve: Serve) -> None:
+    async def run() -> None:
+        call = Call(serve().app, "GET", "/stats/stream", [b""])
+        await call.until_body()
+        call.leave()
+        await asyncio.wait_for(call.finished, 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "x", "1e9"])
+def test_an_interval_is_checked(serve: Serve, interval: str) -> None:
+    async def run() -> int:
+        call = Call(serve().app, "GET", "/stats/stream", [b""], query=f"interval_s={interval}")
+        await asyncio.wait_for(call.finished, 5)
+        return call.reply.status
+
+    assert asyncio.run(run()) == 400
+
+
+def test_a_dead_engine_is_told_in_the_stream(serve: Serve) -> None:
+    served = serve()
+    served.client.state = "restarting"
+    assert get(served.app, "/info").json()["state"] == "restarting"
+    assert first_events(served, 1)[0]["state"] == "restarting"
