@@ -13,6 +13,7 @@ class ModelConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     quantization: str | None = None  # "fp8": round the plain linear layers; None: as they are
     trust_remote_code: bool = False
+    head_layers: tuple[int, ...] | None = None  # that a head reads behind; None: as its config says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
+from .admission import DTYPES
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
 from .checkpoint import Checkpoint
@@ -38,7 +40,14 @@ def load_head(
     with _told(f"the head {config.path} cannot draft for {target_path}"):
         if config.quantization is not None:
             raise HeadError("a head's weights stay as they are; leave draft.quantization out")
+        if config.dtype != "auto" and DTYPES.get(config.dtype) != target.dtype:
+            raise HeadError(
+                f"its dtype is set to {config.dtype}, but a head computes in its target's, which "
+                f"is {str(target.dtype).removeprefix('torch.')}: leave draft.dtype out"
+            )
         head_config = HeadConfig.load(folder)
+        if config.head_layers:
+            head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
         boundaries = head_config.boundaries_of(len(target.attentions))
         checkpoint = Checkpoint(
             folder, target.dtype, target.device, progress or (lambda done, total: None)

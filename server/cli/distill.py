@@ -9,6 +9,7 @@ from outrider.distill.recipe import DistillError, Recipe
 
 from .progress import ProgressDisplay
 
+Kind = Literal["draft", "eagle3"]
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 
@@ -26,6 +27,16 @@ def distill_command(
             "Left out: the target writes its own.",
         ),
     ] = None,
+    kind: Annotated[
+        Kind,
+        typer.Option(help="draft: a small model; eagle3: a head over the target's hidden states."),
+    ] = "draft",
+    draft_vocab: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens that a head drafts, the most frequent; 0: by the target's size."
+        ),
+    ] = 0,
     size: Annotated[
         str, typer.Option(metavar="LAYERSxWIDTH", help="Shape of a new draft.")
     ] = "3x256",
@@ -45,7 +56,9 @@ def distill_command(
         str, typer.Option(help="auto | cpu | cuda | cuda:N; cuda takes every visible GPU.")
     ] = "auto",
 ) -> None:
-    """Make a small draft that agrees with a target. Run it again to go on after a break."""
+    """Make a small draft, or a head, that agrees with a target. Run it again to go on after a
+    break.
+    """
     # Only now: they bring in torch.
     from outrider.distill.run import distill
     from outrider.engine.models.admission import UnsupportedModelError
@@ -60,6 +73,8 @@ def distill_command(
                 resolve_device(device),
                 target=str(resolve(target, progress=progress)),
                 out=str(out),
+                kind=kind,
+                draft_vocab=draft_vocab,
                 prompts=prompts,
                 size=size,
                 start=str(start) if start else None,

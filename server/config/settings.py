@@ -52,15 +52,18 @@ class TargetSettings(_ModelSettings):
 
 
 class DraftSettings(_ModelSettings):
-    """The small model or head that runs ahead; read if speculation.proposer is auto or
-    draft_model.
-    """
+    """The model or head that runs ahead; read if speculation.proposer is auto or draft_model."""
 
     model: str | None = Field(
         default=None,
         min_length=1,
         description="As target.model, with the same tokenizer; or an EAGLE-3 head made for the "
         "target. Unset: the best that is known for the target, if speculation.proposer is auto.",
+    )
+    head_layers: tuple[int, ...] | None = Field(
+        default=None,
+        description="The target's layers behind which a head reads the hidden states; 0: the "
+        "embeddings. Unset: what its config says, in which trainers number them differently.",
     )
     dtype: Dtype | None = Field(
         default=None,

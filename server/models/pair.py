@@ -159,6 +159,7 @@ def _model_config(
         dtype=dtype,
         quantization=settings.quantization,
         trust_remote_code=settings.trust_remote_code,
+        head_layers=settings.head_layers if isinstance(settings, DraftSettings) else None,
     )
 
 

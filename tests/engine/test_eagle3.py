@@ -271,3 +271,13 @@ def test_a_head_that_knows_the_next_token_is_always_right(tiny_model: Tiny, tmp_
     stats = engine.stats()
     assert stats.drafted_per_position == stats.accepted_per_position
     assert stats.drafted_per_position[0] > 20
+
+
+def test_a_rehearsal_for_nobody_leaves_nothing_behind(target: Path, head: Tiny) -> None:
+    engine = Engine(engine_config(target, head(draft_vocab=60), k=K, max_num_seqs=4))
+    max_model_len = engine.info.max_model_len
+    engine.worker.allocate(1)
+    engine.worker.rehearse()
+    engine.allocate(512, max_model_len)
+    (outputs,) = run(engine, [HIT], GREEDY)
+    assert tokens(outputs) == generate(target, HIT, GREEDY.max_tokens)

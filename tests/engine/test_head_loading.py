@@ -184,3 +184,22 @@ def test_the_weights_of_a_head_are_not_quantised(target: Path, tmp_path: Path) -
     draft = replace(config.draft, quantization="fp8")
     with pytest.raises(HeadError, match=r"stay as they are; leave draft\.quantization out"):
         Engine(replace(config, draft=draft))
+
+
+def test_the_layers_that_it_reads_can_be_set(target: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path, target, boundaries=(1, 2, 4))
+    config = engine_config(target, head)
+    assert config.draft is not None
+    draft = replace(config.draft, head_layers=(5, 0, 3))
+    engine = Engine(replace(config, draft=draft))
+    assert engine.worker.pair.target.network.tapped_layers == (-1, 2, 4)
+    with pytest.raises(HeadError, match="behind layers 2, 5, 9"):
+        Engine(replace(config, draft=replace(draft, head_layers=(9, 2, 5))))
+
+
+def test_another_dtype_than_the_targets_is_refused(target: Path, tmp_path: Path) -> None:
+    config = engine_config(target, save_tiny_head(tmp_path, target))
+    assert config.draft is not None
+    draft = replace(config.draft, dtype="bfloat16")
+    with pytest.raises(HeadError, match="in its target's, which is float32"):
+        Engine(replace(config, draft=draft))

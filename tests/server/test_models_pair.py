@@ -126,7 +126,7 @@ def test_a_head_needs_no_tokenizer_and_no_setting_but_its_name(
     head = save_tiny_head(tmp_path / "head", models / "target", boundaries=(1, 2, 3))
     settings = settings_for(models, str(head), "target.dtype=float32")
     found = prepare_pair(settings)
-    config = engine_config(settings, found)
+    config = engine_config(found)
     assert config.draft is not None
     assert config.draft.path == str(head)
     assert config.speculation.proposer == "draft_model"
