@@ -45,6 +45,42 @@ steps {last_divergence}; Muon for matrices, AdamW for the rest; one linear rise 
 """
 
 
+_HEAD_CARD = """\
+---
+tags: [speculative-decoding, eagle3]
+---
+
+# An EAGLE-3 head for {target}
+
+It reads the hidden states of {target} and proposes what the target then verifies. Made by
+`outrider distill --kind eagle3`; without its target it is of no use. The target's licence and
+notices, where it came with any, lie beside this file and hold for the head.
+
+| on held-out text | first choice is the target's | drawn at temperature 1, accepted |
+|---|---|---|
+{drafts}
+
+Measured over {num_tokens} tokens, each draft behind the target's own text. If drafts stand as often
+one behind the other, a step of {k} greedy drafts gives {tokens:.2f} tokens.
+
+## Data
+
+{data} Half of the target's answers are greedy, the others drawn at temperatures from 0.6 to 1.
+No other text was used. The tokens that are drafted are the most frequent in it.
+
+## Training
+
+A training-time test of {k} drafts in a row. Loss: {divergence} to the target's distribution over
+the drafted tokens, in the last {last_share:.0%} of the steps {last_divergence}; {num_steps} steps
+over {num_shards} shards of text. The embedding is the target's; output layer and last norm begin as
+the target's. The recipe, whole:
+
+```json
+{recipe}
+```
+"""
+
+
 def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> None:
     target = Path(recipe.target).name
     data = (
@@ -53,6 +89,9 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
         else "Conversations that the target wrote by itself: the user's turn, from nothing, from a "
         "few words or about a text that it wrote before, and the answer."
     )
+    if recipe.kind == "eagle3":
+        _write_head_card(recipe, plan, held_out, folder, data)
+        return
     start = (
         f"Went on from `{Path(recipe.start).name}`."
         if recipe.start
@@ -75,6 +114,35 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
             divergence=recipe.divergence.replace("_", " "),
             last_divergence=recipe.last_divergence.replace("_", " "),
             last_share=recipe.last_share,
+            recipe=json.dumps(settings, indent=2),
+        )
+    )
+
+
+def _write_head_card(
+    recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path, data: str
+) -> None:
+    each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
+    tokens, stands = 1.0, 1.0
+    for greedy, _ in each:
+        stands *= greedy
+        tokens += stands
+    rows = [f"| draft {i} | {g:.3f} | {s:.3f} |" for i, (g, s) in enumerate(each, 1)]
+    target = Path(recipe.target).name
+    settings = asdict(recipe) | {"target": target, "out": Path(recipe.out).name}
+    (folder / "README.md").write_text(
+        _HEAD_CARD.format(
+            target=target,
+            drafts="\n".join(rows),
+            num_tokens=held_out.num_tokens,
+            k=len(each),
+            tokens=tokens,
+            data=data,
+            divergence=recipe.divergence.replace("_", " "),
+            last_divergence=recipe.last_divergence.replace("_", " "),
+            last_share=recipe.last_share,
+            num_steps=plan.num_steps,
+            num_shards=plan.num_shards,
             recipe=json.dumps(settings, indent=2),
         )
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+Kind = Literal["draft", "eagle3"]  # a model of its own, or a head over the target's states
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 _SIZE = re.compile(r"(\d+)x(\d+)")
@@ -78,6 +79,7 @@ class Recipe:
 
     target: str  # a local model directory
     out: str
+    kind: Kind = "draft"
     size: str = "3x256"
     start: str | None = None  # a draft's directory to go on from, of whatever size; None: a new one
     budget: str = "10m"
@@ -99,6 +101,9 @@ class Recipe:
     batch_tokens: int = 2048
     micro_batch_rows: int = 1
     learning_rate: float = 8e-3
+    # Of heads.
+    draft_vocab: int = 0  # tokens that are drafted, the most frequent; 0: by the vocabulary's size
+    head_steps: int = 3  # of the training-time test: drafts in a row
 
     @staticmethod
     def of(device: str, **told: Any) -> "Recipe":
@@ -109,6 +114,8 @@ class Recipe:
                 "micro_batch_rows": 16,
                 "batch_tokens": 65536,
             } | told
+        if told.get("kind") == "eagle3":
+            told = {"learning_rate": 2e-3} | told  # most of it begins as parts of the target
         return Recipe(device=device, **told)
 
     def save(self, path: Path) -> None:

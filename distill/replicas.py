@@ -24,13 +24,13 @@ from .recipe import Plan, Recipe
 from .rows import Rows
 from .text import load_shards, shard_path
 from .train import HeldOut, Trainer, time_step, train
+from .train_head import HeadTrainer
 from .writers import devices_of
 
 _REPORT_STEPS = 10
 _POLL_S = 0.2
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations
 _TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
-_MAX_SHARD_SIZE = "15MB"
 
 
 def train_draft(
@@ -144,11 +144,14 @@ def _train_replica(
     lessons = read(target, mine, batch_tokens, lambda n, m: report("the target reads", n, m))
 
     def new_trainer() -> Trainer:
-        draft = starting_draft(target, recipe, device)
+        if recipe.kind == "eagle3":
+            trainer: Trainer = HeadTrainer(recipe, target, torch.cat(conversations))
+        else:
+            trainer = Trainer(recipe, starting_draft(target, recipe, device), target.dtype)
         if world > 1:
-            for parameter in draft.parameters():
+            for parameter in trainer.draft.parameters():
                 dist.broadcast(parameter.data, src=0)
-        return Trainer(recipe, draft, target.dtype)
+        return trainer
 
     rows = Rows(lessons, recipe.row_tokens, recipe.seed)
     rows_per_step = max(1, recipe.batch_tokens // recipe.row_tokens // world)
@@ -182,7 +185,7 @@ def _train_replica(
     )
     held_out = trainer.evaluate(held_out_lessons)
     if rank == 0:
-        trainer.draft.bfloat16().save_pretrained(work / "draft", max_shard_size=_MAX_SHARD_SIZE)
+        trainer.save_model(work / "draft")
     if world > 1:
         dist.destroy_process_group()
     return held_out, plan

@@ -65,6 +65,10 @@ def _check(recipe: Recipe, out: Path) -> None:
     target = Path(recipe.target)
     if not (target / "config.json").is_file():
         raise DistillError(f"{target} is no model directory: it has no config.json")
+    if recipe.kind == "eagle3" and recipe.start is not None:
+        raise DistillError("start: a head begins from its target; leave it out")
+    if recipe.head_steps < 1 or recipe.row_tokens <= 2 * recipe.head_steps:
+        raise DistillError(f"head_steps is {recipe.head_steps}; it is 1 at least, and fits a row")
     if recipe.start is not None and not (Path(recipe.start) / "config.json").is_file():
         raise DistillError(f"start: {recipe.start} is no model directory: it has no config.json")
     if out.exists():

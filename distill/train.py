@@ -7,22 +7,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
-from transformers import PreTrainedModel
 
 from .divergence import agreement, mean_divergence
 from .lessons import Lessons
-from .recipe import Recipe
+from .recipe import Divergence, Recipe
 from .rows import Rows
 
 _WARMUP_STEPS = 50
 _LAST_LEARNING_RATE = 0.02  # of the first
 _MAX_GRADIENT_NORM = 1.0
 _CHECKPOINT_INTERVAL_S = 60.0
+_MAX_SHARD_SIZE = "15MB"
 _UNTIMED_STEPS, _TIMED_STEPS = 2, 4  # the first ones allocate
 
 
@@ -33,15 +34,17 @@ class HeldOut:
     greedy_agreement: float  # the draft's first choice is the target's
     sampled_acceptance: float  # a token drawn from the draft at temperature 1 is accepted
     num_tokens: int
+    # Of a head, the same two of each draft behind the first, over the target's own tokens.
+    later: tuple[tuple[float, float], ...] = ()
 
 
 class Trainer:
     """A draft in training; with several replicas, each brings its own rows to every step."""
 
-    def __init__(self, recipe: Recipe, draft: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, recipe: Recipe, draft: nn.Module, dtype: torch.dtype) -> None:
         self.recipe = recipe
         self.draft = draft
-        self.device = draft.device
+        self.device: torch.device = draft.device  # type: ignore[assignment]
         self.step = 0
         self._dtype = dtype  # of the arithmetic; the weights themselves are float32
         self._world = dist.get_world_size() if dist.is_initialized() else 1
@@ -60,16 +63,8 @@ class Trainer:
                 group["lr"] = rate
         loss = torch.zeros((), device=self.device)
         for micro in rows.to(self.device).split(recipe.micro_batch_rows):
-            flat = micro.flatten()
-            part = mean_divergence(
-                recipe.last_divergence if is_last else recipe.divergence,
-                lessons.top_ids[flat],
-                lessons.top_log_probs[flat],
-                self._logits(lessons.token_ids[micro], _mask(lessons.conversation_of[micro])),
-                len(micro) / len(rows) / self._world,
-            )
-            part.backward()
-            loss += part.detach()
+            divergence = recipe.last_divergence if is_last else recipe.divergence
+            loss += self._backward(lessons, micro, divergence, len(micro) / len(rows) / self._world)
         if self._world > 1:
             for parameter in self.draft.parameters():
                 dist.all_reduce(parameter.grad)
@@ -79,6 +74,21 @@ class Trainer:
             optimizer.zero_grad()
         self.step += 1
         return loss
+
+    def _backward(
+        self, lessons: Lessons, rows: Tensor, divergence: Divergence, weight: float
+    ) -> Tensor:
+        """Add the gradient of these rows' loss, [B, L], times `weight`; returns the loss."""
+        flat = rows.flatten()
+        part = mean_divergence(
+            divergence,
+            lessons.top_ids[flat],
+            lessons.top_log_probs[flat],
+            self._logits(lessons.token_ids[rows], mask_of(lessons.conversation_of[rows])),
+            weight,
+        )
+        part.backward()
+        return part.detach()
 
     def _logits(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, L] -> [B * L, V]; without a mask each row is one conversation."""
@@ -102,6 +112,11 @@ class Trainer:
             overlap += of_part[1]
         num_tokens = int(lessons.lengths_np.sum())
         return HeldOut(same.item() / num_tokens, overlap.item() / num_tokens, num_tokens)
+
+    def save_model(self, folder: Path) -> None:
+        """Write the trained model, in bfloat16."""
+        draft: Any = self.draft
+        draft.bfloat16().save_pretrained(folder, max_shard_size=_MAX_SHARD_SIZE)
 
     def save(self, path: Path) -> None:
         """Everything that the next step depends on, whole or not at all."""
@@ -162,7 +177,7 @@ def time_step(trainer: Trainer, lessons: Lessons, rows: Rows, rows_per_step: int
     return (time.perf_counter() - start_s) / _TIMED_STEPS
 
 
-def _mask(conversation_of: Tensor) -> Tensor:
+def mask_of(conversation_of: Tensor) -> Tensor:
     """What each position may look at, its own conversation so far: [B, L] -> [B, 1, L, L]."""
     same = conversation_of[:, None, :, None] == conversation_of[:, None, None, :]
     return same.tril()
@@ -175,7 +190,7 @@ def _rate_at(step: int, progress: float) -> float:
     return min((step + 1) / _WARMUP_STEPS, falling)
 
 
-def _optimizers(draft: PreTrainedModel, learning_rate: float) -> list[Optimizer]:
+def _optimizers(draft: nn.Module, learning_rate: float) -> list[Optimizer]:
     """Muon for the layers' matrices; AdamW for the embedding and the norms."""
     matrices: list[Tensor] = []
     rest: list[Tensor] = []

@@ -1,0 +1,241 @@
+"""An EAGLE-3 head in training, as it will be served: over what it recycles, draft behind draft.
+
+Step i of the training-time test feeds row t the gold token i + 1 behind it and, from the second
+step on, what the row itself gave in the step before. Its query stands at position t + i, and looks
+at the first step's rows up to t and at the row's own of the steps since: that is what a head sees
+that has drafted i tokens. The formulas are those of `engine/models/eagle3.py`.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from outrider.engine.models.admission import max_positions
+
+from .recipe import Recipe
+
+_WEIGHT_STD = 0.02
+_MOST_DRAFT_TOKENS = ((64_000, 32_000), (16_000, 8_192))  # above so large a vocabulary, so many
+
+
+def default_boundaries(num_layers: int) -> tuple[int, ...]:
+    """Early, middle and late, as heads have it whose config names none; or what few layers hold."""
+    found = {2, num_layers // 2, num_layers - 3}
+    if num_layers < 6 or len(found) < 3:
+        found = {1, (num_layers + 1) // 2, num_layers - 1}
+    return tuple(sorted(b for b in found if 0 < b < num_layers))
+
+
+def draft_tokens(token_ids: Tensor, vocab_size: int, asked: int) -> Tensor:
+    """The target's ids that are drafted, ascending: the most frequent in its text. Shape: [V']."""
+    size = asked or next((n for above, n in _MOST_DRAFT_TOKENS if vocab_size > above), vocab_size)
+    counts = torch.bincount(token_ids.long(), minlength=vocab_size)
+    order = counts.sort(descending=True, stable=True).indices
+    return order[: min(size, vocab_size)].sort().values
+
+
+@dataclass(slots=True)
+class _Keys:
+    """Of the steps so far: [B, heads, L, head_dim] each."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class HeadModule(nn.Module):
+    """Trainable parameters, named as the file will name them; float32."""
+
+    def __init__(self, target: PreTrainedModel, target_ids: Tensor, boundaries: tuple[int, ...]):
+        """Shape: target_ids [V'], the target's id of each drafted token."""
+        super().__init__()
+        told = target.config.get_text_config()
+        self.device = target.device
+        self.boundaries = boundaries
+        self.num_heads, self.num_kv_heads = told.num_attention_heads, told.num_key_value_heads
+        self.head_dim = getattr(told, "head_dim", None) or told.hidden_size // self.num_heads
+        self.eps = told.rms_norm_eps
+        width, inner = told.hidden_size, told.intermediate_size
+
+        def linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+            made = nn.Linear(num_inputs, num_outputs, bias=False)
+            nn.init.normal_(made.weight, std=_WEIGHT_STD)
+            return made
+
+        self.fc = linear(len(boundaries) * width, width)
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.midlayer = nn.ModuleDict(
+            {
+                "self_attn": nn.ModuleDict(
+                    {
+                        "q_proj": linear(2 * width, q),
+                        "k_proj": linear(2 * width, kv),
+                        "v_proj": linear(2 * width, kv),
+                        "o_proj": linear(q, width),
+                    }
+                ),
+                "mlp": nn.ModuleDict(
+                    {
+                        "gate_proj": linear(width, inner),
+                        "up_proj": linear(width, inner),
+                        "down_proj": linear(inner, width),
+                    }
+                ),
+                **{
+                    name: nn.RMSNorm(width, self.eps)
+                    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+                },
+            }
+        )
+        self.norm = nn.RMSNorm(width, self.eps)
+        self.lm_head = nn.Linear(width, len(target_ids), bias=False)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+        self.to(self.device)
+        self.rotary = LlamaRotaryEmbedding(_rope_config(told)).to(self.device)
+        with torch.no_grad():  # it begins as the target does that stops at its last tap
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, -width:] += torch.eye(width, device=self.device)
+            output = target.get_output_embeddings().get_parameter("weight")
+            self.lm_head.weight.copy_(output[target_ids.to(output.device)])
+            self.norm.weight.copy_(target.get_decoder().norm.weight)
+        # In a tuple: it is the target's own, and none of the head's parameters.
+        self._embedding = (target.get_input_embeddings().get_parameter("weight"),)
+
+    def forward(
+        self, states: Tensor, next_ids: Tensor, mask: Tensor, num_steps: int
+    ) -> list[Tensor]:
+        """Logits of each step over the drafted tokens: [B, L, V'] each.
+
+        Shape:
+            states: [B, L, m, hidden], the target's
+            next_ids: [B, L + num_steps - 1], the token behind each row and so on
+            mask: [B, 1, L, L] bool, what a row may look at of the first step
+        """
+        f = self.fc(states.flatten(2).float())
+        length = f.shape[1]
+        seen, found = _Keys([], []), []
+        for i in range(num_steps):
+            y = self._layer(f, next_ids[:, i : i + length], mask, seen, i)
+            found.append(self.lm_head(self.norm(y)))
+            f = y
+        return found
+
+    def _layer(self, f: Tensor, ids: Tensor, mask: Tensor, seen: _Keys, i: int) -> Tensor:
+        layer: Any = self.midlayer
+        e = layer["input_layernorm"](F.embedding(ids, self._embedding[0]).float())
+        z = torch.cat((e, layer["hidden_norm"](f)), -1)
+        x = f + self._attention(layer["self_attn"], z, mask, seen, i)
+        z, mlp = layer["post_attention_layernorm"](x), layer["mlp"]
+        y: Tensor = x + mlp["down_proj"](F.silu(mlp["gate_proj"](z)) * mlp["up_proj"](z))
+        return y
+
+    def _attention(self, parts: Any, z: Tensor, mask: Tensor, seen: _Keys, i: int) -> Tensor:
+        batch, length, _ = z.shape
+        positions = torch.arange(length, device=z.device)[None] + i
+        cos, sin = (part[:, None] for part in self.rotary(z, positions))
+
+        def heads(name: str) -> Tensor:
+            made: Tensor = parts[name](z)
+            return made.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
+        group = self.num_heads // self.num_kv_heads
+        query = _rotated(heads("q_proj"), cos, sin) * self.head_dim**-0.5
+        seen.keys.append(_rotated(heads("k_proj"), cos, sin).repeat_interleave(group, 1))
+        seen.values.append(heads("v_proj").repeat_interleave(group, 1))
+        first = (query @ seen.keys[0].transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+        own = [(query * key).sum(-1, keepdim=True) for key in seen.keys[1:]]
+        weight = torch.cat((first, *own), -1).softmax(-1)
+        out = weight[..., :length] @ seen.values[0]
+        for j, value in enumerate(seen.values[1:]):
+            out = out + weight[..., length + j, None] * value
+        mixed: Tensor = parts["o_proj"](out.transpose(1, 2).flatten(2))
+        return mixed
+
+    def export(self, target: PreTrainedModel, folder: Path) -> None:
+        """Write it as vLLM and SGLang read it: flat config, weights in bfloat16."""
+        told = target.config.get_text_config()
+        folder.mkdir(parents=True, exist_ok=True)
+        ids = self.get_buffer("target_ids").cpu()
+        vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
+        tensors = {name: t.detach().bfloat16().cpu() for name, t in self.state_dict().items()}
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": told.hidden_size,
+            "intermediate_size": told.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.eps,
+            "vocab_size": vocab_size,
+            "draft_vocab_size": len(ids),
+            "max_position_embeddings": max_positions(target.config),
+            "rope_theta": _theta(told),
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": told.bos_token_id,
+            "eos_token_id": told.eos_token_id,
+            "eagle_aux_hidden_state_layer_ids": list(self.boundaries),
+            "eagle_config": {"use_aux_hidden_state": True},
+            "torch_dtype": "bfloat16",
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def states_of(
+    target: PreTrainedModel, token_ids: Tensor, mask: Tensor | None, boundaries: tuple[int, ...]
+) -> Tensor:
+    """The target's hidden states. Shape: [B, L] -> [B, L, m, hidden]."""
+    with torch.no_grad():
+        hidden = target.get_decoder()(
+            input_ids=token_ids.long(),
+            attention_mask=mask,
+            output_hidden_states=True,
+            use_cache=False,
+        ).hidden_states
+    return torch.stack([hidden[b] for b in boundaries], 2)
+
+
+def new_head(target: PreTrainedModel, recipe: Recipe, token_ids: Tensor) -> HeadModule:
+    """As it starts, for the target's text: [T]."""
+    vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
+    ids = draft_tokens(token_ids.cpu(), vocab_size, recipe.draft_vocab)
+    boundaries = default_boundaries(target.config.get_text_config().num_hidden_layers)
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        return HeadModule(target, ids, boundaries)
+
+
+def _theta(told: Any) -> float:
+    rope = told.rope_parameters or {}
+    return float(rope.get("rope_theta") or 10000.0)
+
+
+def _rope_config(told: Any) -> Any:
+    """RoPE as the head will be served with: the target's base, and no stretching."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=told.hidden_size,
+        num_attention_heads=told.num_attention_heads,
+        head_dim=getattr(told, "head_dim", None) or told.hidden_size // told.num_attention_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": _theta(told)},
+    )
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin

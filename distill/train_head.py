@@ -1,0 +1,105 @@
+"""The head learns the target's distributions, each draft behind those that it recycles."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .divergence import mean_divergence
+from .eagle3 import HeadModule, new_head, states_of
+from .lessons import Lessons
+from .recipe import Divergence, Recipe
+from .train import HeldOut, Trainer, mask_of
+
+_DECAY = 0.8  # of the weight of each further draft
+_NOWHERE = -30.0  # a log probability and a logit that count for nothing
+
+
+class HeadTrainer(Trainer):
+    """A head in training. The target reads each batch anew: to keep its states takes too much."""
+
+    def __init__(self, recipe: Recipe, target: PreTrainedModel, token_ids: Tensor) -> None:
+        """Shape: token_ids [T], the target's text, whose most frequent tokens are drafted."""
+        self.head: HeadModule = new_head(target, recipe, token_ids)
+        super().__init__(recipe, self.head, target.dtype)
+        self._target = target
+        ids = self.head.get_buffer("target_ids")
+        vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
+        # [V] where among the drafted tokens each is; behind them all that is not
+        self._place = torch.full((vocab_size,), len(ids), device=ids.device)
+        self._place[ids] = torch.arange(len(ids), device=ids.device)
+
+    def _backward(
+        self, lessons: Lessons, rows: Tensor, divergence: Divergence, weight: float
+    ) -> Tensor:
+        token_ids, owner = lessons.token_ids[rows], lessons.conversation_of[rows]
+        logits_of = self._drafts(token_ids, mask_of(owner))
+        length = logits_of[0].shape[1]
+        share = weight / sum(_DECAY**i for i in range(len(logits_of)))
+        loss = torch.zeros((), device=self.device)
+        for i, logits in enumerate(logits_of):
+            at = slice(i + 1, i + 1 + length)
+            is_told = owner[:, at] == owner[:, :length]  # else the conversation has ended
+            positions = rows[:, at][is_told]
+            top_ids, top_log_probs = self._drafted(
+                lessons.top_ids[positions], lessons.top_log_probs[positions]
+            )
+            told = torch.nn.functional.pad(logits[is_told], (0, 1), value=_NOWHERE)
+            loss = loss + mean_divergence(
+                divergence, top_ids, top_log_probs, told, share * _DECAY**i
+            )
+        loss.backward()
+        return loss.detach()
+
+    def _drafts(self, token_ids: Tensor, mask: Tensor | None) -> Sequence[Tensor]:
+        """Logits of each draft behind each row that has as many tokens behind it. Shape: [B, L]."""
+        num_steps = self.recipe.head_steps
+        length = token_ids.shape[1] - num_steps
+        states = states_of(self._target, token_ids, mask, self.head.boundaries)
+        if mask is None:
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).tril()
+        enabled = self._dtype != torch.float32
+        with torch.autocast(self.device.type, self._dtype, enabled=enabled):
+            logits_of: list[Tensor] = self.head(
+                states[:, :length], token_ids[:, 1:], mask[..., :length, :length], num_steps
+            )
+        return logits_of
+
+    def _drafted(self, top_ids: Tensor, top_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the target's likeliest tokens the drafted ones, as if there were no others.
+
+        What is beyond the likeliest is taken for drafted. Shape: [N, K] each.
+        """
+        place = self._place[top_ids.long()]
+        p = top_log_probs.float().exp()
+        is_drafted = place < self.head.lm_head.out_features
+        rest = (1 - p.sum(-1, keepdim=True)).clamp_min(1e-6)
+        mass = (p * is_drafted).sum(-1, keepdim=True) + rest
+        return place, torch.where(is_drafted, (p / mass).log(), _NOWHERE)
+
+    @torch.no_grad()
+    def evaluate(self, lessons: Lessons) -> HeldOut:
+        """Agreement of each draft behind gold ones, conversation by conversation."""
+        num_steps, ids = self.recipe.head_steps, self.head.get_buffer("target_ids")
+        sums = torch.zeros(num_steps, 2, device=self.device)
+        num_rows = 0
+        for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
+            if length <= num_steps:
+                continue
+            logits_of = self._drafts(lessons.token_ids[None, start : start + length], None)
+            for i, logits in enumerate(logits_of):
+                first = start + i + 1
+                at = slice(first, first + logits.shape[1])
+                top_ids = lessons.top_ids[at].long()
+                place = self._place[top_ids]
+                q = torch.nn.functional.pad(logits[0].float().softmax(-1), (0, 1)).gather(1, place)
+                sums[i, 0] += (ids[logits[0].argmax(-1)] == top_ids[:, 0]).sum()
+                sums[i, 1] += torch.minimum(lessons.top_log_probs[at].float().exp(), q).sum()
+            num_rows += logits_of[0].shape[1]
+        first_draft, *later = (sums / max(1, num_rows)).tolist()
+        return HeldOut(first_draft[0], first_draft[1], num_rows, tuple((g, s) for g, s in later))
+
+    def save_model(self, folder: Path) -> None:
+        self.head.export(self._target, folder)
