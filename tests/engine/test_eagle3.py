@@ -22,7 +22,7 @@ K = 3
 VARIANTS: dict[str, dict[str, Any]] = {
     "flat": {},
     "speculators": {"speculators": True, "norm_before_residual": True, "draft_vocab": 50},
-    "3.1": {"fc_norm": True, "norm_output": True},
+    "eagle31": {"fc_norm": True, "norm_output": True},
     "one-norm": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
     "qwen3": {"head_norms": True, "own_embedding": True},
     "layers": {"num_layers": 3, "draft_vocab": 30},
