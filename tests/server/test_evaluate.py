@@ -115,10 +115,10 @@ def test_an_exact_pair_is_told_so(target: Path) -> None:
 def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verify = Verifier.read
 
-    def other(self: Verifier, plan: Any, proposals: Any, drawn: Any) -> Any:
-        verified = verify(self, plan, proposals, drawn)
-        for token_ids, num_drafts in zip(verified.token_ids, verified.num_drafts, strict=True):
-            if num_drafts:
+    def other(self: Verifier, plan: Any, drawn: Any) -> Any:
+        verified = verify(self, plan, drawn)
+        for token_ids, scheduled in zip(verified.token_ids, plan.sampled, strict=True):
+            if scheduled.num_drafts:
                 token_ids[-1] = (token_ids[-1] + 1) % 50
         return verified
 
