@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.server.cli.progress import ignore_progress
 from outrider.server.models.builtin import BUILTINS, obtain
 
@@ -112,7 +113,9 @@ def main() -> None:
         )["input_ids"]
         for question in QUESTIONS
     ]
-    hugging_face = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype).eval()
+    hugging_face = AutoModelForCausalLM.from_pretrained(
+        path, dtype=args.dtype, **transformers_arguments(path)
+    ).eval()
     plain = build({"proposer": "none"}, args.dtype)
     speculating = {
         f"{name}, k = {k}": build({"proposer": proposer, "num_speculative_tokens": k}, args.dtype)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.models.admission import resolve_dtype
+from outrider.engine.models.gguf_file import transformers_arguments
 
 from .draft import starting_draft
 from .lessons import read
@@ -207,6 +208,7 @@ def _load_target(path: str, device: torch.device) -> PreTrainedModel:
         dtype=resolve_dtype("auto", hf_config, device),
         device_map={"": device},
         local_files_only=True,
+        **transformers_arguments(Path(path)),
     )
     model.eval().requires_grad_(False)
     return model

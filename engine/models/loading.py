@@ -20,9 +20,12 @@ from .admission import (
     resolve_dtype,
 )
 from .checkpoint import Checkpoint
+from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
 from .formats import FORMATS, Read, UnsupportedFormatError, reader_of, without_format
+from .gguf_checkpoint import AnyCheckpoint, GgufCheckpoint
+from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .packed_modules import pack_linears
@@ -132,15 +135,22 @@ def _own_decoder(
     rounds = config.quantization is not None
     try:
         original = Original(hf_config, dtype, device)
-        checkpoint = Checkpoint(
-            Path(config.path),
-            dtype,
-            device,
-            progress,
-            read=quantised[1] if quantised else None,
-            rounds=rounds,
-            rounds_head=rounds and is_draft,
-        )
+        folder = Path(config.path)
+        checkpoint: AnyCheckpoint
+        if transformers_arguments(folder):
+            if rounds:
+                return None, "it is a GGUF file, whose weights are rounded already"
+            checkpoint = GgufCheckpoint(folder, dtype, device, progress)
+        else:
+            checkpoint = Checkpoint(
+                folder,
+                dtype,
+                device,
+                progress,
+                read=quantised[1] if quantised else None,
+                rounds=rounds,
+                rounds_head=rounds and is_draft,
+            )
         decoder = build(hf_config, checkpoint, original.rope)
         if quantised and not checkpoint.has_quantised:
             return None, "none of its layers is kept in that way"
@@ -159,6 +169,8 @@ def _own_decoder(
     if device.type == "cpu":
         decoder.change_linears(partial(packed, rounds=rounds_weights(config, is_draft)))
         decoder.may_use_one_thread = is_draft
+        if can_compile(decoder):
+            decoder = CompiledDecoder(decoder)
     return decoder, ""
 
 
@@ -189,6 +201,7 @@ def _whole_model(
                 attn_implementation=attention,
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
+                **transformers_arguments(Path(config.path)),
             )
         return model.eval().requires_grad_(False)
 

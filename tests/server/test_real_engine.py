@@ -10,6 +10,7 @@ import torch
 from tiny_server import serving
 from transformers import AutoModelForCausalLM
 
+from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.server.text.tokenizer import Tokenizer
 
 
@@ -18,7 +19,9 @@ def test_greedy_text_is_that_of_generate(
     pair: tuple[Path, Path], tokenizer: Tokenizer, k: int
 ) -> None:
     prompts = ["The quick brown fox", "naïve café 🙂", "Hello world, hello"]
-    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        pair[0], dtype=torch.float32, **transformers_arguments(pair[0])
+    )
     expected = []
     for prompt in prompts:
         ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=True)])
@@ -39,7 +42,9 @@ def test_an_echo_scores_its_prompt_as_the_model_does(
     pair: tuple[Path, Path], tokenizer: Tokenizer, max_tokens: int
 ) -> None:
     prompt = tokenizer.encode("The quick brown fox jumps over 🙂 " * 8, add_special_tokens=True)
-    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        pair[0], dtype=torch.float32, **transformers_arguments(pair[0])
+    )
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
 

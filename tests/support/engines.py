@@ -19,6 +19,7 @@ from outrider.engine.config import (
     SpeculationConfig,
 )
 from outrider.engine.engine import Engine
+from outrider.engine.models.gguf_file import transformers_arguments
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 

@@ -1,0 +1,167 @@
+"""A decoder whose layers a CPU runs in one call."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels.cpu import layers as cpu
+from outrider.kernels.cpu.layers import pointer
+from outrider.kernels.cpu.packing import TILE
+
+from .attention import PagedAttention, PassContext, Rope
+from .blocks import AttentionMixer, Block, GatedMLP
+from .decoder import Decoder
+from .network import Pass
+from .weights import Linear, Tiles
+
+_DIM_MULTIPLE = 16  # of a head
+
+
+def can_compile(decoder: Decoder) -> bool:
+    """Whether the compiled layers do all that this decoder does."""
+    if cpu.compiled() is None or decoder.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return all(map(_is_known, decoder.blocks)) and len(set(map(_shape_of, decoder.blocks))) == 1
+
+
+def _is_known(block: Block) -> bool:
+    mixer, mlp = block.mixer, block.mlp
+    if not isinstance(mixer, AttentionMixer) or not isinstance(mlp, GatedMLP):
+        return False
+    attention = mixer.attention
+    return (
+        all(isinstance(linear.weight, Tiles) for linear in block.linears)
+        and attention.softcap is None
+        and attention.sinks is None
+        and attention.head_dim == attention.value_dim
+        and attention.head_dim % _DIM_MULTIPLE == 0
+        and mlp.gate_up.weight.shape[0] % (2 * TILE) == 0
+    )
+
+
+def _shape_of(block: Block) -> tuple[float, ...]:
+    """What all layers have in common: heads, their width, the MLP's, eps, scale."""
+    mixer, attention = block.mixer, block.mixer.attention
+    head_eps = mixer.head_norms[0].eps if mixer.head_norms else 0.0
+    return (
+        block.mlp.down.weight.shape[0],
+        attention.num_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        block.mlp.down.weight.shape[1],
+        mixer.norm.eps,
+        head_eps,
+        attention.scale,
+    )
+
+
+class CompiledDecoder(Decoder):
+    """Between its layers all is float32; a row is the same to the bit in any company."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Take over a decoder that `can_compile` has nothing against."""
+        super().__init__(decoder.embedding, decoder.blocks, decoder.norm, decoder.head)
+        self._last_norm = decoder.norm._replace(weight=decoder.norm.weight.float())
+        self._held: list[Tensor] = []  # what the layers point to
+        self._layers = [self._described(block) for block in self.blocks]
+        self._bound: list[object] = []
+        *sizes, eps, head_eps, scale = _shape_of(self.blocks[0])
+        hidden, heads, kv_heads, head_dim, intermediate = map(int, sizes)
+        self._shape = cpu.Shape(hidden, heads, kv_heads, head_dim, intermediate)
+        self._shape.eps, self._shape.head_eps, self._shape.scale = eps, head_eps, scale
+
+    def __call__(self, context: PassContext) -> Pass:
+        batch = context.batch
+        self._bind(self.attentions)
+        x = F.embedding(batch.input_ids, self.embedding).float()
+        kept = [batch.slot_mapping, batch.cu_seqlens_q, batch.seq_lens, batch.slots]
+        kept = [tensor.to(torch.int64).contiguous() for tensor in kept]
+        places, first_rows, lengths, slots = (pointer(tensor, torch.int64) for tensor in kept)
+        assert batch.block_table.dtype == torch.int32
+        assert batch.block_table.stride(1) == 1
+        rows = cpu.Batch(
+            len(x),
+            len(batch.seq_lens),
+            first_rows,
+            lengths,
+            slots,
+            places,
+            batch.block_table.data_ptr(),
+            batch.block_table.stride(0),
+        )
+        tables = self._turn(context)
+        taps = []
+        for first, last in pairwise([0, *(i + 1 for i in sorted(self.tapped_layers)), None]):
+            layers = self._layers[first:last]
+            if layers:
+                cpu.run_layers(cpu.array(layers), self._shape, rows, x)
+            if last is not None:
+                taps.append(x.to(self.dtype))
+        del tables, kept  # they had to live until here
+        logits = self._head(x[batch.logits_rows])
+        return Pass(logits, torch.stack(taps, 1) if taps else None)
+
+    def _head(self, rows: Tensor) -> Tensor:
+        out = self.place_of_logits(len(rows))
+        if isinstance(self.head.weight, Tiles):
+            return self.head(rows, norm=self._last_norm, out=out)
+        return self.head(rows.to(self.dtype), norm=self.norm, out=out)
+
+    def _described(self, block: Block) -> cpu.Layer:
+        mixer, mlp = block.mixer, block.mlp
+        q_norm, k_norm = mixer.head_norms or (None, None)
+        window = mixer.attention.window or 0
+        return cpu.Layer(
+            norm=self._kept(mixer.norm.weight),
+            mlp_norm=self._kept(mlp.norm.weight),
+            q_norm=self._kept(q_norm.weight) if q_norm else 0,
+            k_norm=self._kept(k_norm.weight) if k_norm else 0,
+            qkv=self._matrix(mixer.qkv),
+            output=self._matrix(mixer.output),
+            gate_up=self._matrix(mlp.gate_up),
+            down=self._matrix(mlp.down),
+            window=window,
+        )
+
+    def _matrix(self, linear: Linear) -> cpu.Matrix:
+        assert isinstance(linear.weight, Tiles)
+        bias = None if linear.bias is None else linear.bias.float().contiguous()
+        if bias is not None:
+            self._held.append(bias)
+        return cpu.matrix(linear.weight.matrix, bias)
+
+    def _kept(self, weight: Tensor) -> int:
+        self._held.append(weight.float().contiguous())
+        return self._held[-1].data_ptr()
+
+    def _bind(self, attentions: Sequence[PagedAttention]) -> None:
+        """Point the layers to their pages, if these have changed."""
+        bound: list[object] = [attention.bound_pages for attention in attentions]
+        if len(bound) == len(self._bound) and all(map(_is, bound, self._bound)):
+            return
+        self._bound = bound
+        for layer, attention in zip(self._layers, attentions, strict=True):
+            keys, values = attention.bound_pages
+            layer.keys, layer.values = pointer(keys, keys.dtype), pointer(values, keys.dtype)
+        assert keys.dtype in (torch.float32, torch.bfloat16)
+        self._shape.cache_is_bf16 = keys.dtype == torch.bfloat16
+        self._shape.page_size = keys.shape[1]
+
+    def _turn(self, context: PassContext) -> dict[int, tuple[Tensor, Tensor]]:
+        """Point the layers to the cos and sin of the rows; these must live on."""
+        tables: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, block in zip(self._layers, self.blocks, strict=True):
+            rope: Rope = block.mixer.rope
+            key = id(rope.inv_freq)
+            if key not in tables:
+                cos, sin = context.rotary(rope, torch.float32)
+                tables[key] = (cos.contiguous(), sin.contiguous())
+            layer.cos, layer.sin = (table.data_ptr() for table in tables[key])
+        return tables
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b

@@ -1,0 +1,138 @@
+"""A model directory whose weights are a GGUF file, read as a `Checkpoint` is."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.cpu.layers import compiled
+from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
+
+from .gguf_file import FILE_NAME, GgufFile
+from .weights import Dense, Linear, Tiles, Weight
+
+# Of the architecture `llama`, the only one that is read here.
+_OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_INNER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_HEADS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+
+
+def why_unpacked(file: GgufFile) -> str | None:
+    """Why this file's weights cannot stay as they are; None if they can.
+
+    Raises UnknownFormatError if one of them is of a type that is not read here.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture != "llama":
+        return f"its architecture is {architecture}"
+    known = {*_OUTER.values(), *_INNER.values()}
+    for name in file.names:
+        stem, _, kind = name.removeprefix("blk.").rpartition(".")
+        if kind not in ("weight", "bias") or stem.lstrip("0123456789.") not in known:
+            return f"it has {name}"
+    layouts = {file.format_of(name).layout for name in file.names}
+    if layouts == {Layout.PLAIN}:
+        return "none of it is quantised"
+    return None
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file under the names that transformers has for them.
+
+    On a CPU with compiled layers matrices keep their width; elsewhere they are unpacked, one by
+    one, to the model's dtype.
+    """
+
+    has_quantised = True
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._file = GgufFile(folder / FILE_NAME)
+        self._dtype, self._device = dtype, device
+        self._progress, self._num_read = progress, 0
+        self._keeps_width = device.type == "cpu" and compiled() is not None
+
+    def __contains__(self, name: str) -> bool:
+        return _gguf_name(name) in self._file.names
+
+    def tensor(self, *names: str) -> Tensor:
+        """Tensors of the same width, one below the other, in the model's dtype."""
+        parts = []
+        for name in names:
+            part = self._read(name).dequantised()
+            shape = self._file.shape_of(_gguf_name(name))
+            parts.append(part.view(shape).to(self._dtype))
+        return torch.cat(parts).to(self._device)
+
+    def linear(self, *names: str) -> Linear:
+        """Linear layers that read the same inputs, as one of all their outputs."""
+        biases = [f"{name}.bias" for name in names]
+        bias = self.tensor(*biases) if biases[0] in self else None
+        return Linear(self._weight(*(f"{name}.weight" for name in names)), bias)
+
+    def head(self, name: str, tied: Tensor | None = None) -> Linear:
+        """The layer that gives the logits; `tied` is the matrix if the embedding is that, too."""
+        if tied is None:
+            return self.linear(name)
+        if not self._keeps_width:
+            return Linear(Dense(tied), None)
+        return Linear(self._weight("model.embed_tokens.weight"), None)
+
+    def _weight(self, *names: str) -> Weight:
+        layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
+        width = self._file.shape_of(_gguf_name(names[0]))[1]
+        if not self._keeps_width or width % BLOCK:
+            return Dense(self.tensor(*names))
+        parts = [self._read(name) for name in names]
+        (layout,) = layouts if len(layouts) == 1 else (Layout.PLAIN,)
+        if len(layouts) > 1:  # as when v alone has more bits: merged by what they stand for
+            parts = [Codes(part.dequantised()) for part in parts]
+        columns = [part for part in zip(*parts, strict=True) if part[0] is not None]
+        merged = Codes(*(torch.cat(column) for column in columns))
+        return Tiles(pack(merged, layout), self._dtype)
+
+    def _read(self, name: str) -> Codes:
+        gguf_name = _gguf_name(name)
+        codes = self._file.read(gguf_name)
+        self._num_read += 1
+        self._progress(self._num_read, len(self._file.names))
+        stem = gguf_name.split(".")[-2]
+        if stem not in _HEADS:
+            return codes
+        num_heads = self._file.metadata.get(_HEADS[stem])
+        num_heads = num_heads or self._file.metadata[_HEADS["attn_q"]]
+        return Codes(*(_unpermuted(part, num_heads) for part in codes if part is not None))
+
+
+def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows as transformers rotates them, halves of a head; the file has them in pairs."""
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if found := _LAYER.fullmatch(stem):
+        return f"blk.{found[1]}.{_INNER.get(found[2], found[2])}.{kind}"
+    return f"{_OUTER.get(stem, stem)}.{kind}"

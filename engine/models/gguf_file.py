@@ -1,0 +1,193 @@
+"""GGUF: the tensors of a file by name, read in place, and the formats that they are kept in."""
+
+import math
+import mmap
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.cpu.packing import Codes, Layout
+
+FILE_NAME = "model.gguf"  # in a model directory
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+# Numbers of GGML's types, for those that are refused by name.
+_NAMES = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+def transformers_arguments(folder: Path) -> dict[str, str]:
+    """What `from_pretrained` needs besides this model directory."""
+    return {"gguf_file": FILE_NAME} if (folder / FILE_NAME).is_file() else {}
+
+
+class Format(NamedTuple):
+    """A GGML type: blocks of numbers along a row."""
+
+    name: str
+    block: int  # numbers
+    block_bytes: int
+    layout: Layout  # that keeps it as it is
+    read: Callable[[Tensor], Codes]  # of blocks [N, blocks, block_bytes] uint8
+
+
+class UnknownFormatError(ValueError):
+    """A tensor's type has no reader here."""
+
+
+def _half(bytes_: Tensor) -> Tensor:
+    return bytes_.contiguous().view(torch.float16)
+
+
+def _nibbles(bytes_: Tensor) -> Tensor:
+    """The low halves, then the high ones."""
+    return torch.cat((bytes_ & 15, bytes_ >> 4), -1)
+
+
+def _plain(dtype: torch.dtype) -> Callable[[Tensor], Codes]:
+    return lambda blocks: Codes(blocks.flatten(1).view(dtype).float())
+
+
+def _q4_0(blocks: Tensor) -> Codes:  # d, 16 bytes
+    scale = _half(blocks[..., :2]).flatten(1)
+    return Codes(_nibbles(blocks[..., 2:]).flatten(1), scale, scale * -8)
+
+
+def _q4_1(blocks: Tensor) -> Codes:  # d, m, 16 bytes
+    scale, offset = _half(blocks[..., :2]).flatten(1), _half(blocks[..., 2:4]).flatten(1)
+    return Codes(_nibbles(blocks[..., 4:]).flatten(1), scale, offset)
+
+
+def _q8_0(blocks: Tensor) -> Codes:  # d, 32 bytes
+    return Codes(blocks[..., 2:].view(torch.int8).flatten(1), _half(blocks[..., :2]).flatten(1))
+
+
+def _q4_k(blocks: Tensor) -> Codes:  # d, dmin, 12 bytes of 6-bit scales and mins, 128 bytes
+    d, dmin = _half(blocks[..., :2]).float(), _half(blocks[..., 2:4]).float()
+    first, second, high = blocks[..., 4:16].split(4, -1)
+    scales = torch.cat((first & 63, (high & 15) | (first >> 6) << 4), -1)
+    mins = torch.cat((second & 63, (high >> 4) | (second >> 6) << 4), -1)
+    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return Codes(codes.flatten(1), (d * scales).flatten(1), (-dmin * mins).flatten(1))
+
+
+def _q6_k(blocks: Tensor) -> Codes:  # 128 bytes of 4 bits, 64 of 2 bits, 16 int8 scales, d
+    low = blocks[..., :128].unflatten(-1, (2, 2, 32))  # [.., half, row, 32]
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    quarters = torch.cat((low & 15, low >> 4), -2)  # [.., half, 4, 32]
+    shift = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    codes = (quarters | (high >> shift & 3) << 4).to(torch.int8) - 32
+    scales = blocks[..., 192:208].view(torch.int8) * _half(blocks[..., 208:]).float()
+    return Codes(codes.flatten(1), scales.flatten(1))
+
+
+FORMATS = {
+    0: Format("F32", 1, 4, Layout.PLAIN, _plain(torch.float32)),
+    1: Format("F16", 1, 2, Layout.PLAIN, _plain(torch.float16)),
+    2: Format("Q4_0", 32, 18, Layout.FOUR_HALF, _q4_0),
+    3: Format("Q4_1", 32, 20, Layout.FOUR_HALF, _q4_1),
+    8: Format("Q8_0", 32, 34, Layout.EIGHT_HALF, _q8_0),
+    12: Format("Q4_K", 256, 144, Layout.FOUR_FLOAT, _q4_k),
+    14: Format("Q6_K", 256, 210, Layout.EIGHT_FLOAT, _q6_k),
+    30: Format("BF16", 1, 2, Layout.PLAIN, _plain(torch.bfloat16)),
+}
+
+
+class _Entry(NamedTuple):
+    shape: tuple[int, ...]  # the widest stride first, as torch has it
+    type_id: int
+    offset: int
+
+
+class GgufFile:
+    """A file's metadata and tensors; nothing of a tensor is read before it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError if the file is no GGUF file, or broken."""
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 0
+        self.metadata: dict[str, Any] = {}
+        self._entries: dict[str, _Entry] = {}
+        try:
+            self._read_header()
+        except (struct.error, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+            raise ValueError(f"{path.name} is a broken GGUF file: {error!r}") from None
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def format_of(self, name: str) -> Format:
+        """Raises UnknownFormatError naming the type."""
+        type_id = self._entries[name].type_id
+        if type_id not in FORMATS:
+            told = _NAMES.get(type_id, f"type {type_id}")
+            known = ", ".join(format_.name for format_ in FORMATS.values())
+            raise UnknownFormatError(f"{name} is {told}, which is not implemented ({known} are)")
+        return FORMATS[type_id]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def read(self, name: str) -> Codes:
+        """A tensor, one of a single dimension as one row. Raises UnknownFormatError."""
+        format_, entry = self.format_of(name), self._entries[name]
+        num_rows, width = math.prod(entry.shape[:-1]), entry.shape[-1]
+        row_bytes = width // format_.block * format_.block_bytes
+        end = self._start + entry.offset + num_rows * row_bytes
+        if width % format_.block or end > len(self._bytes):
+            raise ValueError(f"{name} does not fit into its file")
+        data = bytearray(self._bytes[self._start + entry.offset : end])
+        blocks = torch.frombuffer(data, dtype=torch.uint8)
+        return format_.read(blocks.view(num_rows, -1, format_.block_bytes))
+
+    def _read_header(self) -> None:
+        if self._bytes[:4] != _MAGIC:
+            raise ValueError("it is no GGUF file")
+        self._at = 4
+        (version,) = self._take("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"it is of GGUF version {version}; 2 and 3 are known")
+        num_tensors, num_entries = self._take("QQ")
+        for _ in range(num_entries):
+            key = self._take_string()
+            self.metadata[key] = self._take_value(*self._take("I"))
+        for _ in range(num_tensors):
+            name = self._take_string()
+            (num_dims,) = self._take("I")
+            dims = self._take(f"{num_dims}Q")
+            self._entries[name] = _Entry(tuple(reversed(dims)), *self._take("IQ"))
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        self._start = -(-self._at // alignment) * alignment
+
+    def _take(self, fields: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{fields}", self._bytes, self._at)
+        self._at += struct.calcsize(f"<{fields}")
+        return found
+
+    def _take_string(self) -> str:
+        (length,) = self._take("Q")
+        text = self._bytes[self._at : self._at + length].decode()
+        self._at += length
+        return text
+
+    def _take_value(self, type_id: int) -> Any:
+        if type_id == _STRING:
+            return self._take_string()
+        if type_id != _ARRAY:
+            return self._take(_SCALARS[type_id])[0]
+        item_type, length = self._take("IQ")
+        if item_type in _SCALARS:
+            return self._take(f"{length}{_SCALARS[item_type]}")
+        return [self._take_value(item_type) for _ in range(length)]

@@ -1,0 +1,153 @@
+"""Whole layers of a decoder in one call: RMSNorm, attention with RoPE over pages, gated MLP.
+
+Products are of float32 inputs with weights that are unpacked on the way, in registers, to the
+float32 numbers that they stand for, and summed in float32, one input after another. So a row comes
+out the same to the bit in any company, with any number of threads, on any processor that has fused
+multiply-add. What lies between the layers is float32, too; only KV is rounded, to its cache.
+
+`layers.cpp` is compiled when Outrider is installed, if there is a compiler, and never later.
+"""
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from .packing import PackedTiles
+
+# What torch.backends.cpu calls a processor, and what was compiled for it; the best first.
+_BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_v3", "_layers")}
+
+
+class Matrix(Structure):
+    """A linear layer's weight and bias; as in layers.cpp, like what follows."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("layout", c_int32),
+    )
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", Matrix),
+        ("output", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("window", c_int32),
+    )
+
+
+class Shape(Structure):
+    _fields_ = (
+        ("hidden", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("intermediate", c_int32),
+        ("page_size", c_int32),
+        ("cache_is_bf16", c_int32),
+        ("eps", c_float),
+        ("head_eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class Batch(Structure):
+    _fields_ = (
+        ("rows", c_int32),
+        ("sequences", c_int32),
+        ("first_rows", c_void_p),
+        ("lengths", c_void_p),
+        ("slots", c_void_p),
+        ("places", c_void_p),
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+    )
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """The compiled layers for this processor; None if there are none."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    for name in _BUILDS.get(capability, ("_layers",)):
+        spec = importlib.util.find_spec(f"outrider.kernels.cpu.{name}")
+        if spec is not None and spec.origin is not None:
+            try:
+                library = ctypes.CDLL(spec.origin)
+                library.outrider_layers.restype = library.outrider_product.restype = None
+            except (OSError, AttributeError):  # of another system, or version
+                continue
+            return library
+    return None
+
+
+def matrix(weight: PackedTiles, bias: Tensor | None) -> Matrix:
+    """Pointers into both, which must live on. Shape: bias [N] float32."""
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+    return Matrix(
+        weight.data.data_ptr(), 0 if bias is None else bias.data_ptr(), *weight.shape, weight.layout
+    )
+
+
+def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b. Shape: x [T, K] float32 -> [T, N] float32."""
+    library = compiled()
+    assert library is not None
+    assert x.dtype == torch.float32
+    assert x.shape[1] == weight.shape[1]
+    x = x.contiguous()
+    out = torch.empty(len(x), weight.shape[0])
+    library.outrider_product(
+        ctypes.byref(matrix(weight, bias)),
+        c_void_p(x.data_ptr()),
+        len(x),
+        c_void_p(out.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def run_layers(layers: "ctypes.Array[Layer]", shape: Shape, batch: Batch, x: Tensor) -> None:
+    """Run the rows of a batch through layers, in place. Shape: x [T, hidden] float32."""
+    library = compiled()
+    assert library is not None
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+    if len(x):
+        library.outrider_layers(
+            layers,
+            len(layers),
+            ctypes.byref(shape),
+            ctypes.byref(batch),
+            c_void_p(x.data_ptr()),
+            torch.get_num_threads(),
+        )
+
+
+def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int:
+    """Of a dense tensor of this dtype, or 0."""
+    if tensor is None:
+        return 0
+    assert tensor.dtype == dtype, tensor.dtype
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def array(layers: Sequence[Layer]) -> "ctypes.Array[Layer]":
+    return (Layer * len(layers))(*layers)

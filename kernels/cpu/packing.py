@@ -1,0 +1,116 @@
+"""Matrices as the compiled layers read them: tiles of 32 outputs, in each 32 inputs after another.
+
+A tile keeps, for each group of inputs, a scale (and an offset) of each output, then the codes of
+one input after another: so 16 outputs at a time are unpacked, scaled and summed without a shuffle.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE, BLOCK = 32, 32  # outputs, inputs
+
+
+class Layout(IntEnum):
+    """How codes are kept; the numbers are those of PRODUCTS in layers.cpp."""
+
+    FOUR_HALF = 0  # 4 bits, unsigned; scale and offset in float16, of 32 inputs
+    FOUR_FLOAT = 1  # in float32
+    EIGHT_HALF = 2  # 8 bits, signed; scale in float16, of 32 inputs
+    EIGHT_FLOAT = 3  # in float32, of 16 inputs
+    PLAIN = 4  # float32
+
+    @property
+    def bits(self) -> int:
+        return (4, 4, 8, 8, 32)[self]
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return 16 if self == Layout.EIGHT_FLOAT else BLOCK
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float16 if self in (Layout.FOUR_HALF, Layout.EIGHT_HALF) else torch.float32
+
+
+class Codes(NamedTuple):
+    """w[n, k] = scale[n, k // group] * codes[n, k] + offset[n, k // group]."""
+
+    codes: Tensor  # [N, K] uint8 of 4 bits, int8, or float32
+    scale: Tensor | None = None  # [N, K / group]
+    offset: Tensor | None = None  # [N, K / group]
+
+    def dequantised(self) -> Tensor:
+        """Shape: [N, K] float32."""
+        if self.scale is None:
+            return self.codes.float()
+        group = self.codes.shape[1] // self.scale.shape[1]
+        parts = self.codes.float().unflatten(1, (-1, group)) * self.scale.float()[..., None]
+        if self.offset is not None:
+            parts += self.offset.float()[..., None]
+        return parts.flatten(1)
+
+
+class PackedTiles(NamedTuple):
+    """A matrix [N, K] in tiles."""
+
+    data: Tensor  # [tiles, groups, bytes] uint8
+    layout: Layout
+    shape: tuple[int, int]
+
+
+def pack(matrix: Codes, layout: Layout) -> PackedTiles:
+    """Into tiles; the last one is filled up with zeros. K must be a multiple of 32."""
+    num_out, num_in = matrix.codes.shape
+    assert num_in % BLOCK == 0, f"{num_in} inputs are no multiple of {BLOCK}"
+    num_groups = num_in // layout.group
+    parts = []
+    if layout != Layout.PLAIN:
+        for told in (matrix.scale, matrix.offset):
+            if told is not None:
+                tiled = _tiled(told.to(layout.scale_dtype))  # [tiles, TILE, groups]
+                parts.append(tiled.transpose(1, 2).contiguous().view(torch.uint8))
+    codes = _tiled(matrix.codes).unflatten(2, (num_groups, layout.group)).permute(0, 2, 3, 1)
+    if layout.bits == 4:  # [tiles, groups, group, TILE]
+        codes = codes[..., : TILE // 2] | codes[..., TILE // 2 :] << 4
+    parts.append(codes.contiguous().view(torch.uint8).flatten(2))
+    return PackedTiles(torch.cat(parts, 2), layout, (num_out, num_in))
+
+
+def unpack(packed: PackedTiles) -> Codes:
+    """What was packed. A row of tiles is one of `data`: some of them may be unpacked alone."""
+    data, layout, (num_out, _) = packed
+    scale_bytes = TILE * layout.scale_dtype.itemsize
+    scales: list[Tensor] = []
+    for i in range({4: 2, 8: 1, 32: 0}[layout.bits]):
+        part = data[..., i * scale_bytes : (i + 1) * scale_bytes].contiguous()
+        scales.append(part.view(layout.scale_dtype).transpose(1, 2).flatten(0, 1)[:num_out])
+    codes = data[..., len(scales) * scale_bytes :].contiguous()
+    codes = codes.view({4: torch.uint8, 8: torch.int8, 32: torch.float32}[layout.bits])
+    codes = codes.unflatten(2, (layout.group, -1))  # [tiles, groups, group, TILE or half of it]
+    if layout.bits == 4:
+        codes = torch.cat((codes & 15, codes >> 4), 3)
+    codes = codes.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num_out]
+    return Codes(codes, *scales)
+
+
+def unpack_rows(packed: PackedTiles, rows: Tensor) -> Tensor:
+    """Some rows of the matrix, dequantised. Shape: rows [T] -> [T, K] float32."""
+    tiles, lanes = rows // TILE, rows % TILE
+    some = PackedTiles(packed.data[tiles], packed.layout, (len(rows) * TILE, packed.shape[1]))
+    codes = unpack(some)
+    at = torch.arange(len(rows)) * TILE + lanes
+    picked = [None if part is None else part[at] for part in codes]
+    assert picked[0] is not None
+    return Codes(picked[0], *picked[1:]).dequantised()
+
+
+def _tiled(rows: Tensor) -> Tensor:
+    """Shape: [N, ...] -> [tiles, TILE, ...]."""
+    missing = -len(rows) % TILE
+    if missing:
+        rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
+    return rows.unflatten(0, (-1, TILE))

@@ -1,0 +1,202 @@
+"""GGUF files run as they are: their formats, and what the compiled layers make of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from engines import engine_config, prompts, run, tokens
+from gguf import GGMLQuantizationType as Type
+from tiny_gguf import VOCAB, encoded, llama_directory, write_llama
+from tiny_models import DEVICE
+from transformers import AutoModelForCausalLM
+from verification import HAS_KERNELS
+
+from outrider.engine.api import RequestOutput, SamplingParams
+from outrider.engine.config import ModelConfig
+from outrider.engine.engine import Engine
+from outrider.engine.models import gguf_checkpoint, weights
+from outrider.engine.models.attention import KVPages
+from outrider.engine.models.compiled_decoder import CompiledDecoder
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.gguf_checkpoint import why_unpacked
+from outrider.engine.models.gguf_file import FORMATS, GgufFile, UnknownFormatError
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.network import Network
+from outrider.engine.models.proof import one_prompt
+from outrider.kernels.cpu.layers import compiled
+
+needs_layers = pytest.mark.skipif(
+    compiled() is None or DEVICE.type != "cpu" or HAS_KERNELS,
+    reason="no layers were compiled here, or they are not asked",
+)
+QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q4_K, Type.Q6_K]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Type, Type], Path]:
+    made: dict[tuple[Type, Type], Path] = {}
+
+    def make(type_: Type, head: Type) -> Path:
+        if (type_, head) not in made:
+            folder = tmp_path_factory.mktemp(f"{type_.name}-{head.name}")
+            made[type_, head] = llama_directory(folder, type_, head)
+        return made[type_, head]
+
+    return make
+
+
+def original(folder: Path) -> Any:
+    """transformers' model, of float32 weights."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", dtype=torch.float32
+    ).eval()
+
+
+def logits(network: Network, ids: torch.Tensor) -> torch.Tensor:
+    for layer in network.attentions:
+        pages = torch.full((1, len(ids), layer.num_kv_heads, layer.head_dim), torch.nan)
+        layer.pages = KVPages(pages.to(network.dtype), pages.to(network.dtype).clone())
+    with torch.inference_mode():
+        return network(one_prompt(ids)).logits
+
+
+@pytest.mark.parametrize("type_", [*QUANTISED, Type.F16, Type.BF16, Type.F32])
+def test_every_format_stands_for_what_ggml_says(type_: Type, tmp_path: Path) -> None:
+    assert FORMATS[int(type_)].name == type_.name
+    data = encoded(type_, np.random.default_rng(1).normal(0, 1, (6, 512)).astype(np.float32))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_array("several", [["a", "b"], ["c", "d"]])
+    writer.add_tensor("t", data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "m.gguf")
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.shape_of("t") == (6, 512)
+    truth = torch.from_numpy(gguf.quants.dequantize(data, type_))
+    got = file.read("t").dequantised()
+    assert (got - truth).abs().max() <= 1e-6 * truth.abs().max()
+
+
+def test_a_format_that_has_no_reader_is_named(tmp_path: Path) -> None:
+    file = GgufFile(write_llama(tmp_path / "m.gguf", Type.Q5_0, Type.Q8_0))
+    with pytest.raises(UnknownFormatError, match=r"blk\.0\.attn_q\.weight is Q5_0, .*Q4_K"):
+        why_unpacked(file)
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", Type.Q4_1, Type.Q8_0)
+    whole = path.read_bytes()
+    for length in (3, 11, 200, 600):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="GGUF"):
+            GgufFile(path)
+    path.write_bytes(whole[:-100])
+    file = GgufFile(path)
+    with pytest.raises(ValueError, match="does not fit"):
+        [file.read(name) for name in file.names]
+
+
+@needs_layers
+@pytest.mark.parametrize("type_", QUANTISED)
+def test_logits_are_those_of_the_unpacked_model(
+    type_: Type, directory: Callable[[Type, Type], Path]
+) -> None:
+    folder = directory(type_, Type.Q8_0)
+    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    assert isinstance(network, CompiledDecoder)
+    ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        truth = original(folder)(ids[None]).logits[0]
+    got = logits(network, ids)
+    assert (got - truth).norm() <= 2e-5 * truth.norm()
+
+
+@needs_layers
+def test_in_bfloat16_only_kv_and_embedding_are_rounded(
+    directory: Callable[[Type, Type], Path],
+) -> None:
+    folder = directory(Type.Q4_1, Type.Q8_0)
+    network, _ = load_network(ModelConfig(path=str(folder)), DEVICE)
+    ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        truth = original(folder)(ids[None]).logits[0]
+    got = logits(network, ids)
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - truth).norm() <= 2e-2 * truth.norm()
+
+
+def test_without_compiled_layers_the_weights_are_unpacked(
+    directory: Callable[[Type, Type], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (gguf_checkpoint, weights):
+        monkeypatch.setattr(module, "compiled", lambda: None)
+    folder = directory(Type.Q4_1, Type.Q8_0)
+    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    assert isinstance(network, Decoder)
+    assert not isinstance(network, CompiledDecoder)
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        truth = original(folder)(ids[None]).logits[0]
+    got = logits(network, ids)
+    assert (got - truth).norm() <= 1e-4 * truth.norm()
+
+
+@needs_layers
+def test_greedy_answers_are_those_of_generate(directory: Callable[[Type, Type], Path]) -> None:
+    folder = directory(Type.Q4_1, Type.Q8_0)
+    model = original(folder)
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    given = prompts((3, 21, 40), VOCAB)
+    truth = [
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :].tolist()
+        for prompt in given
+    ]
+    for k in (0, 3):
+        config = engine_config(folder, folder, k=k, page_size=16, max_num_batched_tokens=256)
+        config = replace(config, target=ModelConfig(path=str(folder), dtype="float32"))
+        assert [tokens(outputs) for outputs in run(Engine(config), given, params)] == truth
+
+
+def answer(outputs: list[RequestOutput]) -> tuple[list[int], list[Any]]:
+    return tokens(outputs), [entry for output in outputs for entry in output.logprobs or ()]
+
+
+@needs_layers
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_answers_are_equal_to_the_bit_in_any_company(
+    dtype: str, directory: Callable[[Type, Type], Path]
+) -> None:
+    folder = directory(Type.Q4_K, Type.Q6_K)
+    params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, ignore_eos=True)
+    given = prompts((3, 15, 70, 33), VOCAB)
+
+    def engine(k: int, **settings: int) -> Engine:
+        told = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
+        models = {
+            "target": ModelConfig(path=str(folder), dtype=dtype),
+            "draft": ModelConfig(path=str(folder)),
+        }
+        return Engine(replace(engine_config(folder, folder, k=k, **told), **models))
+
+    alone = engine(0)
+    truth = [answer(run(alone, [prompt], params)[0]) for prompt in given]
+    for k, settings in (
+        (0, {"max_num_batched_tokens": 16}),
+        (3, {}),
+        (6, {"max_num_batched_tokens": 75, "page_size": 5, "num_pages": 200}),
+        (3, {"num_pages": 12}),
+    ):
+        crowded = engine(k, **settings)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert list(map(answer, run(crowded, given, params))) == truth, (k, settings)
+    torch.set_num_threads(1)

@@ -1,0 +1,81 @@
+"""Compiled products of a CPU: what the weights stand for, summed the same in any company."""
+
+import pytest
+import torch
+
+from outrider.kernels.cpu.layers import compiled, product
+from outrider.kernels.cpu.packing import Codes, Layout, PackedTiles, pack, unpack, unpack_rows
+
+pytestmark = pytest.mark.skipif(compiled() is None, reason="no layers were compiled here")
+LAYOUTS = list(Layout)
+
+
+def codes(num_out: int, num_in: int, layout: Layout, seed: int = 0) -> Codes:
+    generator = torch.Generator().manual_seed(seed)
+    if layout == Layout.PLAIN:
+        return Codes(torch.randn(num_out, num_in, generator=generator))
+    shape = (num_out, num_in // layout.group)
+    scale = torch.randn(shape, generator=generator).to(layout.scale_dtype)
+    if layout.bits == 8:
+        return Codes(
+            torch.randint(-128, 128, (num_out, num_in), generator=generator).to(torch.int8), scale
+        )
+    return Codes(
+        torch.randint(0, 16, (num_out, num_in), generator=generator).to(torch.uint8),
+        scale,
+        torch.randn(shape, generator=generator).to(layout.scale_dtype),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_out", "num_in"), [(100, 64), (1, 32), (64, 160), (33, 576)])
+def test_packing_loses_nothing(layout: Layout, num_out: int, num_in: int) -> None:
+    given = codes(num_out, num_in, layout)
+    packed = pack(given, layout)
+    for part, kept in zip(given, unpack(packed), strict=True):
+        assert (part is None and kept is None) or torch.equal(part, kept)
+    rows = torch.tensor([0, num_out - 1, num_out // 2])
+    assert torch.equal(unpack_rows(packed, rows), given.dequantised()[rows])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_out", "num_in"), [(100, 64), (1, 32), (64, 160), (33, 576)])
+def test_a_product_is_that_of_the_numbers_which_the_codes_stand_for(
+    layout: Layout, num_out: int, num_in: int
+) -> None:
+    given = codes(num_out, num_in, layout)
+    x, bias = torch.randn(19, num_in), torch.randn(num_out)
+    truth = x.double() @ given.dequantised().double().T + bias.double()
+    got = product(x, pack(given, layout), bias)
+    assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads(layout: Layout) -> None:
+    weight = pack(codes(97, 192, layout), layout)
+    x = torch.randn(40, 192)
+    alone = torch.cat([product(row[None], weight) for row in x])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for begin in (0, 1, 5):
+                for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 33):
+                    rows = slice(begin, begin + count)
+                    assert torch.equal(product(x[rows], weight), alone[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_many_products_one_after_another_are_all_complete() -> None:
+    """Threads that were late for one product must not meet the next."""
+    weight: PackedTiles = pack(codes(320, 64, Layout.FOUR_HALF), Layout.FOUR_HALF)
+    x = torch.randn(3, 64)
+    truth = product(x, weight)
+    before = torch.get_num_threads()
+    try:
+        for i in range(600):
+            torch.set_num_threads(1 + i % 4)
+            assert torch.equal(product(x, weight), truth)
+    finally:
+        torch.set_num_threads(before)
