@@ -1,5 +1,6 @@
 """A decoder whose layers a CPU runs in one call."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -72,6 +73,12 @@ class CompiledDecoder(Decoder):
         hidden, heads, kv_heads, head_dim, intermediate = map(int, sizes)
         self._shape = cpu.Shape(hidden, heads, kv_heads, head_dim, intermediate)
         self._shape.eps, self._shape.head_eps, self._shape.scale = eps, head_eps, scale
+
+    @property
+    def weight_formats(self) -> str:
+        linears = [linear for block in self.blocks for linear in block.linears]
+        num_weights = sum(math.prod(linear.weight.shape) for linear in (*linears, self.head))
+        return f"{8 * self.weight_bytes / num_weights:.1f} bits, compiled layers"
 
     def __call__(self, context: PassContext) -> Pass:
         batch = context.batch

@@ -14,8 +14,8 @@ from outrider.kernels.model.rms_norm import Norm
 
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
-from .checkpoint import Checkpoint
 from .decoder import Decoder
+from .gguf_checkpoint import AnyCheckpoint
 
 # What the code below implements of a configuration.
 _IMPLEMENTED = {
@@ -99,7 +99,7 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def build(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
+def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
     """The decoder of a configuration that `why_unknown` has nothing against.
 
     Raises KeyError naming a tensor that the checkpoint lacks.
@@ -107,7 +107,7 @@ def build(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
     return FAMILIES[config.model_type](config, checkpoint, rope)
 
 
-def _llama(config: Any, checkpoint: Checkpoint, rope: Rope) -> Decoder:
+def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
     """Pre-norm blocks of attention with RoPE and a gated MLP; with head norms if there are any."""
 
     def norm(name: str) -> Norm:
@@ -158,7 +158,7 @@ def _window(config: Any, layer: int) -> int | None:
     return window
 
 
-FAMILIES: dict[str, Callable[[Any, Checkpoint, Rope], Decoder]] = {
+FAMILIES: dict[str, Callable[[Any, AnyCheckpoint, Rope], Decoder]] = {
     "cwm": _llama,
     "llama": _llama,
     "ministral": _llama,

@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
+from .checkpoint import Checkpoint
 from .gguf_file import FILE_NAME, GgufFile
 from .weights import Dense, Linear, Tiles, Weight
 
@@ -126,9 +127,13 @@ class GgufCheckpoint:
         return Codes(*(_unpermuted(part, num_heads) for part in codes if part is not None))
 
 
+AnyCheckpoint = Checkpoint | GgufCheckpoint
+
+
 def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:
     """Rows as transformers rotates them, halves of a head; the file has them in pairs."""
-    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    pairs: Tensor = rows.unflatten(0, (num_heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
 
 
 def _gguf_name(name: str) -> str:

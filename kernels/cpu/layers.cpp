@@ -154,7 +154,7 @@ struct Format {
     static constexpr int block_bytes = BLOCK / GROUP * group_bytes;
 };
 
-// R rows by TILES tiles: out[r][t] = sum over k of x[r][k] w[k][t], k in order.
+// R rows by TILES tiles: out[r][t] = sum over k of x[r][k] w[k][t], group by group.
 template <class FORMAT, int R, int TILES>
 inline void tiles(
     const uint8_t* const* weights, int k, const float* x, int64_t x_stride, float* out
@@ -176,6 +176,7 @@ inline void tiles(
             }
             at[t] += FORMAT::scale_bytes;
         }
+        F part[R][TILES][2] = {};  // sums of few are more exact than one of all
         for (int i = 0; i < FORMAT::group; i++) {
 #pragma GCC unroll 4
             for (int t = 0; t < TILES; t++) {
@@ -184,11 +185,17 @@ inline void tiles(
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     F input = splat(x[r * x_stride + first + i]);
-                    acc[r][t][0] += w[0] * input;
-                    acc[r][t][1] += w[1] * input;
+                    part[r][t][0] += w[0] * input;
+                    part[r][t][1] += w[1] * input;
                 }
             }
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int t = 0; t < TILES; t++)
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) acc[r][t][half] += part[r][t][half];
         for (int t = 0; t < TILES; t++) at[t] += FORMAT::group * Codes::row_bytes;
     }
 #pragma GCC unroll 8

@@ -48,7 +48,8 @@ class Codes(NamedTuple):
         if self.scale is None:
             return self.codes.float()
         group = self.codes.shape[1] // self.scale.shape[1]
-        parts = self.codes.float().unflatten(1, (-1, group)) * self.scale.float()[..., None]
+        parts: Tensor = self.codes.float().unflatten(1, (-1, group))
+        parts = parts * self.scale.float()[..., None]
         if self.offset is not None:
             parts += self.offset.float()[..., None]
         return parts.flatten(1)
@@ -113,4 +114,5 @@ def _tiled(rows: Tensor) -> Tensor:
     missing = -len(rows) % TILE
     if missing:
         rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
-    return rows.unflatten(0, (-1, TILE))
+    tiles: Tensor = rows.unflatten(0, (-1, TILE))
+    return tiles

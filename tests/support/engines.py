@@ -92,7 +92,10 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 @functools.lru_cache(maxsize=1)
 def _by_transformers(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, **transformers_arguments(path)
+    )
+    return model.eval().to(DEVICE)
 
 
 def generate(path: Path, prompt: list[int], num_tokens: int) -> list[int]:

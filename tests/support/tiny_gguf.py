@@ -16,7 +16,8 @@ def random_blocks(type_: GGMLQuantizationType, rows: int, width: int, seed: int 
     block, block_bytes = GGML_QUANT_SIZES[type_]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (rows, width // block, block_bytes), dtype=np.uint8)
-    most = 2e-4 if type_ == GGMLQuantizationType.Q6_K else 2e-3  # of -128 to 127, of 0 to 63
+    # Times -128 to 127, or 0 to 63: so that attention is not all on one key.
+    most = 3e-5 if type_ == GGMLQuantizationType.Q6_K else 3e-4
     scale = rng.uniform(most / 4, most, (rows, width // block, 2)).astype(np.float16)
     raw = scale.view(np.uint8).reshape(rows, width // block, 4)
     if type_ == GGMLQuantizationType.Q6_K:
