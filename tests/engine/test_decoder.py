@@ -272,4 +272,7 @@ def test_a_pass_reads_the_bytes_that_its_weights_take(rounds: bool, tiny_model: 
     num_weights = sum(
         t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed" not in name
     )
-    assert network.weight_bytes == num_weights * (1 if rounds else 2)
+    if rounds:  # with scales, and tiles that are filled up
+        assert num_weights <= network.weight_bytes <= 1.2 * num_weights
+    else:
+        assert network.weight_bytes == 2 * num_weights

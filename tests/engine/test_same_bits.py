@@ -16,6 +16,7 @@ from verification import HAS_AMX, HAS_KERNELS
 from outrider.engine.api import RequestOutput, SamplingParams
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models import weights
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
@@ -43,6 +44,12 @@ Answer = tuple[list[int], list[Any]]
 def pair(tiny_model: Callable[..., Path]) -> Pair:
     """Of the draft's tokens some stand and some do not: it is the target, rounded or enlarged."""
     return tiny_model("llama", **SHAPE), tiny_model("llama", **SHAPE | LARGER)
+
+
+@pytest.fixture(autouse=True)
+def coarse_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale for a whole row, as without compiled layers: else the draft is hardly ever wrong."""
+    monkeypatch.setattr(weights, "compiled", lambda: None)
 
 
 def engine(
