@@ -48,7 +48,7 @@ def config_and_prompts(per_category: int) -> tuple[EngineConfig, list[list[int]]
         for texts in held_out_prompts().values()
         for text in texts[:per_category]
     ]
-    return engine_config(settings, pair), prompts
+    return engine_config(pair), prompts
 
 
 async def over_http(
