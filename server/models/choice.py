@@ -59,8 +59,13 @@ def without_draft(settings: Settings, why: str) -> Choice:
 
 
 def count_parameters(directory: Path) -> int:
-    """Numbers in the safetensors files of a model, by their headers."""
+    """Numbers in the files of a model's weights, by their headers."""
     count = 0
+    for path in directory.glob("*.gguf"):
+        from outrider.engine.models.gguf_file import GgufFile  # torch, which takes seconds
+
+        gguf = GgufFile(path)
+        count += sum(math.prod(gguf.shape_of(name)) for name in gguf.names)
     for path in directory.glob("*.safetensors"):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

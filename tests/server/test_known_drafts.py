@@ -9,9 +9,11 @@ from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
 from outrider.server.cli import app
-from outrider.server.config.settings import Settings
+from outrider.server.cli.progress import ignore_progress
+from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, Settings
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models import known_drafts
+from outrider.server.models.builtin import BUILTINS, obtain
 from outrider.server.models.choice import count_parameters
 from outrider.server.models.known_drafts import KNOWN_DRAFTS, KnownDraft, Target, known_draft
 from outrider.server.models.pair import engine_config, prepare_pair
@@ -171,6 +173,20 @@ def test_parameters_are_counted_from_the_headers(models: Path) -> None:
     expected = sum(tensor.numel() for tensor in model.state_dict().values())
     tied = model.lm_head.weight.numel() if model.config.tie_word_embeddings else 0
     assert count_parameters(models / "target") == expected - tied
+
+
+@pytest.mark.model
+def test_parameters_of_the_default_target_are_counted_in_its_gguf_file() -> None:
+    target = obtain(BUILTINS[DEFAULT_TARGET], ignore_progress)
+    assert not [*target.glob("*.safetensors")]
+    assert count_parameters(target) == 134_515_008
+
+
+@pytest.mark.model
+def test_the_default_target_gets_the_draft_that_was_made_for_it() -> None:
+    pair = prepare_pair(load_settings(environ={}))
+    assert pair.settings.draft.model == DEFAULT_DRAFT
+    assert pair.draft is not None
 
 
 # ---- the command

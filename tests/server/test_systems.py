@@ -27,7 +27,8 @@ import importlib, pkgutil, sys
 import outrider.kernels
 
 for module in pkgutil.walk_packages(outrider.kernels.__path__, "outrider.kernels."):
-    importlib.import_module(module.name)
+    if "._layers" not in module.name:  # compiled, and no module of Python's
+        importlib.import_module(module.name)
 assert "triton" not in sys.modules
 from outrider.kernels.no_triton import jit
 
