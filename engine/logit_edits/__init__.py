@@ -72,7 +72,7 @@ class LogitEdits:
         self._asked_np[:, slot] = False
 
     def rehearse(self, logits: Tensor, rows: RequestRows) -> Tensor:
-        """What `apply` returns of rows of nobody, for whom no edit does anything."""
+        """Run every edit's kernel on rows of padding, which no edit changes."""
         edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()
         for edit in self._chain:
             if not edit.needs_host:

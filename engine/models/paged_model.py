@@ -113,7 +113,7 @@ class PagedModel(PagedLayers):
         return self.captured[shapes[0]].logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
-        """The logits of a pass of nobody over so many rows, in sequences as long as there are."""
+        """Run a pass of so many rows of padding, in the longest sequences; returns its logits."""
         longest = min(self.max_positions, self._slots.max_model_len)
         lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)]
         return self.forward(HostBatch.of_nobody(self._slots.dummy, lens, num_logits)).logits

@@ -27,7 +27,7 @@ _KEYS = ("quantization_config", "compression_config")
 def reader_of(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
     """The format of a checkpoint's layers and what reads them; None if they are plain.
 
-    Raises UnsupportedFormatError naming the format, or what of it is not served.
+    Raises UnsupportedFormatError, which names the format, or the option of it that is not served.
     """
     for config in (hf_config, hf_config.get_text_config()):
         for key in _KEYS:
