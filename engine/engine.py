@@ -1,6 +1,5 @@
 """The engine: schedule, propose, score, verify, commit."""
 
-import gc
 import os
 import time
 from dataclasses import replace
@@ -52,9 +51,6 @@ class Engine:
         self._in_flight: Step | None = None  # launched, not read
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read: the device went on then
-        # Steps that are launched before the host has read the one before: on a CPU nothing would
-        # overlap.
-        self._lag = 1 if is_gpu else 0
         self.info = EngineInfo(
             device=config.device,
             target_dtype=dtype_name(pair.target),
@@ -86,11 +82,11 @@ class Engine:
     @property
     def lag(self) -> int:
         """Steps that are launched before the host has read the one before: 0 or 1."""
-        return self._lag
+        return self.scheduler.lag
 
     @lag.setter
     def lag(self, lag: int) -> None:
-        self._lag = self.scheduler.lag = lag
+        self.scheduler.lag = lag
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the pages, in place of those there are, and begin to schedule over them."""
@@ -108,7 +104,7 @@ class Engine:
         self.scheduler = Scheduler(
             config.scheduler, self._kv_cache, self.worker, k, max_model_len, adaptive
         )
-        self.scheduler.lag = self._lag
+        self.lag = 1 if self.worker.device.type == "cuda" else 0  # on a CPU nothing would overlap
         self.info = replace(
             self.info,
             max_model_len=max_model_len,
@@ -118,7 +114,6 @@ class Engine:
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
-        gc.collect()  # an engine of before gives its memory back
         self.worker.capture(report)
 
     @torch.inference_mode()
@@ -147,7 +142,7 @@ class Engine:
         self.worker.verify(step)
         self.scheduler.launched(plan)
         self._in_flight = step
-        if self._lag == 0:
+        if self.lag == 0:
             outputs += self._commit()
         return self._finished(outputs)
 

@@ -1,7 +1,5 @@
 """How many pages fit beside everything else that the engine keeps in memory."""
 
-import gc
-
 import psutil
 import torch
 
@@ -55,7 +53,6 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     worker.allocate(1)
     step_bytes = largest_step_bytes(worker, config)
     if not config.enforce_eager:
-        gc.collect()  # an engine of before gives its memory back
         worker.capture(report)
     num_bytes = left_bytes(
         worker.device,

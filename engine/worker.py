@@ -1,5 +1,6 @@
 """What lives on one device: the models, the seats of the sequences, and a step over them."""
 
+import gc
 import time
 from dataclasses import dataclass
 
@@ -98,7 +99,7 @@ class Worker:
         num_seqs, k = self.slots.max_num_seqs, self.max_drafts
         num_logits = num_seqs * (k + 1)
         logits = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
-        self.proposer.rehearse(self._most_rows)  # a head's, over what the target has left
+        self.proposer.rehearse()  # a head's, over what the target has left
         self.verifier.rehearse(logits, self.proposer.distributions)
         for n in padded_sizes(num_seqs):
             for num_rows in _SHORT_ROWS:
@@ -108,6 +109,7 @@ class Worker:
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
+        gc.collect()  # an engine of before gives its memory back
         logits = self.scorer.capture(self.max_drafts, self._most_rows, report)
         self.proposer.capture(report)  # a head's graphs read what the target's leave
         self.verifier.capture(logits, self.proposer.distributions)

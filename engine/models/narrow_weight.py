@@ -51,7 +51,7 @@ class Narrow(Weight):
     def dequantised(self) -> Tensor:
         return dequantise(self._matrix, self._dtype)
 
-    def with_same_bits(self) -> "Narrow":
+    def with_same_bits(self, bias: Tensor | None) -> "Narrow":
         return Narrow(self._matrix, self._dtype, same_bits=True)
 
 

@@ -63,10 +63,11 @@ class Weight(ABC):
     def dequantised(self) -> Tensor:
         """What this format stands for, in the model's dtype. Shape: [N, K]."""
 
-    def with_same_bits(self) -> "Weight":
-        """The same matrix, whose products with a row are the same to the bit in any company.
+    def with_same_bits(self, bias: Tensor | None) -> "Weight":
+        """The same matrix on a GPU, whose products with a row, with this bias, are the same to the
+        bit in any company.
 
-        Raises ValueError if this format has none.
+        Raises ValueError if this format has none, or the GPU is unfit.
         """
         raise ValueError(f"weights in {self.format} have no such products")
 
@@ -104,16 +105,17 @@ class Dense(Weight):
     def dequantised(self) -> Tensor:
         return self.matrix
 
+    def with_same_bits(self, bias: Tensor | None) -> "SameBits":
+        return SameBits(self.matrix, bias)
 
-class SameBits(Weight):
+
+class SameBits(Dense):
     """A plain matrix on a GPU, whose products with a row are the same to the bit in any company."""
 
     def __init__(self, matrix: Tensor, bias: Tensor | None) -> None:
         """Raises ValueError if this GPU is unfit. Shape: matrix [N, K], dense, bias [N]."""
-        self._matrix = matrix
+        super().__init__(matrix)
         self._library = library_rows(matrix, bias)
-        self.shape = (matrix.shape[0], matrix.shape[1])
-        self.num_bytes = matrix.nbytes
 
     def multiply(
         self,
@@ -125,7 +127,7 @@ class SameBits(Weight):
         out: Tensor | None = None,
     ) -> Tensor:
         return same_bits_linear(
-            x, self._matrix, bias, self._library, norm=norm, gated=gated, out=out
+            x, self.matrix, bias, self._library, norm=norm, gated=gated, out=out
         )
 
     def add_to(
@@ -136,10 +138,7 @@ class SameBits(Weight):
         *,
         norm: Norm | None = None,
     ) -> Tensor | None:
-        return add_same_bits_linear(residual, x, self._matrix, bias, self._library, norm=norm)
-
-    def dequantised(self) -> Tensor:
-        return self._matrix
+        return add_same_bits_linear(residual, x, self.matrix, bias, self._library, norm=norm)
 
 
 class Packed(Weight):
@@ -265,12 +264,9 @@ class Linear(NamedTuple):
 def with_same_bits(linear: Linear) -> Linear:
     """The same layer on a GPU, with each row the same to the bit in any company.
 
-    Raises ValueError if this GPU is unfit.
+    Raises ValueError if its format or this GPU is unfit.
     """
-    weight = linear.weight
-    if not isinstance(weight, Dense):
-        return Linear(weight.with_same_bits(), linear.bias)
-    return Linear(SameBits(weight.matrix, linear.bias), linear.bias)
+    return Linear(linear.weight.with_same_bits(linear.bias), linear.bias)
 
 
 def packed(linear: Linear, *, rounds: bool) -> Linear:

@@ -75,8 +75,8 @@ class Proposer(ABC):
         """Draws of nobody that launch every sampling kernel between them."""
         return ()
 
-    def rehearse(self, num_rows: int) -> None:
-        """Draft for nobody behind so many rows of known tokens."""
+    def rehearse(self) -> None:
+        """Run the largest passes that drafting takes, on padding alone."""
         return
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:

@@ -81,7 +81,7 @@ class Eagle3Proposer(Proposer):
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         return self._draws.warm_ups()
 
-    def rehearse(self, num_rows: int) -> None:
+    def rehearse(self) -> None:
         assert self._target.last_pass is not None
         shape, computed = self._target.last_pass
         self._reads(_NOTHING, shape, *_tensors(computed))

@@ -46,7 +46,6 @@ class Top1Proposer(Proposer):
         self._draft = draft
         self._slots = slots
         self._edits = edits
-        self._vocab_size = vocab_size
         # Of one pass: a step's, and the two that each seat may not have seen.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
         self._stops_early = stops_early
@@ -58,9 +57,8 @@ class Top1Proposer(Proposer):
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         return self._draws.warm_ups()
 
-    def rehearse(self, num_rows: int) -> None:
-        num_seqs = self._slots.max_num_seqs
-        logits = self._draft.rehearse(max(num_rows, self._most_rows), num_seqs)
+    def rehearse(self) -> None:
+        logits = self._draft.rehearse(self._most_rows, self._slots.max_num_seqs)
         self._edits.rehearse(logits, RequestRows.of_nobody(self._slots.dummy, len(logits)))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
@@ -99,13 +97,11 @@ class Top1Proposer(Proposer):
             reads_prompt = scheduled.is_drafted_for and not scheduled.samples and room > 0
             if scheduled.num_drafts == 0 and not reads_prompt:
                 continue
-            first, end = (
-                _first_unseen(scheduled.request),
-                scheduled.start + scheduled.num_new_tokens,
-            )
-            num_unseen = min(end - first, num_rows_left)
+            first = _first_unseen(scheduled.request)
+            num_wanted = scheduled.start + scheduled.num_new_tokens - first
+            num_unseen = min(num_wanted, num_rows_left)
             num_rows_left -= num_unseen
-            if num_unseen < end - first:
+            if num_unseen < num_wanted:
                 scheduled.num_drafts = 0
             if num_unseen > 0:
                 reading.append(scheduled)
