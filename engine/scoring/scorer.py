@@ -39,8 +39,8 @@ class Scorer:
             rows = logits[:num_prompt, : self._vocab_size]
             token_ids = torch.zeros(num_prompt, dtype=torch.int64, device=logits.device)
             num_top = min(MAX_LOGPROBS, self._vocab_size)
-            for part in (slice(1), slice(1, None)):  # the second may begin at no multiple of 16
-                gather(rows[part], token_ids[part], num_top)
+            for part in (rows[:1], rows[1:]):  # the second may begin at no multiple of 16
+                gather(part, token_ids[: len(part)], num_top)
         index = torch.arange(num_prompt, num_prompt + num_logits, device=logits.device)
         return logits[index.clamp_max(len(logits) - 1)]
 

@@ -83,6 +83,7 @@ def check_against_eager(model: PagedModel, path: Path, *, graphs: bool = False) 
         [(40, 5), (14, 5), (8, 1)],
     ]
     got = paged_logits(model, sequences, steps, graphs)
+    routes = getattr(eager.config, "num_local_experts", 0) > 0
     with torch.inference_mode():
         truth = [eager(torch.tensor([ids])).logits[0] for ids in sequences]
     for step, logits in zip(steps, got, strict=True):
@@ -90,6 +91,8 @@ def check_against_eager(model: PagedModel, path: Path, *, graphs: bool = False) 
             [truth[i][start : start + length] for i, (start, length) in enumerate(step)]
         )
         logits, tolerance = logits.float().cpu(), TOLERANCE[model.dtype]
-        assert (logits - expected).norm() < tolerance * expected.norm()
+        error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+        # Rounded, a router may choose another expert for a row, whose logits are then its own.
+        assert (error.median() if routes else error.square().mean().sqrt()) < tolerance, error
         if model.dtype == torch.float32:
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
