@@ -1,23 +1,22 @@
-"""Weights of 4 and 8 bits a number, as a GPU multiplies by them."""
+"""Weights in 4 or 8 bits a number that a GPU multiplies by directly."""
 
 import torch
 from torch import Tensor
 
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
-from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.silu_mul import silu_mul
+from outrider.kernels.model.rms_norm import Norm
 
-from .weights import Weight
+from .weights import Unfused, Weight
 
 
 class Narrow(Weight):
-    """A matrix in 4 or 8 bits, read as it is at every product."""
+    """A matrix in 4 or 8 bits, dequantised within each product."""
 
     def __init__(
         self, matrix: NarrowMatrix, dtype: torch.dtype, *, same_bits: bool = False
     ) -> None:
-        """`dtype` is the model's; with `same_bits` a row comes out the same in any company."""
+        """`dtype` is the model's; with `same_bits`, a row's bits do not depend on the batch."""
         self._matrix, self._dtype, self._same_bits = matrix, dtype, same_bits
         self.shape = matrix.shape
         self.num_bytes = matrix.num_bytes
@@ -55,8 +54,8 @@ class Narrow(Weight):
         return Narrow(self._matrix, self._dtype, same_bits=True)
 
 
-class Stacked(Weight):
-    """Matrices one below the other that have no form in common: a product each."""
+class Stacked(Unfused):
+    """Matrices of different formats, stacked as one: each has its own product."""
 
     def __init__(self, weights: list[Weight]) -> None:
         self._weights = weights
@@ -65,34 +64,10 @@ class Stacked(Weight):
         self.num_bytes = sum(weight.num_bytes for weight in weights)
         self.format = "mixed"
 
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm)
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         biases = [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
         pairs = zip(self._weights, biases, strict=True)
-        y = torch.cat([weight.multiply(x, part) for weight, part in pairs], 1)
-        if gated:
-            y = silu_mul(y)
-        return y if out is None else out.copy_(y)
-
-    def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-    ) -> Tensor | None:
-        residual.add_(self.multiply(x, bias))
-        return None
+        return torch.cat([weight.multiply(x, part) for weight, part in pairs], 1)
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])

@@ -1,5 +1,7 @@
-"""What a linear layer multiplies by, in one format each. A new format is a class here or in a file
-beside it, and an entry in `checkpoint.py`, which chooses by what the checkpoint holds.
+"""The matrices of linear layers, one class for each format that they are kept in.
+
+A new format is a class here, or in a file beside this one, and an entry in `checkpoint.py`, which
+chooses the format by what the checkpoint holds.
 """
 
 from abc import ABC, abstractmethod
@@ -12,21 +14,21 @@ from outrider.kernels.cpu.layers import compiled, product
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack, unpack
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
-from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.same_bits_linear import (
     add_same_bits_linear,
     library_rows,
     same_bits_linear,
 )
-from outrider.kernels.model.silu_mul import silu_mul_reference
+from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
 
 
 class Weight(ABC):
     """The matrix of a linear layer, [N, K]."""
 
     shape: tuple[int, int]
-    num_bytes: int  # that a product reads
-    format: str = ""  # of its numbers, if that is not the model's dtype
+    num_bytes: int  # read by one product
+    format: str = ""  # of the numbers; "" if they are in the model's dtype
 
     @abstractmethod
     def multiply(
@@ -38,9 +40,9 @@ class Weight(ABC):
         gated: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """rmsnorm(x) W^T + b; with `gated` silu of its first half times the second.
+        """rmsnorm(x) W^T + b; with `gated`, silu(first half) * second half of that.
 
-        With `out` the result of a plain product, x W^T, goes there.
+        `out` takes the result; it is given only for a plain product, x W^T.
         Shape: x [T, K] -> [T, N] or, gated, [T, N / 2].
         """
 
@@ -53,27 +55,60 @@ class Weight(ABC):
         *,
         norm: Norm | None = None,
     ) -> Tensor | None:
-        """Add x W^T + b to the residual, in place, and apply `norm` to the sum on the way.
+        """Add x W^T + b to the residual in place. Returns norm(residual) if that comes cheaply.
 
-        Returns the normalised sum, or None if whatever reads the sum normalises it more cheaply.
+        Otherwise returns None, and the layer that reads the residual must apply `norm`.
         Shape: residual [T, N], x [T, K] -> [T, N]
         """
 
     @abstractmethod
     def dequantised(self) -> Tensor:
-        """What this format stands for, in the model's dtype. Shape: [N, K]."""
+        """The matrix in the model's dtype. Shape: [N, K]."""
 
     def with_same_bits(self, bias: Tensor | None) -> "Weight":
-        """The same matrix on a GPU, whose products with a row, with this bias, are the same to the
-        bit in any company.
+        """The same matrix on a GPU, with products whose rows do not depend on the batch.
 
-        Raises ValueError if this format has none, or the GPU is unfit.
+        A row's product, plus this bias, is the same to the bit whatever other rows come with it.
+        Raises ValueError if this format or this GPU cannot do that.
         """
         raise ValueError(f"weights in {self.format} have no such products")
 
 
+class Unfused(Weight):
+    """A format whose kernel does a product and no more: torch adds norm, gate and residual."""
+
+    @abstractmethod
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b. Shape: [T, K] -> [T, N]."""
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        y = self._product(x if norm is None else rms_norm(x, norm), bias)
+        if gated:
+            y = silu_mul(y)
+        return y if out is None else out.copy_(y)
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        residual.add_(self._product(x, bias))
+        return None
+
+
 class Dense(Weight):
-    """A plain matrix. Our kernels multiply by it on a GPU, torch on a CPU."""
+    """A plain matrix. Our kernels multiply by it on a GPU, torch does on a CPU."""
 
     def __init__(self, matrix: Tensor) -> None:
         """Shape: matrix [N, K], dense."""
@@ -110,10 +145,10 @@ class Dense(Weight):
 
 
 class SameBits(Dense):
-    """A plain matrix on a GPU, whose products with a row are the same to the bit in any company."""
+    """A plain matrix on a GPU; the bits of a row's product do not depend on the batch."""
 
     def __init__(self, matrix: Tensor, bias: Tensor | None) -> None:
-        """Raises ValueError if this GPU is unfit. Shape: matrix [N, K], dense, bias [N]."""
+        """Raises ValueError if this GPU cannot. Shape: matrix [N, K], dense, bias [N]."""
         super().__init__(matrix)
         self._library = library_rows(matrix, bias)
 
@@ -141,51 +176,26 @@ class SameBits(Dense):
         return add_same_bits_linear(residual, x, self.matrix, bias, self._library, norm=norm)
 
 
-class Packed(Weight):
-    """A matrix that oneDNN reordered for a CPU, perhaps rounded to 8 bits."""
+class Packed(Unfused):
+    """A matrix that oneDNN has reordered for a CPU, and perhaps rounded to 8 bits."""
 
     def __init__(self, matrix: PackedWeight, shape: tuple[int, int]) -> None:
         self._matrix = matrix
         self.shape = shape
         self.num_bytes = (matrix.reordered if matrix.rounded is None else matrix.rounded).nbytes
 
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm_reference(x, norm)
-        y = packed_linear(x, self._matrix, bias)
-        if gated:
-            y = silu_mul_reference(y)
-        return y if out is None else out.copy_(y)
-
-    def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-    ) -> Tensor | None:
-        residual.add_(packed_linear(x, self._matrix, bias))
-        return None
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return packed_linear(x, self._matrix, bias)
 
     def dequantised(self) -> Tensor:
         unit = torch.eye(self.shape[1], dtype=self._matrix.reordered.dtype)
         return packed_linear(unit, self._matrix).t()  # oneDNN's layout cannot be read otherwise
 
 
-class Tiles(Weight):
-    """A matrix of a CPU's compiled layers, of 4 or 8 bits a number.
+class Tiles(Unfused):
+    """A matrix for the compiled CPU layers, in 4 or 8 bits a number.
 
-    Inputs are taken, and sums made, in float32; what comes out is in the model's
-    dtype.
+    Inputs and sums are float32, through norm and gate; only the output has the model's dtype.
     """
 
     def __init__(self, matrix: PackedTiles, dtype: torch.dtype) -> None:
@@ -196,15 +206,15 @@ class Tiles(Weight):
 
     @staticmethod
     def rounded(matrix: Tensor) -> "Tiles | None":
-        """A plain matrix in 8 bits, with a scale for every 32 inputs; None if they do not divide.
+        """Round a plain matrix to 8 bits, with a scale for every BLOCK inputs.
 
-        Shape: [N, K].
+        Returns None if BLOCK does not divide K. Shape: [N, K].
         """
         if matrix.shape[1] % BLOCK:
             return None
         groups = matrix.float().unflatten(1, (-1, BLOCK))
         scale = (groups.abs().amax(2) / 127).half()
-        # Of a scale too small for float16 nothing is left: nor is there of its numbers.
+        # A scale too small for float16 becomes 0, and so do the numbers that it scales.
         codes = (groups / scale.float().clamp_min(1e-12)[..., None]).round().clamp(-127, 127)
         rounded = Codes(codes.to(torch.int8).flatten(1), scale)
         return Tiles(pack(rounded, Layout.EIGHT_HALF), matrix.dtype)
@@ -221,21 +231,13 @@ class Tiles(Weight):
         x = x.float()
         if norm is not None:
             x = rms_norm_reference(x, norm._replace(weight=norm.weight.float()))
-        y = product(x, self.matrix, None if bias is None else bias.float())
+        y = self._product(x, bias)
         if gated:
             y = silu_mul_reference(y)
         return y.to(self._dtype) if out is None else out.copy_(y)
 
-    def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-    ) -> Tensor | None:
-        residual.add_(product(x.float(), self.matrix, None if bias is None else bias.float()))
-        return None
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return product(x.float(), self.matrix, None if bias is None else bias.float())
 
     def dequantised(self) -> Tensor:
         return unpack(self.matrix).dequantised().to(self._dtype)
@@ -262,17 +264,17 @@ class Linear(NamedTuple):
 
 
 def with_same_bits(linear: Linear) -> Linear:
-    """The same layer on a GPU, with each row the same to the bit in any company.
+    """The same layer on a GPU; the bits of a row do not depend on the batch.
 
-    Raises ValueError if its format or this GPU is unfit.
+    Raises ValueError if its format or this GPU cannot do that.
     """
     return Linear(linear.weight.with_same_bits(linear.bias), linear.bias)
 
 
 def packed(linear: Linear, *, rounds: bool) -> Linear:
-    """The same layer as a CPU reads it best; with `rounds`, in 8 bits if that pays.
+    """The same layer in the format that is fastest on a CPU; `rounds` allows rounding to 8 bits.
 
-    It stays as it is if oneDNN lacks the dtype, or this torch the operator.
+    Returns it unchanged if oneDNN lacks the dtype, or this torch the operator.
     """
     weight = linear.weight
     if not isinstance(weight, Dense):

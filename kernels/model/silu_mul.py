@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dispatch import uses_triton
 from ..dependent_launch import (
     dependent_launch,
     start_next_kernel,
@@ -14,6 +15,9 @@ from ..triton_or_none import tl, triton
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """Shape: [T, 2 N], dense -> [T, N], dense."""
+    if not uses_triton(gate_up):
+        y = silu_mul_reference(gate_up)
+        return y if out is None else out.copy_(y)
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     if out is None:
         out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
