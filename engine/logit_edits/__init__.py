@@ -1,4 +1,4 @@
-"""What requests change about their logits, before temperature and filters."""
+"""The edits that requests make to their logits, before temperature and filters."""
 
 import numpy as np
 from torch import Tensor
@@ -17,49 +17,45 @@ __all__ = ["LogitEdit", "LogitEdits", "RequestRows"]
 
 
 class LogitEdits:
-    """The edits of all requests, in one order, for the rows of the draft and the target alike.
+    """All edits, applied in one fixed order, to rows of the draft and of the target alike.
 
-    The order and the meaning are vLLM's:
+    Order and meaning are vLLM's:
 
-    1. grammar, and allowed_token_ids: all others are banned (-inf).
-    2. bad_words: the last token of each is banned where it would complete the word in the output.
-    3. min_tokens: eos and stop_token_ids are banned until the output has so many tokens;
-       logit_bias is added.
-    4. logits_processors, custom ones, as the request lists them.
-    5. repetition_penalty, over prompt and output; then frequency_penalty and presence_penalty,
-       over the output.
+    1. grammar and allowed_token_ids ban every other token (-inf).
+    2. bad_words bans the last token of a word if it would complete the word in the output.
+    3. min_tokens bans eos and stop_token_ids until the output has that many tokens; logit_bias
+       is added.
+    4. logits_processors, the custom ones, run in the order of the request.
+    5. repetition_penalty counts prompt and output; then frequency_penalty and presence_penalty
+       count the output.
 
-    Each row's prefix holds the drafts before it. Temperature, top-k, top-p and min-p come after,
-    in verification. What is banned stays banned: no later edit makes -inf finite.
+    The drafts before a row belong to its prefix. Temperature, top-k, top-p and min-p come later, in
+    verification. A banned token stays banned: no later edit makes -inf finite.
     """
 
     def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        """token_ids: [num_slots, width] int32, the sequences in their slots; num_tokens:
-        [num_slots], how many of them are known.
-        """
+        """token_ids: [num_slots, width] int32; num_tokens: [num_slots], how many are known."""
         edits = (Grammars, AllowedTokens, BadWords, TokenBias, CustomProcessors, Penalties)
         self._chain: tuple[LogitEdit, ...] = tuple(
             edit(token_ids, num_tokens, vocab_size) for edit in edits
         )
-        # [edits, num_slots] which of them each slot's request asks for
+        # [edits, num_slots] which edits each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
 
     def need_host(self, slot: int | None) -> bool:
-        """Whether the host has to know the tokens of a slot's request before it can edit behind
-        them.
-        """
+        """Whether the host must know all tokens of a slot's request before it can edit logits."""
         return any(
             edit.needs_host and asked_np[slot]
             for edit, asked_np in zip(self._chain, self._asked_np, strict=True)
         )
 
     def asked_by(self, slots_np: np.ndarray) -> np.ndarray:
-        """Which of these slots' requests ask for any. Shape: [B] -> [B] bool."""
+        """Which of these slots' requests ask for any edit. Shape: [B] -> [B] bool."""
         asked_np: np.ndarray = np.logical_or.reduce(self._asked_np[:, slots_np])
         return asked_np
 
     def seat(self, request: Request) -> None:
-        """Take up what a request asks for; its tokens are in its slot already."""
+        """Prepare the edits that a request asks for; its tokens must be in its slot already."""
         assert request.slot is not None
         for i, edit in enumerate(self._chain):
             if edit.is_asked_by(request.params):
@@ -72,7 +68,7 @@ class LogitEdits:
         self._asked_np[:, slot] = False
 
     def rehearse(self, logits: Tensor, rows: RequestRows) -> Tensor:
-        """Run every edit's kernel on rows of padding, which no edit changes."""
+        """Run every edit's kernel on padding rows, which no edit changes."""
         edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()
         for edit in self._chain:
             if not edit.needs_host:
@@ -80,10 +76,10 @@ class LogitEdits:
         return edited
 
     def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
-        """The logits as these rows' requests want them, all of whom ask for edits.
+        """An edited copy of these rows' logits; all their requests must ask for edits.
 
-        A copy, because raw logits are reported as logprobs; in float32, because bfloat16 would
-        round a small penalty on a large logit away.
+        A copy, because logprobs report the raw logits. In float32, because bfloat16 would round
+        away a small penalty on a large logit.
         Shape: [N, V'] -> [sum(num_rows), V'].
         """
         edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()

@@ -1,4 +1,4 @@
-"""allowed_token_ids: no token but these."""
+"""allowed_token_ids: bans every other token."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""bad_words: token sequences that the output may not have."""
+"""bad_words: token sequences that the output must not contain."""
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from ..api import SamplingParams
 from ..request import Request
 from .base import LogitEdit, RequestRows
 
-MAX_WORDS = 256  # a word of a text is up to two: with and without a space before it
-MAX_TOKENS = 2048  # of all words together
+MAX_WORDS = 256  # a word of text takes up to two: with and without a space before it
+MAX_TOKENS = 2048  # in all words together
 
 
 class BadWords(LogitEdit):

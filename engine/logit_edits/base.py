@@ -1,4 +1,4 @@
-"""What an edit of logits is, and how it is told which rows to edit."""
+"""The interface of a logit edit, and the rows that it is applied to."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -19,8 +19,10 @@ from ..state.ragged import aligned, ragged_arange
 
 @dataclass(slots=True)
 class RequestRows:
-    """Rows of logits of B requests; request i has `num_rows[i]` rows, one after another, the first
-    of them behind `first_drafts[i]` drafts. All: [B].
+    """Rows of logits of B requests. All fields: [B].
+
+    Request i has `num_rows[i]` consecutive rows, the first at row `first_rows[i]`, after
+    `first_drafts[i]` drafts; each following row comes after one more draft.
     """
 
     slots_np: np.ndarray
@@ -30,7 +32,7 @@ class RequestRows:
 
     @staticmethod
     def one_each(slots_np: np.ndarray, drafts_np: np.ndarray) -> "RequestRows":
-        """Row i is request i's, behind so many drafts."""
+        """One row a request: row i follows `drafts_np[i]` drafts."""
         return RequestRows(slots_np, np.arange(len(slots_np)), np.ones_like(slots_np), drafts_np)
 
     @staticmethod
@@ -46,12 +48,12 @@ class RequestRows:
         )
 
     def packed(self) -> "RequestRows":
-        """The same rows where there are no others between them."""
+        """The same rows in a tensor that holds no others."""
         ends_np = np.cumsum(self.num_rows_np)
         return replace(self, first_rows_np=ends_np - self.num_rows_np)
 
     def each_np(self) -> np.ndarray:
-        """Of every single row its number, its slot and the drafts before it. Shape: [3, M]."""
+        """For each row: its number, its slot, and how many drafts come before it. Shape: [3, M]."""
         each = (
             ragged_arange(self.first_rows_np, self.num_rows_np),
             np.repeat(self.slots_np, self.num_rows_np),
@@ -60,7 +62,7 @@ class RequestRows:
         return np.stack(each)
 
     def behind(self, num_tokens: Tensor) -> EditRows:
-        """Row by row, as kernels take them, behind what the device knows: one copy to it.
+        """The rows as kernels take them, counted from the device's own `num_tokens`.
 
         Shape: num_tokens [num_slots].
         """
@@ -73,22 +75,21 @@ class RequestRows:
 
 
 class LogitEdit(ABC):
-    """One edit: its state by slot, and its kernel."""
+    """One edit: its state for each slot, and its kernel."""
 
-    # Whether the host has to know a request's tokens before it can edit the logits behind them.
+    # Whether the host must know all tokens of a request before it can edit its logits.
     needs_host = False
 
     def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        """token_ids: [num_slots, width] int32, the sequences in their slots; num_tokens:
-        [num_slots], how many of them are known.
-        """
+        """token_ids: [num_slots, width] int32; num_tokens: [num_slots], how many are known."""
         self._token_ids = token_ids
         self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._device = token_ids.device
+        self._requests: dict[int, Request] = {}  # by slot, for edits that look at them later
 
     def _table(self, *shape: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
-        """State by slot. Shape: [num_slots, *shape]."""
+        """State for each slot. Shape: [num_slots, *shape]."""
         return torch.full((len(self._token_ids), *shape), fill, dtype=dtype, device=self._device)
 
     def _uploaded(self, values: ArrayLike, dtype: type[np.number[Any]]) -> Tensor:
@@ -97,13 +98,14 @@ class LogitEdit(ABC):
     @abstractmethod
     def is_asked_by(self, params: SamplingParams) -> bool: ...
 
-    @abstractmethod
     def seat(self, request: Request) -> None:
-        """Fill the slot of a request that asks for this edit, also when it comes back to one."""
+        """Fill the slot of a request that asks for this edit; again after each preemption."""
+        assert request.slot is not None
+        self._requests[request.slot] = request
 
     def unseat(self, slot: int) -> None:
-        """Let go of the slot's request; the tables may keep what nobody reads."""
-        return
+        """Forget the slot's request, if it had any; tables keep stale rows, which are not read."""
+        self._requests.pop(slot, None)
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: RequestRows) -> None:

@@ -13,29 +13,18 @@ log = logging.getLogger(__name__)
 
 
 class CustomProcessors(LogitEdit):
-    """Calls them row by row. One that fails ends its own request, whose rows become NaN."""
+    """Calls them row by row. One that fails turns its row into NaN, which ends its request."""
 
     needs_host = True
 
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, num_tokens, vocab_size)
-        self._requests: dict[int, Request] = {}  # by slot
-
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.logits_processors) > 0
-
-    def seat(self, request: Request) -> None:
-        assert request.slot is not None
-        self._requests[request.slot] = request
-
-    def unseat(self, slot: int) -> None:
-        self._requests.pop(slot, None)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         for row, slot, num_drafts in zip(*rows.each_np().tolist(), strict=True):
             request = self._requests[slot]
             prefix = self._token_ids[None, slot, : request.num_tokens + num_drafts].long()
-            # Tokens that are none may have any logit; processors shall not choose among them.
+            # Ids beyond the vocabulary are padding with arbitrary logits: processors never see it.
             scores = logits[None, row, : self._vocab_size]
             scores.copy_(self._processed(request, prefix, scores.clone()))
 
@@ -48,7 +37,7 @@ class CustomProcessors(LogitEdit):
                     raise ValueError(
                         f"it returned scores of shape {list(result.shape)} for {list(banned.shape)}"
                     )
-            except Exception as error:  # the operator's code: whatever it is, the loop goes on
+            except Exception as error:  # the operator's code may raise anything; the loop goes on
                 log.warning("logits processor %s failed", name, exc_info=True)
                 request.edit_error = f"logits processor {name!r} failed: {error}"
                 return torch.full_like(banned, torch.nan, dtype=torch.float32)

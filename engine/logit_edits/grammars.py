@@ -1,4 +1,4 @@
-"""A request's grammar: what cannot go on with its text is banned."""
+"""Grammars: bans every token that the request's grammar does not allow next."""
 
 import numpy as np
 import torch
@@ -8,35 +8,23 @@ from outrider.kernels.edits.bitmask import apply_bitmask
 
 from ..api import SamplingParams
 from ..grammars.grammar import Grammar, compute_masks
-from ..request import Request
 from ..state.host_copy import uploaded
 from .base import LogitEdit, RequestRows
 
 
 class Grammars(LogitEdit):
-    """Masks come from the host, so the host must know the drafts: the one edit that asks for them.
+    """Applies masks that are computed on the host, which must know the drafts to compute them.
 
-    Each mask is computed once a step; the target's rows find those that the draft's left.
+    Each mask is computed once a step: the target's rows reuse the masks of the draft's rows.
     """
 
     needs_host = True
 
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, num_tokens, vocab_size)
-        self._request_of: dict[int, Request] = {}  # by slot
-
     def is_asked_by(self, params: SamplingParams) -> bool:
         return params.grammar is not None
 
-    def seat(self, request: Request) -> None:
-        assert request.slot is not None
-        self._request_of[request.slot] = request
-
-    def unseat(self, slot: int) -> None:
-        self._request_of.pop(slot, None)
-
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        requests = [self._request_of[slot] for slot in rows.slots_np.tolist()]
+        requests = [self._requests[slot] for slot in rows.slots_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]
         known_np = np.array([request.num_tokens for request in requests])
         first_np = rows.first_drafts_np
@@ -66,7 +54,7 @@ class Grammars(LogitEdit):
         known_np: np.ndarray,
         num_drafts_np: np.ndarray,
     ) -> None:
-        """Copy from the slots what the draft model drew. All: [B]."""
+        """Copy to the host the drafts that it does not know yet. All: [B]."""
         if all(len(g.drafts) >= n for g, n in zip(grammars, num_drafts_np, strict=True)):
             return
         slot = uploaded(slots_np[:, None], self._device)

@@ -23,7 +23,6 @@ class Penalties(LogitEdit):
             seen=self._table(vocab_size, dtype=torch.int32),
             num_counted=self._table(dtype=torch.int64),
         )
-        self._requests: dict[int, Request] = {}  # by slot
         self._num_counted_np = np.zeros(len(token_ids), dtype=np.int64)
 
     def is_asked_by(self, params: SamplingParams) -> bool:
@@ -34,15 +33,14 @@ class Penalties(LogitEdit):
         )
 
     def seat(self, request: Request) -> None:
+        super().seat(request)
         slot, num_prompt_tokens = request.slot, request.num_prompt_tokens
-        assert slot is not None
-        self._requests[slot] = request
         self._state.repetition[slot] = request.params.repetition_penalty
         self._state.frequency[slot] = request.params.frequency_penalty
         self._state.presence[slot] = request.params.presence_penalty
         seen = self._state.seen[slot]
         seen.zero_()
-        # An assignment would wait for the GPU.
+        # index_fill_, because an indexed assignment would wait for the GPU.
         seen.index_fill_(0, self._token_ids[slot, :num_prompt_tokens].long(), 1)
         self._state.num_counted[slot] = self._num_counted_np[slot] = num_prompt_tokens
         self._count(np.array([slot]))
@@ -52,7 +50,7 @@ class Penalties(LogitEdit):
         kernel.apply_penalties(logits, rows.behind(self._num_tokens), self._state, self._token_ids)
 
     def _count(self, slots_np: np.ndarray) -> None:
-        """Bring the tables up to date with the known tokens, so that rows have little to add."""
+        """Add newly known tokens to the tables, so that kernels have few left to count."""
         known_np = np.array([self._num_known(slot) for slot in slots_np.tolist()])
         first_np = self._num_counted_np[slots_np]
         lens_np = known_np - first_np
@@ -69,4 +67,4 @@ class Penalties(LogitEdit):
         self._num_counted_np[slots_np] = known_np
 
     def _num_known(self, slot: int) -> int:
-        return self._requests[slot].num_tokens if slot in self._requests else 0  # nobody's
+        return self._requests[slot].num_tokens if slot in self._requests else 0  # the dummy's

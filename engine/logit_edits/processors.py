@@ -1,4 +1,4 @@
-"""Custom logits processors: the operator registers them, a request chooses among them by name."""
+"""Custom logits processors: the operator registers them, and requests choose them by name."""
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
@@ -12,26 +12,28 @@ ENTRY_POINT_GROUP = "outrider.logits_processors"
 
 
 class LogitsProcessor(Protocol):
-    """Edits one row. The call is that of transformers' LogitsProcessor, so its classes fit.
+    """Edits one row. Called like transformers' LogitsProcessor, so its classes fit.
 
-    The result must follow from the arguments alone: a processor is called for the rows of both
-    models, in any order, and for drafts that are rejected afterwards.
+    The result must depend on the arguments alone: a processor is called for rows of both models,
+    in any order, and for drafts that are rejected later.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: [1, n] int64, prompt, output and the drafts before the row;
+        """input_ids: [1, n] int64: prompt, output, and the drafts before the row;
         scores: [1, V] float32. Returns the edited scores, [1, V].
         """
         ...
 
 
-# Makes the processor of one request, from the arguments that the request gives.
+# Builds the processor of one request from the request's arguments.
 Factory = Callable[..., LogitsProcessor]
 
 
 class ProcessorRegistry:
-    """What requests may choose: `name`, an entry point of the group above that is installed beside
-    the engine, or `name = module:attribute`, written as in an entry point.
+    """The processors that requests may choose.
+
+    A spec is the `name` of an installed entry point of the group above, or
+    `name = module:attribute`, written as in an entry point.
     """
 
     def __init__(self, specs: tuple[str, ...]) -> None:

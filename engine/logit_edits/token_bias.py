@@ -1,4 +1,4 @@
-"""logit_bias, and min_tokens, which bans what would end the sequence early."""
+"""logit_bias; and min_tokens, which bans the tokens that would end the sequence too early."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from ..api import SamplingParams
 from ..request import Request
 from .base import LogitEdit, RequestRows
 
-MAX_ENTRIES = 1280  # tokens of logit_bias, and of those that end a sequence, together
+MAX_ENTRIES = 1280  # tokens of logit_bias and tokens that end the sequence, together
 
 
 class TokenBias(LogitEdit):
