@@ -1,1 +1,1 @@
-"""What lives on a device between steps, and how a step reaches it."""
+"""The state that stays on the device between steps, and how a step reaches it."""

@@ -17,17 +17,19 @@ class HostBatch:
     """T rows of B sequences; sequence i contributes rows cu_seqlens_q[i]:cu_seqlens_q[i+1].
 
     The same shape serves prefill chunks, plain decodes, verifications and the draft's steps.
-    Positions and lengths count from the sequence's known tokens, whose number the device knows
-    before the host does: its last known token is at -1, the first draft at 0.
+
+    Positions and lengths are relative to the end of a sequence's known tokens: the last known
+    token is at -1, the first draft at 0. The device adds its own `num_tokens`, which it knows
+    before the host does. So a batch can be built while the step before it still runs.
     """
 
     # [T]
     slot_of_row_np: np.ndarray
-    # [T] position of each row, from its sequence's known tokens
+    # [T] position of each row, relative to the end of the known tokens
     positions_np: np.ndarray
     # [B]
     slots_np: np.ndarray
-    # [B] tokens a sequence attends to, its own rows included, less those that are known
+    # [B] tokens that a sequence attends to, its own rows included, minus its known tokens
     seq_lens_np: np.ndarray
     # [B + 1]
     cu_seqlens_q_np: np.ndarray
@@ -41,9 +43,9 @@ class HostBatch:
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
     ) -> "HostBatch":
-        """Rows `starts[i] : starts[i] + query_lens[i]` of each sequence, read from its slot.
+        """Rows for positions `starts[i] : starts[i] + query_lens[i]` of each sequence.
 
-        Arrays: [B]. Logits are wanted of the last `num_logits[i]` rows of sequence i.
+        Arrays: [B]. The last `num_logits[i]` rows of sequence i get logits.
         """
         ends_np = np.cumsum(query_lens_np)
         return HostBatch(
@@ -57,8 +59,9 @@ class HostBatch:
 
     @staticmethod
     def of_nobody(slot: int, lens: list[int], num_logits: int) -> "HostBatch":
-        """Sequences of so many rows, all in one slot and from its beginning, whose last rows have
-        so many logits between them.
+        """Sequences of the given lengths, all at the start of the dummy slot.
+
+        The last `num_logits` rows of the batch get logits.
         """
         lens_np = np.array(lens)
         behind_np = np.cumsum(lens_np[::-1])[::-1] - lens_np  # rows of the sequences behind each
@@ -72,8 +75,10 @@ class HostBatch:
         return len(self.slots_np), len(self.positions_np), len(self.logits_rows_np)
 
     def packed(self, shape: tuple[int, int, int], dummy_slot: int) -> np.ndarray:
-        """All of it in one array, padded: rows of no sequence, at position 0 of the dummy slot,
-        which never knows a token, and sequences without rows.
+        """All fields in one array, padded to a shape.
+
+        Padding rows belong to no sequence and stand at position 0 of the dummy slot, whose
+        `num_tokens` stays 0; padding sequences have no rows.
         """
         fields = (
             (self.slot_of_row_np, dummy_slot),
@@ -97,7 +102,7 @@ def _packed_lens(shape: tuple[int, int, int]) -> list[int]:
 
 
 def packed_len(shape: tuple[int, int, int]) -> int:
-    """Of what `HostBatch.packed` returns for this shape."""
+    """Length of what `HostBatch.packed` returns for this shape."""
     return sum(aligned(length) for length in _packed_lens(shape))
 
 
@@ -108,7 +113,7 @@ def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
 
 
 class BatchRows(NamedTuple):
-    """Where the rows of a batch stand, which holds for whoever computes them."""
+    """Where the rows of a batch stand, whichever model computes them."""
 
     slot_of_row: Tensor  # [T]
     positions: Tensor  # [T]
@@ -120,7 +125,10 @@ class BatchRows(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """A HostBatch on the device, with what the slots hold for its rows."""
+    """A HostBatch on the device: positions are absolute, tokens and pages looked up.
+
+    The fields after `input_ids` are those of `BatchRows`, in the same order.
+    """
 
     # [T]
     input_ids: Tensor
@@ -155,19 +163,10 @@ class ForwardBatch:
 
     @staticmethod
     def of_next_tokens(rows: BatchRows, slots: Slots) -> "ForwardBatch":
-        """The same rows, over the token behind each row's own; no logits are wanted."""
-        return ForwardBatch(
-            input_ids=slots.token_ids[rows.slot_of_row, rows.positions + 1].long(),
-            slot_of_row=rows.slot_of_row,
-            positions=rows.positions,
-            slot_mapping=rows.slot_mapping,
-            slots=rows.slots,
-            seq_lens=rows.seq_lens,
-            cu_seqlens_q=rows.cu_seqlens_q,
-            logits_rows=rows.slots[:0],
-            block_table=slots.block_table,
-            page_size=slots.page_size,
-        )
+        """The same rows, each with the token after its own as input; no row gets logits."""
+        input_ids = slots.token_ids[rows.slot_of_row, rows.positions + 1].long()
+        no_logits = rows.slots[:0]
+        return ForwardBatch(input_ids, *rows, no_logits, slots.block_table, slots.page_size)
 
     @staticmethod
     def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
@@ -176,7 +175,7 @@ class ForwardBatch:
         slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (
             part[:length] for part, length in zip(parts, lens, strict=True)
         )
-        rows = read_rows(
+        read = read_rows(
             slot_of_row,
             positions,
             slot,
@@ -186,15 +185,7 @@ class ForwardBatch:
             slots.block_table,
             slots.page_size,
         )
-        return ForwardBatch(
-            input_ids=rows.token_ids,
-            slot_of_row=slot_of_row,
-            positions=rows.positions,
-            slot_mapping=rows.slot_mapping,
-            slots=slot,
-            seq_lens=rows.seq_lens,
-            cu_seqlens_q=cu_seqlens_q,
-            logits_rows=logits_rows,
-            block_table=slots.block_table,
-            page_size=slots.page_size,
+        rows = BatchRows(
+            slot_of_row, read.positions, read.slot_mapping, slot, read.seq_lens, cu_seqlens_q
         )
+        return ForwardBatch(read.token_ids, *rows, logits_rows, slots.block_table, slots.page_size)

@@ -1,4 +1,4 @@
-"""Kernels that take a second and more to compile, compiled side by side."""
+"""Compiles slow kernels in parallel."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +9,9 @@ _THREADS = 16
 
 
 def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.device) -> None:
-    """Call each on a thread: while Triton compiles for one, others can go on most of the time.
+    """Call each on a thread of its own; while Triton compiles for one, the others mostly go on.
 
-    They must be safe beside each other. What one raises is raised.
+    They must be safe to run at the same time. Raises what any of them raises.
     """
 
     @torch.inference_mode()

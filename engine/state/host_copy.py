@@ -1,4 +1,4 @@
-"""Copies between the device and the host that the host need not wait for at once."""
+"""Copies between the device and the host that do not make the host wait."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Starts to copy tensors of one device behind all that is launched already."""
+    """Copies tensors of one device to the host, after everything launched before."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._done = None
@@ -21,20 +21,20 @@ class HostCopy:
             self._done.record()
 
     def arrays(self) -> list[np.ndarray]:
-        """Wait until the copies are there; not for what was launched after them."""
+        """Wait for the copies, but not for anything launched after them."""
         if self._done is not None:
             self._done.synchronize()
         return [tensor.numpy() for tensor in self._host]
 
 
 def uploaded(array_np: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, behind all that is launched already, while nobody waits."""
+    """A copy on the device, made after everything launched before; the host does not wait."""
     return staged(torch.from_numpy(array_np), device).to(device, non_blocking=True)
 
 
 def staged(values: Tensor, device: torch.device) -> Tensor:
-    """Where the device reads them behind all that is launched already, while nobody waits.
+    """The values in memory from which a GPU can copy with `non_blocking=True`.
 
-    For copies with `non_blocking`; the allocator keeps the memory until they are done.
+    The caller may drop the result at once: the allocator keeps the memory until the copy is done.
     """
     return values.pin_memory() if device.type == "cuda" else values

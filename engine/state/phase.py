@@ -1,8 +1,8 @@
-"""The phases of a step on the device: run as they are, or replayed as CUDA graphs.
+"""The phases of a step on the device: run directly, or replayed as CUDA graphs.
 
-A phase is a function of one small array of integers and of tensors that never move, so that one
-copy and one launch start it. Captured, it costs the host microseconds instead of milliseconds. The
-same function runs uncaptured on a CPU, and for whatever fits no captured shape.
+A phase is a function of one small integer array and of tensors that never move. So one copy and one
+launch replay its graph, which costs the host microseconds instead of milliseconds. On a CPU, and
+for shapes that were not captured, the same function runs directly.
 """
 
 import functools
@@ -32,7 +32,7 @@ class _Captured(Generic[Output]):
 
 
 class Phase(Generic[Output]):
-    """`body(integers, shape, *tensors)`, by shape: all that sets the sizes of its tensors."""
+    """`body(integers, shape, *tensors)`; `shape` must determine the sizes of all its tensors."""
 
     def __init__(self, body: Body[Output], device: torch.device) -> None:
         self._body = body
@@ -40,8 +40,9 @@ class Phase(Generic[Output]):
         self._captured: dict[Shape, _Captured[Output]] = {}
 
     def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Output:
-        """Run on these integers. Of a captured shape the leading dimension of `tensors` may fall
-        short; the output stays valid until the next call.
+        """Run on these integers; the output is valid until the next call.
+
+        For a captured shape, `tensors` may have fewer rows than those it was captured with.
         """
         captured = self._captured.get(shape)
         if captured is None:
@@ -58,9 +59,9 @@ class Phase(Generic[Output]):
     def capture(
         self, integers_np: np.ndarray, shape: Shape, tensors: Sequence[Tensor] = ()
     ) -> Output:
-        """Capture a shape, on integers that are safe to run on; returns the output's place.
+        """Capture a shape, running on the given integers; returns the tensors replays write to.
 
-        The largest shape goes first: its memory serves the others.
+        Capture the largest shape first: the others share its memory.
         """
         integers = torch.from_numpy(integers_np).to(self._device)
         pool = next((c.graph.pool() for c in self._captured.values()), None)
@@ -70,10 +71,10 @@ class Phase(Generic[Output]):
 
 
 def record_graph(run: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
-    """A graph that does what `run` does, its memory from `pool`, and where its output lies."""
+    """A graph that does what `run` does, with memory from `pool`, and the output it writes to."""
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles kernels and makes handles, uncaptured
+    with torch.cuda.stream(stream):  # first uncaptured: compiles kernels and makes handles
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -84,7 +85,7 @@ def record_graph(run: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAG
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Graphs of an engine that is gone, collected in the midst of a capture, would break it."""
+    """No garbage collection: freeing an old engine's graphs during a capture would break it."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -96,15 +97,18 @@ def _uncollected() -> Iterator[None]:
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all graphs, which share memory within a stream; torch's own is that of one GPU."""
+    """One stream for all graphs of a GPU, so that they can share memory.
+
+    Not torch's default capture stream, which belongs to a single GPU.
+    """
     return torch.cuda.Stream(device)
 
 
 def padded_sizes(most: int) -> list[int]:
-    """Sizes to capture for 1..most: the powers of two and `most` itself, the largest first."""
+    """Sizes to capture for 1..most: `most` itself, then the powers of two below it, falling."""
     return [most, *(2**i for i in reversed(range((most - 1).bit_length())))]
 
 
 def padded_size(size: int, captured: list[int]) -> int:
-    """The first of these (ascending) that holds `size`, or itself: nothing is captured for it."""
+    """The smallest captured size (they are ascending) that holds `size`; `size` itself if none."""
     return next((n for n in captured if n >= size), size)

@@ -1,4 +1,4 @@
-"""Arrays of different lengths, one after another in one array."""
+"""Arrays of different lengths, concatenated into one."""
 
 import numpy as np
 
@@ -11,8 +11,9 @@ def ragged_arange(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
 
 
 def aligned(size: int, itemsize: int = 8) -> int:
-    """Room for `size` integers, so that what lies behind begins at 16 bytes, as all that is
-    allocated does: Triton compiles a kernel anew for a pointer that does not.
+    """`size` rounded up, so that what follows in the array starts at a multiple of 16 bytes.
+
+    Allocations start there too, and Triton compiles a second kernel for pointers that do not.
     """
     at_once = 16 // itemsize
     return -(-size // at_once) * at_once

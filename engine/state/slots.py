@@ -1,8 +1,8 @@
-"""Device-resident state of the running sequences, one slot each.
+"""State of the running sequences on the device, one slot each.
 
-A step is driven by an index map `batch_idx -> slot`. Proposals are written into `token_ids` in
-place, behind the known tokens, so the draft, the target and the verifier all read one array and no
-token crosses from the host after its sequence was admitted.
+A step works on an index map `batch_idx -> slot`. The first `num_tokens[slot]` entries of
+`token_ids[slot]` are known tokens; drafts are written directly after them. Draft, target and
+verifier read the same array, and after a sequence is seated the host sends no more tokens.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "ma
 
 
 class Slots:
-    """Seats for `max_num_seqs` sequences, and a dummy one (the last) for padding."""
+    """Slots for `max_num_seqs` sequences; one more, the last, is a dummy for padding."""
 
     def __init__(
         self,
@@ -34,15 +34,15 @@ class Slots:
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_drafts = max_drafts
         self.dummy = max_num_seqs  # the slot that padding reads and writes
-        # Room behind the longest sequence: a step writes up to k + 1 tokens, and so does the next
-        # one, which may be launched before the host knows them.
+        # Room after the longest sequence: a step writes up to k + 1 tokens, and the next one may
+        # be launched before the host has read them.
         width = max_model_len + 2 * (max_drafts + 1)
         self.page_size = page_size
-        self._verification: Verification = verification  # of requests that name none
+        self._verification: Verification = verification  # for requests that name none
         self.device = device
         # [num_slots, width]
         self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
-        # [num_slots] known tokens; verification adds to them, and the host reads it a step later
+        # [num_slots] known tokens; verification advances it, a step before the host knows
         self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # [num_slots, pages of width]
         self.block_table = torch.zeros(
@@ -65,13 +65,11 @@ class Slots:
         return len(self._free)
 
     def draws_are_fixed(self, params: SamplingParams) -> bool:
-        """Whether a sequence gets the same tokens whatever is drafted for it."""
+        """Whether a sequence's tokens are the same whatever is drafted for it."""
         return params.temperature <= 0 or (params.verification or self._verification) == "match"
 
     def seat(self, request: Request) -> None:
-        """Give the request a slot and copy its tokens and sampling parameters there; not its
-        pages.
-        """
+        """Give the request a slot, and copy its tokens and sampling parameters there."""
         slot = self._free.pop()
         request.slot = slot
         self.write_tokens(request, 0, request.token_ids)
@@ -90,7 +88,7 @@ class Slots:
         request.slot = None
 
     def rewind(self, request: Request) -> None:
-        """Have the device know just the tokens that the host knows."""
+        """Set the device's number of known tokens back to the host's."""
         self.num_tokens[request.slot] = request.num_tokens
 
     def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
@@ -100,9 +98,7 @@ class Slots:
         row.copy_(staged(values, self.device), non_blocking=True)
 
     def write_pages(self, grown: list[tuple[Request, int]]) -> None:
-        """Copy the pages of each seated request, from an index on, into its block table: all in
-        one upload.
-        """
+        """Copy each seated request's pages, from the given index on, into its block table."""
         entries = [
             (request.slot, column, request.pages[column])
             for request, first in grown
