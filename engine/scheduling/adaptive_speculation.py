@@ -1,10 +1,10 @@
-"""How many drafts pay: k by measured cost, 0 among the choices.
+"""Chooses k, the number of drafts, by measured cost. k = 0 is one of the choices.
 
-A step with k drafts emits `1 + sum_j P(the first j drafts stand)` tokens a sequence, and takes a
-time that depends on the machine, the models and the batch. Both are measured while decoding; the k
-that gave the most tokens a second is used, and now and then another one is tried. A batch size that
-is new decodes plainly, then with one draft; from there on k follows what the costs known so far
-lead to expect. So decoding stays plain where no step can be timed.
+A step with k drafts emits `1 + sum_j P(the first j drafts stand)` tokens for each sequence. How
+long it takes depends on the machine, the models and the batch. Both are measured while decoding.
+The k with the most tokens a second is used, and now and then another one is tried. A new batch size
+decodes plainly at first, then with one draft; from then on k is chosen from the costs known so far.
+So if no step can be timed, decoding stays plain.
 """
 
 from bisect import bisect
@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # what is thought of a text at first, and how firmly
-ACCEPTANCE_WEIGHT = 1 / 48  # of one step in the running acceptance, once it is known
-NUM_TIMES, MIN_TIMES = 9, 4  # latest steps of a batch size and k: those kept, those needed
-MIN_GAIN = 1.02  # what another k must promise, so that noise alone moves nothing
+PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # acceptance assumed at first, and its weight in steps
+ACCEPTANCE_WEIGHT = 1 / 48  # least weight of a step in the running acceptance
+NUM_TIMES, MIN_TIMES = 9, 4  # for each batch size and k: step times kept, and needed
+MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
 SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = 48, 256  # between trials; doubles while k stays
 TRIAL_STEPS = 4
 
 
 class AdaptiveSpeculation:
-    """Chooses k for a batch from what steps of about its size took, and from what they emitted."""
+    """Chooses k for a batch, from how long steps of about its size took and what they emitted."""
 
     def __init__(self, max_k: int) -> None:
         self._max_k = max_k
-        # [max_k] P(draft j stands | those before it stood), and the steps that told it
+        # [max_k] P(draft j stands | those before it stood), and how many steps measured it
         self._acceptance = [PRIOR_ACCEPTANCE] * max_k
         self._num_seen = [PRIOR_STEPS] * max_k
         self._costs: dict[int, _StepCosts] = {}  # by batch bucket
@@ -37,7 +37,8 @@ class AdaptiveSpeculation:
     def choose(self, num_seqs: int, *, is_timed: bool = True) -> int:
         """k for a step that decodes `num_seqs` sequences.
 
-        Where it has prompts to compute as well, its time will tell nothing: nothing is tried.
+        `is_timed` is False if the step also computes prompts. Its time is useless then, so this is
+        no moment to try another k.
         """
         costs = self._costs_of(num_seqs)
         for k in (0, 1):
@@ -59,10 +60,10 @@ class AdaptiveSpeculation:
         elapsed_s: float | None,
         is_open: Sequence[bool] | None = None,
     ) -> None:
-        """A step drafted up to `wanted[i]` tokens for sequence i, and so many of them stood.
+        """Learn from a step that drafted `wanted[i]` tokens for sequence i; `accepted[i]` stood.
 
-        `elapsed_s` is None if the step did more than decode, so that its time says nothing.
-        `is_open[i]` says whether sequence i left its k open (None: all did).
+        `elapsed_s` is None if the step did more than decode, which makes its time useless.
+        `is_open[i]` says whether sequence i left the choice of k to us (None: all did).
         """
         for j in range(max(wanted)):
             reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
@@ -71,8 +72,8 @@ class AdaptiveSpeculation:
                 self._num_seen[j] += 1
                 weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
                 self._acceptance[j] += weight * (share - self._acceptance[j])
-        # What was chosen, which some cannot follow: their last tokens need no drafts, or the draft
-        # has no room for them. If all have a k of their own, the time tells nothing of a choice.
+        # The chosen k is the largest: a sequence may get fewer drafts, near its end or without
+        # room. If every request named its own k, the time says nothing about our choice.
         is_open = [True] * len(wanted) if is_open is None else is_open
         k = max((w for w, follows in zip(wanted, is_open, strict=True) if follows), default=None)
         if k is None:
@@ -83,9 +84,9 @@ class AdaptiveSpeculation:
             self._costs_of(len(wanted)).observe(k, elapsed_s, sets_pace=k == self._chosen)
 
     def expect_change(self) -> None:
-        """Other text comes than before: look soon whether more drafts suit it better."""
+        """Other text begins than before: try soon whether more drafts suit it better."""
         if self._chosen < self._max_k:
-            self._tries_more = False  # so that the next trial does
+            self._tries_more = False  # _start_trial flips it
             self._steps_until_trial = min(self._steps_until_trial, SHORTEST_INTERVAL_STEPS)
 
     def _update_choice(self, costs: "_StepCosts") -> None:
@@ -95,7 +96,7 @@ class AdaptiveSpeculation:
             self._interval_steps = SHORTEST_INTERVAL_STEPS
 
     def _start_trial(self, costs: "_StepCosts") -> None:
-        """Try the other k that promises most on one side of the chosen one, in turn."""
+        """Try the most promising k above the chosen one; the next time, the best below it."""
         self._tries_more = self._chosen == 0 or (
             self._chosen < self._max_k and not self._tries_more
         )
@@ -105,11 +106,11 @@ class AdaptiveSpeculation:
         self._trial = [max(others, key=lambda k: self._rate(costs, k))] * TRIAL_STEPS
         self._steps_until_trial = self._interval_steps
         self._interval_steps = min(2 * self._interval_steps, LONGEST_INTERVAL_STEPS)
-        if self._chosen == self._max_k:  # fewer drafts teach nothing but their time
+        if self._chosen == self._max_k:  # steps with fewer drafts teach nothing but their time
             self._steps_until_trial = LONGEST_INTERVAL_STEPS
 
     def _rate(self, costs: "_StepCosts", k: int) -> float:
-        """Tokens of one sequence for the cost of a step."""
+        """Expected tokens of one sequence, divided by the cost of a step."""
         num_tokens = survival = 1.0
         for j in range(k):
             survival *= self._acceptance[j]
@@ -121,22 +122,22 @@ class AdaptiveSpeculation:
 
 
 class _StepCosts:
-    """What a step costs with each k, for one batch bucket, in units of a common pace.
+    """What a step costs with each k, for one batch bucket, relative to a common pace.
 
-    Whatever slows the machine down, or a longer context, slows the steps of every k: the steady
-    steps tell the pace, and the others are compared with those just before them.
+    A busy machine or a longer context slows down the steps of every k. So the steps with the usual
+    k measure the present pace, and the steps that try another k are compared with it.
     """
 
     def __init__(self) -> None:
         self._pace_s: deque[float] = deque(maxlen=NUM_TIMES)
-        self._latest: dict[int, deque[float]] = {}  # by k, in units of the pace
+        self._latest: dict[int, deque[float]] = {}  # by k, relative to the pace
         self._warmed: set[int] = set()
 
     def is_known(self, k: int) -> bool:
         return len(self._latest.get(k, ())) >= MIN_TIMES
 
     def of(self, k: int) -> float:
-        """The cost of k or, where it is not known, what the two nearest lead to expect."""
+        """The cost of k; if it is unknown, interpolated from the two nearest known ones."""
         if self.is_known(k):
             return median(self._latest[k])
         known = sorted(other for other in self._latest if self.is_known(other))
@@ -146,7 +147,7 @@ class _StepCosts:
         return self.of(below) + (k - below) * slope
 
     def observe(self, k: int, elapsed_s: float, *, sets_pace: bool) -> None:
-        if k not in self._warmed:  # the first step allocates and chooses kernels: not counted
+        if k not in self._warmed:  # the first step allocates and picks kernels: ignore it
             self._warmed.add(k)
             return
         if not self._pace_s or (sets_pace and self.is_known(k)):
@@ -159,6 +160,6 @@ class _StepCosts:
 
 
 def _bucket(num_seqs: int) -> int:
-    """Batch sizes that count as one: two to the octave."""
+    """Group batch sizes: two groups for each doubling."""
     step = 1 << max(0, num_seqs.bit_length() - 2)
     return -(-num_seqs // step) * step

@@ -1,4 +1,4 @@
-"""What the engine counts for its statistics."""
+"""Counters for the engine's statistics."""
 
 
 class Counters:
@@ -10,7 +10,7 @@ class Counters:
         self.num_cached_tokens = 0
         self.num_generation_tokens = 0
         self.num_preemptions = 0
-        # [k] how often the draft at each position was proposed, and accepted
+        # [k] how often a draft at each position was proposed, and accepted
         self.drafted_per_position = [0] * num_speculative_tokens
         self.accepted_per_position = [0] * num_speculative_tokens
 

@@ -1,8 +1,10 @@
-"""Who holds which page: one allocator, one prefix cache, one page table for both models.
+"""Which sequence holds which pages: one allocator and one prefix cache for both models.
 
-A page holds the KV of the same token positions for the target and for the draft. Pages of a
-finished sequence stay findable by the hash of their tokens until somebody needs the room (least
-recently used first); a page found that way is shared, never copied.
+A page holds the KV of the same token positions for the target and for the draft. Full pages can be
+found by the hash of their tokens, also after their sequence has finished, until their room is
+needed (least recently used first). A page that is found is shared, never copied. That is safe
+because nobody writes to it again: only full pages of known tokens are recorded, and a sequence
+only ever writes KV behind its computed tokens.
 """
 
 import hashlib
@@ -12,15 +14,15 @@ from dataclasses import dataclass
 
 from ..request import Request
 
-DUMMY_PAGE = 0  # padding reads and writes it; no sequence ever holds it
+DUMMY_PAGE = 0  # padding rows read and write it; no sequence ever holds it
 
 
 @dataclass(frozen=True, slots=True)
 class PageStored:
-    """A page can be found by this hash from now on."""
+    """From now on a page can be found by this hash."""
 
     page_hash: bytes
-    parent_hash: bytes | None  # of the page before it; None: it is the first of its sequence
+    parent_hash: bytes | None  # of the page before it; None for the first of a sequence
     token_ids: list[int]  # [page_size]
 
 
@@ -35,13 +37,13 @@ PageEvent = PageStored | PageRemoved
 
 
 class KVCacheManager:
-    """Pages of the paged KV cache, by reference count.
+    """Pages of the paged KV cache, with reference counts.
 
-    A page is found by its tokens, those before it and, with `lookahead`, so many behind it: a
-    head's KV of a token depends on the token behind it.
+    A page's hash covers its own tokens, all tokens before them, and `lookahead` tokens after them:
+    a head's KV of a token depends on the next token too.
 
-    With `keeps_events`, `events` gathers what the prefix cache gained and lost, for its reader to
-    clear. Pages under a `cache_salt` are their owner's own: events do not tell of them.
+    With `keeps_events`, `events` collects what the prefix cache gained and lost, until its reader
+    clears it. Pages of sequences with a `cache_salt` are private and never appear there.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class KVCacheManager:
         self._draft_is_valid = [False] * num_pages
         self._page_of_hash: dict[bytes, int] = {}
         self._keeps_events = keeps_events
-        self._told_hashes: set[bytes] = set()  # stored, by the events so far, and not removed
+        self._told_hashes: set[bytes] = set()  # those that events have stored and not removed
         self.events: list[PageEvent] = []
         # Unreferenced pages, the next to be reused first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
@@ -81,9 +83,9 @@ class KVCacheManager:
         return -(-num_tokens // self.page_size)
 
     def attach_prefix(self, request: Request) -> int:
-        """Share every cached page of the request's leading tokens; returns the tokens found.
+        """Share all cached pages of the request's leading tokens; returns how many tokens.
 
-        Tokens whose logits are wanted are left to compute: the last one at least.
+        Tokens whose logits are needed, at least the last one, are left to compute.
         """
         if not self.prefix_caching:
             return 0
@@ -102,14 +104,14 @@ class KVCacheManager:
         return request.num_computed_tokens
 
     def prefix_is_coming(self, request: Request, prefilling: list[Request]) -> bool:
-        """Whether one of these is about to compute a page that the request could share."""
+        """Whether one of `prefilling` is about to compute a page that the request can share."""
         if not self.prefix_caching:
             return False
         num_pages = request.num_reusable_tokens // self.page_size
         self._hash_pages(request, num_pages)
         for other in prefilling:
             i = other.num_computed_tokens // self.page_size
-            # Hashes are chained: equal ones have all the pages before them in common.
+            # Hashes are chained: if two are equal, so are all pages before them.
             if (
                 i < min(num_pages, len(other.page_hashes))
                 and request.page_hashes[i] == other.page_hashes[i]
@@ -119,7 +121,7 @@ class KVCacheManager:
         return False
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Grow to pages for the first `num_tokens` positions; False, and no change, if too few."""
+        """Get pages for the first `num_tokens` positions; False, and no change, if too few."""
         num_new = self.pages_for(num_tokens) - len(request.pages)
         if num_new > len(self._free):
             return False
@@ -131,7 +133,7 @@ class KVCacheManager:
         return True
 
     def record_computed(self, request: Request) -> None:
-        """Make the request's full, computed pages findable by others."""
+        """Let other sequences find the request's full, computed pages."""
         if not self.prefix_caching:
             return
         num_known = request.num_tokens - self._lookahead
@@ -139,7 +141,7 @@ class KVCacheManager:
         self._hash_pages(request, num_full)
         for i in range(request.num_recorded_pages, num_full):
             page, page_hash = request.pages[i], request.page_hashes[i]
-            # A twin that computed the same tokens first keeps the entry; this page stays private.
+            # If another sequence recorded the same tokens first, this page stays private.
             if self._hash[page] is None and page_hash not in self._page_of_hash:
                 self._hash[page] = page_hash
                 self._page_of_hash[page_hash] = page
@@ -153,8 +155,8 @@ class KVCacheManager:
         request.num_recorded_draft_pages = max(request.num_recorded_draft_pages, num_full)
 
     def release(self, request: Request) -> None:
-        """Give all pages of a request back; what it computed stays findable until reused."""
-        # Last page first: the head of a prefix is the part that others share, so it goes last.
+        """Give back all pages of a request; recorded ones can still be found until reused."""
+        # Last page first, so that the beginning of a prefix, which others share, is reused last.
         for page in reversed(request.pages):
             self._ref_count[page] -= 1
             if self._ref_count[page] == 0:
@@ -164,7 +166,7 @@ class KVCacheManager:
         request.forget_computed()
 
     def check_integrity(self, live_requests: list[Request]) -> None:
-        """Account for every page; raises RuntimeError naming the first that does not add up."""
+        """Account for every page; raises RuntimeError naming the first that is wrong."""
         held = [0] * self.num_pages
         for request in live_requests:
             for page in request.pages:
@@ -206,5 +208,5 @@ class KVCacheManager:
         request.extend_page_hashes(num_pages, self._lookahead, self._hash_page)
 
     def _hash_page(self, parent: bytes, token_ids: list[int]) -> bytes:
-        # A cryptographic hash: tenants must not be able to construct two prefixes that collide.
+        # Cryptographic, so that no tenant can construct two prefixes with the same hash.
         return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()

@@ -1,9 +1,9 @@
 """Tells routers which prefixes this engine has cached, in the messages that vLLM publishes.
 
-Each message on the ZeroMQ PUB socket is three frames: the topic, a sequence number (8 bytes, big
-endian, from 0) and an `EventBatch` in msgpack, structs as arrays with their name in front. A gap
-in the numbers is a lost message. What is told are token ids of prompts: the endpoint is for the
-router alone.
+A message on the ZeroMQ PUB socket has three frames: the topic, a sequence number (8 bytes, big
+endian, from 0) and an `EventBatch` in msgpack, with structs as arrays that start with their name.
+A gap in the numbers means a lost message. The messages contain token ids of prompts, so only the
+router should be able to reach the endpoint.
 """
 
 import time
@@ -17,11 +17,11 @@ import zmq
 
 from .kv_cache import PageEvent, PageRemoved, PageStored
 
-_MEDIUM = "GPU"  # what vLLM calls the memory that the engine computes in, on a CPU too
+_MEDIUM = "GPU"  # vLLM's name for the memory that the engine computes in, also on a CPU
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """Pages whose KV is there, each behind the one before it."""
+    """Pages that are now cached, in the order of their tokens."""
 
     block_hashes: list[int]  # 64 bits each
     parent_block_hash: int | None
@@ -38,7 +38,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
-    """Nothing is cached: the engine has just come up."""
+    """Nothing is cached: the engine has just started."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):
@@ -48,11 +48,11 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 class Publisher:
-    """The PUB socket; with nobody there, or nobody fast enough, what is published is dropped.
+    """The PUB socket; messages are dropped if no subscriber is there or none is fast enough.
 
-    As with vLLM, an endpoint with a `*` (or of ipc) is bound, and any other connected to. Made
-    before the models are loaded, so that subscribers of an engine that died are back by the time
-    that `AllBlocksCleared` goes out.
+    As in vLLM, an endpoint that has a `*` or `::`, or is ipc, is bound; any other is connected to.
+    Create it before the models are loaded: subscribers of an engine that died then have time to
+    reconnect before `AllBlocksCleared` is sent.
     """
 
     def __init__(self, endpoint: str, topic: str, page_size: int) -> None:
@@ -82,7 +82,7 @@ class Publisher:
         self._send([AllBlocksCleared()])
 
     def publish(self, events: Iterable[PageEvent]) -> None:
-        """Send a batch, if there is anything to tell."""
+        """Send a batch, unless there are no events."""
         if batch := to_messages(events, self._page_size):
             self._send(batch)
 
@@ -95,7 +95,7 @@ class Publisher:
 def to_messages(
     events: Iterable[PageEvent], page_size: int
 ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-    """Pages that follow each other in one message."""
+    """Messages for these events; consecutive pages share one."""
     messages: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
     for event in events:
         last = messages[-1] if messages else None
@@ -119,5 +119,5 @@ def to_messages(
 
 
 def _short(page_hash: bytes) -> int:
-    """64 bits of it, which is what routers take."""
+    """The first 64 bits, as routers expect."""
     return int.from_bytes(page_hash[:8], "big")

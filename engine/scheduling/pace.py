@@ -1,12 +1,12 @@
-"""How long steps take, so that the next one can be planned as late as the device allows."""
+"""How long steps take, so that the next one can be launched as late as possible."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from .plan import Plan
 
-_NUM_TIMES = 8  # kept of each kind of step
-_SPARE_S = 0.0005  # sooner than need be: a device that idles costs more than a moment's wait
+_NUM_TIMES = 8  # kept for each kind of step
+_SPARE_S = 0.0005  # safety margin: an idle device costs more than a launch that came too soon
 
 
 @dataclass(slots=True)
@@ -16,10 +16,10 @@ class _Times:
 
 
 class Pace:
-    """What steps of each kind took lately: on the device, and the host to launch them.
+    """How long recent steps of each kind took on the device, and how long the host to launch them.
 
-    A step that is launched behind another could be launched at once. But who comes in the meantime
-    could not join it, and would wait for a whole step more.
+    The next step could be launched at once. But a request that arrives after the launch cannot join
+    that step any more, and would wait for a whole step. So the host launches late.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,9 @@ class Pace:
         times.launch_s.append(launch_s)
 
     def spare_s(self, plan: Plan, elapsed_s: float) -> float:
-        """How long the host may wait before it launches the step behind this plan's, which the
-        device began so long ago; 0 while little is known of such steps.
+        """How long the host may wait before it must launch the step after `plan`.
+
+        The device began `plan` `elapsed_s` ago. 0 until enough such steps were measured.
         """
         times = self._times.get(_kind(plan))
         if times is None or len(times.step_s) < _NUM_TIMES:
@@ -41,6 +42,6 @@ class Pace:
 
 
 def _kind(plan: Plan) -> tuple[int, int]:
-    """Steps that take about as long: of as many drafts, and rows within a factor of two."""
+    """Steps of one kind take about as long: equal drafts, and rows within a factor of two."""
     num_rows = sum(s.num_new_tokens + s.num_drafts for s in plan.scheduled)
     return max(s.num_drafts for s in plan.scheduled), num_rows.bit_length()

@@ -1,4 +1,4 @@
-"""One step as data: what the scheduler wants of each sequence, and what came of it."""
+"""One step as data: what to compute for each sequence, and what came out."""
 
 from dataclasses import dataclass, field
 from math import isnan
@@ -9,8 +9,8 @@ from ..api import TokenLogprobs
 from ..request import Request
 from ..state.host_copy import HostCopy
 
-# Rows of a step that may go through the LM head for prompt logprobs: a whole chunk's logits would
-# take 150,000 numbers a token.
+# Rows of one step that may go through the LM head for prompt logprobs. Logits take up to 150,000
+# numbers a row, too much for a whole chunk.
 MAX_PROMPT_LOGITS = 512
 
 
@@ -20,18 +20,19 @@ class ScheduledRequest:
 
     request: Request
     num_new_tokens: int  # known tokens that the target computes
-    num_drafts: int = 0  # that the target scores behind them: as many as wanted, then as proposed
-    is_drafted_for: bool = False  # in this step or, while its prompt goes on, in later ones
-    # Of the prompt tokens that this step scores: on their way to the host, then there.
+    num_drafts: int = 0  # the scheduler sets how many it wants; the proposer may lower it
+    is_drafted_for: bool = False  # drafted for in this step or, if its prompt goes on, later
+    # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.
     prompt_scores: HostCopy | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     slot: int | None = field(init=False)
     epoch: int = field(init=False)
-    start: int = field(init=False)  # the first new token; the last known one is at -1
-    # The highest position, and one more, that the known tokens of this step may have.
+    # First token to compute, relative to the end of the known tokens: the last one is at -1.
+    start: int = field(init=False)
+    # Absolute end of the known tokens that this step computes: at most, if one is in flight.
     end: int = field(init=False)
-    samples: bool = field(init=False)  # reaches the last known token, so that new ones are drawn
-    # Rows, the last ones of the prompt's, that tell the next prompt token's logprob.
+    samples: bool = field(init=False)  # it computes the last known token, so it draws new ones
+    # How many of its prompt rows yield the logprob of the next prompt token.
     num_prompt_logits: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class ScheduledRequest:
 
     @property
     def is_void(self) -> bool:
-        """Whether the sequence was started over, or left, since this was launched."""
+        """Whether the sequence has lost its slot or been started over since this was planned."""
         return self.epoch != self.request.epoch
 
     @property
@@ -63,14 +64,14 @@ class Plan:
     """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
-    is_timed: bool = False  # it begins when the step before it ends
+    is_timed: bool = False  # it follows directly after another step
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
 
     @property
     def sampled(self) -> list[ScheduledRequest]:
-        """The sequences that draw tokens in this step, in batch order."""
+        """The sequences that get new tokens in this step, in batch order."""
         return [s for s in self.scheduled if s.samples]
 
     @property
@@ -93,9 +94,9 @@ class Verified:
     """What a step drew, on the host; row i is the plan's i-th sampled sequence."""
 
     token_ids: list[list[int]]  # accepted drafts, then one recovered or bonus token
-    is_bad: list[bool]  # no finite logit, or a NaN
+    is_bad: list[bool]  # its logits have a NaN, or none that is finite
     logprobs: list[list[TokenLogprobs] | None]
-    draft_token_ids: list[list[int] | None]  # of sequences that tell them
+    draft_token_ids: list[list[int] | None]  # None unless the request `tells_drafts`
 
     @staticmethod
     def nothing() -> "Verified":

@@ -1,1 +1,1 @@
-"""The target's part of a step: scores of every proposal, and which proposals stand."""
+"""The target's part of a step: it scores the drafts and decides which of them stand."""

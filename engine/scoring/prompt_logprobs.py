@@ -1,4 +1,4 @@
-"""Raw logprobs of prompt tokens, read off the logits of prefill chunks."""
+"""Raw logprobs of prompt tokens, from the logits of prefill chunks."""
 
 import numpy as np
 import torch
@@ -11,18 +11,17 @@ from ..scheduling.plan import Plan, ScheduledRequest
 from ..state.host_copy import HostCopy, uploaded
 from ..state.ragged import ragged_arange
 
-ROWS_AT_ONCE = 64  # bounds what stands beside the logits themselves
+ROWS_AT_ONCE = 64  # bounds the temporary memory
 
 
 def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_size: int) -> Tensor:
-    """Send each sequence's share of prompt logprobs on its way to the host; returns the rows that
-    are for sampling. The host waits for nothing.
+    """Start copying prompt logprobs to the host, without waiting; returns the rows to sample from.
 
     Parameters
     ----------
     logits
-        Of sequence i the last num_logits[i] rows: first those of its prompt, if it asks for them,
-        then those that it samples from. Shape: [sum(num_logits), V].
+        num_logits[i] rows of sequence i: first those that score its prompt, if it asks for prompt
+        logprobs, then those that it samples from. Shape: [sum(num_logits), V].
     num_logits_np
         Shape: [B].
     """
@@ -37,7 +36,7 @@ def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_s
 
 
 def read_prompt_logprobs(plan: Plan) -> None:
-    """Fill in what `score_prompts` sent, once it is on the host."""
+    """Wait for the copies that `score_prompts` started, and store the logprobs in the plan."""
     for scheduled in plan.scheduled:
         if scheduled.prompt_scores is not None:
             scheduled.prompt_logprobs = to_entries(*scheduled.prompt_scores.arrays())
@@ -51,7 +50,10 @@ def to_entries(
     *,
     num_top: int | None = None,
 ) -> list[TokenLogprobs]:
-    """Rows of Logprobs, and of ranks. Shape: [N], [N, n], [N, n], [N]; of n the first num_top."""
+    """Rows of Logprobs, and ranks, as entries; keeps the first `num_top` alternatives of n.
+
+    Shape: [N], [N, n], [N, n], [N].
+    """
     ranks = [None] * len(own_np) if ranks_np is None else ranks_np.tolist()
     top_ids, top = top_ids_np[:, :num_top].tolist(), top_np[:, :num_top].tolist()
     return [
@@ -61,7 +63,7 @@ def to_entries(
 
 
 def _score(scheduled: ScheduledRequest, logits: Tensor) -> HostCopy:
-    """Logprobs and ranks of the prompt tokens that these rows predict; logits: [N, V]."""
+    """Logprobs and ranks of the prompt tokens that follow these rows; logits: [N, V]."""
     request = scheduled.request
     first = max(request.num_computed_tokens, request.num_scored_tokens) + 1
     token_ids_np = np.array(request.token_ids[first : first + len(logits)])
@@ -70,7 +72,7 @@ def _score(scheduled: ScheduledRequest, logits: Tensor) -> HostCopy:
 
 
 def gather(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Tensor]:
-    """Logprobs and ranks of the tokens that the rows predict. Shape: [N, V], [N]."""
+    """Logprobs and rank of one token in each row. Shape: [N, V], [N]."""
     gathered = [
         (*gather_logprobs(rows, ids, num_top, rows.shape[1]), _ranks(rows, ids))
         for rows, ids in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
@@ -79,7 +81,7 @@ def gather(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Tensor]:
 
 
 def _ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """1 + how many ids come before each one by (logit descending, id ascending); -> [N]."""
+    """Rank of each token id, from 1, in order of (logit descending, id ascending); -> [N]."""
     own = logits.gather(1, token_ids[:, None])
     lower_id = torch.arange(logits.shape[1], device=logits.device) < token_ids[:, None]
     return 1 + ((logits > own) | ((logits == own) & lower_id)).sum(-1)

@@ -1,4 +1,4 @@
-"""The target's part of a step: score every proposal in one forward pass."""
+"""The target's pass over a step: it scores every draft at once."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from .prompt_logprobs import gather, score_prompts
 
 
 class Scorer:
-    """Prefill chunks, plain decodes and verifications of a plan, as one ragged batch."""
+    """Runs the prefill chunks, plain decodes and verifications of a plan as one ragged batch."""
 
     def __init__(self, model: PagedModel, vocab_size: int) -> None:
         self._model = model
@@ -23,15 +23,17 @@ class Scorer:
     def capture(
         self, num_speculative_tokens: int, most_rows: int, report: ReportProgress
     ) -> Tensor:
-        """Capture plain decodes and verifications of every k, of `most_rows` rows a step at most;
-        returns the place of the logits.
+        """Capture plain decodes and verifications for every k, up to `most_rows` rows a step.
+
+        Returns the tensor that replays write logits to.
         """
         progress = partial(report, "capturing the target's graphs")
         return self._model.capture(num_speculative_tokens + 1, most_rows, True, progress)
 
     def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
-        """Score so many rows for nobody, all the prompt logprobs of a step among them; returns
-        `num_logits` rows of logits.
+        """Score `num_rows` dummy rows, with as many prompt logprobs as a step may have.
+
+        Returns `num_logits` rows of logits.
         """
         num_prompt = max(0, min(MAX_PROMPT_LOGITS, num_rows - num_logits))
         logits = self._model.rehearse(num_rows, num_prompt + num_logits)
@@ -39,16 +41,15 @@ class Scorer:
             rows = logits[:num_prompt, : self._vocab_size]
             token_ids = torch.zeros(num_prompt, dtype=torch.int64, device=logits.device)
             num_top = min(MAX_LOGPROBS, self._vocab_size)
-            for part in (rows[:1], rows[1:]):  # the second may begin at no multiple of 16
+            for part in (rows[:1], rows[1:]):  # the second may not start at 16 bytes
                 gather(part, token_ids[: len(part)], num_top)
         index = torch.arange(num_prompt, num_prompt + num_logits, device=logits.device)
         return logits[index.clamp_max(len(logits) - 1)]
 
     def score(self, plan: Plan) -> Tensor:
-        """Logits of the k_i + 1 last rows of each sampled sequence: [sum(k_i + 1), V].
+        """Logits of the last k_i + 1 rows of each sampled sequence: [sum(k_i + 1), V].
 
-        The plan's sequences get the logprobs of the prompt tokens that it scores, on their way to
-        the host.
+        Also starts copying to the host the prompt logprobs that this step scores.
         """
         query_lens_np = np.array([s.num_new_tokens for s in plan.scheduled])
         num_logits_np = np.array([s.num_prompt_logits for s in plan.scheduled])

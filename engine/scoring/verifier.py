@@ -1,4 +1,4 @@
-"""The verification kernels on a step's logits: which drafts stand, and the token after them."""
+"""Runs the verification kernels on a step's logits: which drafts stand, and what follows them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,16 +25,16 @@ from .prompt_logprobs import read_prompt_logprobs, to_entries
 
 
 class Drawn(NamedTuple):
-    """What a step drew, on its way to the host."""
+    """What a step drew, while it is copied to the host."""
 
-    copy: HostCopy  # [B, K + 2] tokens, then their Logprobs where any are asked for
-    # [B + 1] of each sequence its first row of Logprobs; it has k_i + 1, or none
+    copy: HostCopy  # [B, K + 2] tokens; then their Logprobs, if any request wants them
+    # [B + 1] first row of each sequence in the Logprobs; it has k_i + 1 rows, or none
     logprob_rows_np: np.ndarray
-    drafts: HostCopy | None  # [B, K], if a sequence tells them
+    drafts: HostCopy | None  # [B, K], if any request `tells_drafts`
 
 
 class Verifier:
-    """Keeps of the proposals exactly what the target would have produced."""
+    """Keeps exactly those drafts that the target would have produced itself."""
 
     def __init__(self, slots: Slots, edits: LogitEdits, vocab_size: int) -> None:
         self._slots = slots
@@ -46,7 +46,7 @@ class Verifier:
     def warm_ups(
         self, logits: Tensor, distributions: DraftDistributions | None
     ) -> Iterator[Callable[[], Tensor]]:
-        """Verifications of nobody that launch every kernel between them, edited logits' too.
+        """Dummy verifications that together launch every kernel, also those for edited logits.
 
         Shape: logits [2 * (K + 1), V].
         """
@@ -57,7 +57,7 @@ class Verifier:
                 yield partial(self._run, integers, (2, num_columns, *kind), x, *q)
 
     def rehearse(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
-        """Verify for nobody, with edits and with all the logprobs that requests may ask for.
+        """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
 
         Shape: logits [max_num_seqs * (K + 1), V].
         """
@@ -71,7 +71,9 @@ class Verifier:
         gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._vocab_size)
 
     def capture(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
-        """Capture verification of logits at this place, of drafts from these or one-hot drafts.
+        """Capture verifications that read this `logits` tensor and these draft distributions.
+
+        Without `distributions`, drafts are one-hot.
 
         Shape: logits [max_num_seqs * (K + 1), V].
         """
@@ -88,8 +90,8 @@ class Verifier:
     ) -> Drawn | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
-        The drawn tokens go into the slots, behind each sequence's known ones, and on to the host,
-        for `read`.
+        Writes the drawn tokens into the slots, after each sequence's known tokens, and starts
+        copying them to the host for `read`.
         """
         sampled = plan.sampled
         if not sampled:
@@ -104,14 +106,14 @@ class Verifier:
         tells_drafts = any(s.request.tells_drafts for s in sampled)
         drafts = self._copy_drafts(slots_np) if tells_drafts else None
         edited_np = self._edits.asked_by(slots_np)
-        # Edited rows take it even if nothing is drafted: others would be kernels of their own.
+        # Edited rows always take the variant with drafts: only that was compiled in advance.
         has_drafts = num_drafts_np.any() or (edited_np.any() and distributions is not None)
         kind = (self._slots.max_drafts if has_drafts else 0, *sampling_kind(sampled))
         tensors = (logits, *(distributions or ())) if has_drafts else (logits,)
         if edited_np.all():
             drawn = self._verify_edited(rows, kind, *tensors)
         else:
-            # Among the others, those whose logits are edited stand for nobody.
+            # The dummy slot takes the place of edited sequences, which are verified after this.
             slots_np = np.where(edited_np, self._slots.dummy, slots_np)
             size = padded_size(len(sampled), self._sizes)
             packed_np = self._pack(slots_np, num_drafts_np, size)
@@ -122,19 +124,21 @@ class Verifier:
         asking_np = np.array([s.request.params.logprobs is not None for s in sampled])
         logprob_rows_np = np.concatenate(([0], np.cumsum(rows.num_rows_np * asking_np)))
         logprobs = self._gather(plan, logits, drawn, rows, asking_np) if asking_np.any() else ()
-        copy = HostCopy(drawn, *logprobs)  # the one copy a step
+        copy = HostCopy(drawn, *logprobs)  # the only copy that every step makes
         return Drawn(copy, logprob_rows_np, drafts)
 
     def _copy_drafts(self, slots_np: np.ndarray) -> HostCopy:
-        """Of all sequences, before verification writes over those that it rejects."""
+        """Copy all drafts, before verification overwrites the rejected ones."""
         slot = uploaded(slots_np, self._slots.device)
         return HostCopy(read_slots(self._slots.state, slot, self._slots.max_drafts).draft_ids)
 
     def _verify_edited(
         self, rows: RequestRows, kind: Shape, logits: Tensor, *distributions: Tensor
     ) -> Tensor:
-        """What `_run` returns, of requests that ask for edits. Uncaptured: no graph takes their
-        float32 logits, and the host is done with it while the GPU still scores.
+        """`_run` for requests with logit edits.
+
+        Uncaptured: the edited logits are float32, and the host launches this while the GPU still
+        scores.
         """
         num_drafts_np = rows.num_rows_np - 1
         size = len(num_drafts_np)
@@ -143,7 +147,7 @@ class Verifier:
         return self._run(integers, (size, *kind), edited, *distributions)
 
     def read(self, plan: Plan, drawn: Drawn | None) -> Verified:
-        """What `verify` drew, once it is on the host; and what the step's prompts scored."""
+        """Wait for what `verify` drew and for the step's prompt logprobs."""
         read_prompt_logprobs(plan)
         if drawn is None:
             return Verified.nothing()
@@ -177,11 +181,11 @@ class Verifier:
         draft_logits: Tensor | None = None,
         draft_state: Tensor | None = None,
     ) -> Tensor:
-        """Verify, and write what was drawn into the slots.
+        """Verify, and write the drawn tokens into the slots.
 
         Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; draft_logits [num_slots, K,
-        V'], draft_state [num_slots, K, 4]; returns [B, K + 2], the tokens (padded with -1) and
-        whether the logits were bad.
+        V'], draft_state [num_slots, K, 4]; returns [B, K + 2]: K + 1 tokens, padded with -1, and a
+        flag for bad logits.
         """
         size, num_columns, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
@@ -205,7 +209,7 @@ class Verifier:
     def _cases(
         self, distributions: DraftDistributions | None
     ) -> list[tuple[int, tuple[Tensor, ...]]]:
-        """Most drafts a sequence, and what they were drawn from: with drafts, and without."""
+        """(drafts a sequence, tensors that they were drawn from): with drafts, and without."""
         columns = sorted({self._slots.max_drafts, 0}, reverse=True)
         return [(n, tuple(distributions or ()) if n else ()) for n in columns]
 
@@ -214,8 +218,10 @@ class Verifier:
         return self._pack(nobody, nobody, size)
 
     def _pack(self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int) -> np.ndarray:
-        """Arguments: [B] -> [3, size + 1 or more]: first rows of the sequences' logits and, one
-        column short, slots and numbers of drafts. Padding is plain decodes of the dummy slot.
+        """Pack the integers for `_run`, padded with plain decodes of the dummy slot.
+
+        Arguments: [B] -> [3, size + 1 or more]. Row 0 holds cumulative rows of logits (B + 1), row
+        1 slots (B), row 2 numbers of drafts (B).
         """
         packed = np.zeros((3, aligned(size + 1, itemsize=4)), dtype=np.int32)
         packed[1] = self._slots.dummy
@@ -227,10 +233,10 @@ class Verifier:
     def _gather(
         self, plan: Plan, logits: Tensor, drawn: Tensor, rows: RequestRows, asking_np: np.ndarray
     ) -> Logprobs:
-        """Raw logprobs of every row of the sequences that ask for them, rejected drafts' rows too:
-        how many stand is not known on the host, and the logits last until the next pass.
+        """Raw logprobs of every row of the sequences that ask for them.
 
-        Shape: drawn [B, K + 2], asking_np [B].
+        Rows of rejected drafts are included: the host does not know yet which they are, and the
+        next pass overwrites the logits. Shape: drawn [B, K + 2], asking_np [B].
         """
         asking = rows.take(asking_np)
         row_np = asking.each_np()[0]
