@@ -1,1 +1,1 @@
-"""What a grammar lets a sequence say next, in token ids."""
+"""Grammars: which tokens a sequence may emit next."""

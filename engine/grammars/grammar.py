@@ -1,4 +1,4 @@
-"""What a grammar lets a sequence say next, in token ids. Another process does the parsing."""
+"""Which tokens a grammar allows a sequence next. Another process does the parsing."""
 
 from typing import TYPE_CHECKING
 
@@ -10,24 +10,24 @@ if TYPE_CHECKING:  # an engine that follows no grammars runs without llguidance
 
 
 class Grammar:
-    """Where one sequence stands in its grammar: behind its known tokens, or some drafts further.
+    """Where one sequence stands in its grammar: after its known tokens, or some drafts further.
 
-    `drafts` are those of the current step, as far as the host knows them, and `masks[j]` is what
-    may follow j of them: [words] int32, token x being bit x % 32 of word x // 32. Where the text is
-    complete that includes the ids that end it. `error` says why nothing may follow any more.
+    `drafts` are those of the current step, as far as the host knows them. `masks[j]` says which
+    tokens may follow j of them: [words] int32, token x is bit x % 32 of word x // 32. If the text
+    is complete, the ids that end it are allowed too. `error` says why nothing may follow any more.
     """
 
     def __init__(
         self, process: "GrammarProcess", eos_mask: np.ndarray, end_mask: np.ndarray
     ) -> None:
-        self.num_known = 0  # output tokens that it has followed
+        self.num_known = 0  # output tokens followed so far
         self.drafts: list[int] = []
         self.masks: list[np.ndarray] = []
         self.num_words = len(eos_mask)
         self.process = process
         self._sequence = process.new_sequence(self)
         self._eos_mask, self._end_mask = eos_mask, end_mask
-        self._untold: list[int] = []  # known tokens of which the process has not heard
+        self._untold: list[int] = []  # known tokens not yet sent to the process
         self._error: str | None = None
 
     @property
@@ -35,13 +35,13 @@ class Grammar:
         return self._error or self.process.error
 
     def follow(self, token_ids: list[int]) -> None:
-        """Forget the step's drafts, and go on by the tokens that became known."""
+        """Advance by newly known tokens, and forget the drafts of the step before."""
         self.drafts, self.masks = [], []
         self.num_known += len(token_ids)
         self._untold += token_ids
 
     def fitting(self, token_ids: list[int]) -> list[int]:
-        """As many of these as may follow the known tokens; they become the step's drafts."""
+        """The leading ones of these tokens that the grammar allows; they become the drafts."""
         self.drafts = []
         if token_ids and self.error is None:
             self.process.ask([self._question(token_ids, fits=True)])
@@ -51,7 +51,7 @@ class Grammar:
         return self.drafts
 
     def next_question(self) -> tuple[int, list[int], list[int], bool]:
-        """What may follow behind `len(masks)` drafts?"""
+        """Asks what may follow `len(masks)` drafts."""
         return self._question(self.drafts[: len(self.masks)], fits=False)
 
     def _question(self, drafts: list[int], *, fits: bool) -> tuple[int, list[int], list[int], bool]:
@@ -59,7 +59,7 @@ class Grammar:
         return self._sequence, known, drafts, fits
 
     def add_mask(self, mask: np.ndarray, told: "Told | None") -> None:
-        """Keep the answer to the question, if there was one; `mask` comes as zeros."""
+        """Store the answer in `mask`, which must be zeros; without an answer it bans all."""
         if told is not None:
             self._error = told.error
         if told is None or self.error is not None:
@@ -74,7 +74,7 @@ class Grammar:
 
 
 def compute_masks(grammars: list[Grammar]) -> None:
-    """The next mask of each, behind one draft more; in parallel."""
+    """Compute the next mask of each grammar, after one draft more, in parallel."""
     if not grammars:
         return
     asking: dict[GrammarProcess, list[int]] = {}
@@ -85,7 +85,7 @@ def compute_masks(grammars: list[Grammar]) -> None:
         process.ask([grammars[i].next_question() for i in rows])
     answers: dict[int, Told] = {}
     for process, rows in asking.items():
-        answers |= zip(rows, process.told(), strict=False)  # none of a process that died
+        answers |= zip(rows, process.told(), strict=False)  # no answers if the process died
     masks = np.zeros((len(grammars), grammars[0].num_words), dtype=np.int32)
     for i, grammar in enumerate(grammars):
         grammar.add_mask(masks[i], answers.get(i))

@@ -1,4 +1,4 @@
-"""From a grammar's text to where a sequence begins in it, each grammar in a process of its own."""
+"""Compiles grammars, each in a process of its own."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 COMPILE_TIMEOUT_S = 10.0
 MAX_COMPILES_AT_ONCE = 4
-_MAX_IDLE = 8  # processes kept for sequences to come
+_MAX_IDLE = 8  # processes kept for later sequences
 _MAX_ACCEPTED = 256
 
 
 class Verdict(NamedTuple):
-    """A grammar in llguidance's dialect of Lark, or why it cannot be followed."""
+    """A grammar in llguidance's dialect of Lark, or why it cannot be used."""
 
     lark: str
     error: str | None
@@ -37,10 +37,10 @@ class _Compiling(NamedTuple):
 
 
 class GrammarCompiler:
-    """Has grammars compiled off this thread and this process, and keeps the latest.
+    """Has grammars compiled in other processes, and keeps the latest.
 
-    A grammar is a text in llguidance's dialect of Lark. What it costs the process that compiles and
-    follows it, its death included, is no matter for this one.
+    A grammar is a text in llguidance's dialect of Lark. It may exhaust or kill the process that
+    compiles and follows it; this process is not affected.
     """
 
     def __init__(
@@ -71,12 +71,11 @@ class GrammarCompiler:
         self._accepted: OrderedDict[tuple[Syntax, str], Verdict] = OrderedDict()
 
     def warm_up(self) -> None:
-        """Start what the first grammar would otherwise wait for."""
+        """Start the process that the first grammar would otherwise have to wait for."""
         self._zygote.start()
 
     def check(self, syntax: Syntax, text: str, timeout_s: float) -> "Future[Verdict]":
-        """Whether a grammar can be compiled, for somebody else to follow it. With OSError if there
-        can be no process."""
+        """Whether a grammar can be compiled. The future fails with OSError if no process starts."""
         return self._run(lambda: self._check(syntax, text, timeout_s))
 
     def _check(self, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
@@ -95,9 +94,9 @@ class GrammarCompiler:
         return verdict
 
     def start(self, grammar: str, stop_token_ids: Sequence[int] = ()) -> "Future[Grammar]":
-        """Compile for one sequence, which these ids may end where the grammar may end.
+        """Compile for one sequence. Where the grammar may end, `stop_token_ids` may end it too.
 
-        Cancelling the future ends the compilation, unless another sequence waits for it.
+        Cancelling the future stops the compilation, unless another sequence waits for it.
         """
         future: Future[Grammar] = Future()
         with self._lock:
@@ -126,7 +125,7 @@ class GrammarCompiler:
         return future
 
     def _run(self, work: Callable[[], T]) -> "Future[T]":
-        """On a thread for which nobody waits when this process leaves."""
+        """Run on a daemon thread, so that this process need not wait for it to exit."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -155,7 +154,7 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
 
     def _leave(self, grammar: str, compiling: _Compiling, future: "Future[Grammar]") -> None:
-        """A sequence waits no more; if it was the last and gave up, the compilation ends."""
+        """A sequence stops waiting. If it gave up and was the last, stop the compilation."""
         with self._lock:
             compiling.waiting.discard(future)
             if not future.cancelled() or compiling.waiting:

@@ -1,13 +1,14 @@
-"""A process that holds one grammar: it compiles it, and says what may follow in its sequences.
+"""A process that holds one grammar: it compiles it, and answers what may follow in its sequences.
 
-llguidance is native code that reads what a client sent: a grammar can exhaust its stack, its memory
-and anybody's patience, when it is compiled and at any token later. So each is read in a process of
-its own, which may die and takes along only the sequences of that grammar. The kernel ends it: by
-limits on memory and processor time, by a timer, and when the other end has gone.
+llguidance is native code that reads what a client sent. A grammar can exhaust stack, memory or
+time, when it is compiled and at any token later. So each grammar has a process of its own; if that
+dies, only the sequences of this grammar fail. The operating system ends it: by limits on memory and
+processor time, by a timer, or when the engine's end of the connection is closed.
 
-Started by `Zygote` as `python -P -m outrider.engine.grammars.grammar_process CONTROL_FD`, with the
-token table on stdin. It reads no grammar itself, but keeps a fork of it waiting: what comes over
-CONTROL_FD is a connection for that fork, and the read end of a pipe that breaks when it shall die.
+`Zygote` starts `python -P -m outrider.engine.grammars.grammar_process CONTROL_FD`, with the token
+table on stdin. That process reads no grammar itself: it always keeps one fork waiting. CONTROL_FD
+sends the fork two descriptors: its connection to the engine, and the read end of a pipe. The fork
+dies when the write end of that pipe is closed.
 """
 
 import ctypes
@@ -37,14 +38,14 @@ Syntax = Literal["lark", "gbnf", "regex"]
 
 _STACK_BYTES = 64 << 20
 _MEMORY_BYTES = 128 << 20  # beyond the stack and what the fork began with
-# Processor time. A mask takes milliseconds, the first of a kind more: what it takes beyond its own
-# comes from a reserve, which masks that take less fill again.
+# Processor time. A mask takes milliseconds, but the first of its kind longer: the excess comes from
+# a reserve, which faster masks refill.
 _MASK_S = 0.02
 _RESERVE_S = 0.5
 _MAX_THREADS = 8
-# Bounds on memory and on the time of one mask; what exceeds them fails by itself.
+# Bounds the memory and time of one mask; llguidance reports an error beyond it.
 _STEP_MAX_ITEMS = 10_000
-# A token is allowed if the text may go on with its bytes, however that text would be tokenized.
+# Allows every token whose bytes may follow, even if the tokenizer would split the text elsewhere.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _LENGTH = struct.Struct("!Q")
 
@@ -57,7 +58,7 @@ class Table(msgspec.Struct, array_like=True):
 
 
 class Begin(msgspec.Struct, array_like=True):
-    """Compile this within so many seconds."""
+    """Compile this within `timeout_s` seconds."""
 
     syntax: Syntax
     text: str
@@ -65,15 +66,15 @@ class Begin(msgspec.Struct, array_like=True):
 
 
 class Begun(msgspec.Struct, array_like=True):
-    """The grammar as Lark, or why it cannot be followed."""
+    """The grammar as Lark, or why it cannot be used."""
 
     lark: str
     error: str | None
 
 
 class Ask(msgspec.Struct, array_like=True):
-    """Go on by the tokens that became known; then, behind these drafts, what may follow? Or, if
-    `fits`, how many of these drafts do?"""
+    """Advance by the newly known tokens. Then: which tokens may follow these drafts? Or, if `fits`,
+    how many of these drafts are allowed?"""
 
     sequence: int
     known: list[int]
@@ -87,8 +88,8 @@ class Questions(msgspec.Struct, array_like=True):
 
 
 class Told(msgspec.Struct, array_like=True):
-    """An answer. The mask has no bit set if the grammar fails behind the drafts; `error` says that
-    it failed behind the known tokens already; `is_over` that the text had ended before."""
+    """An answer. If the grammar fails after the drafts, the mask has no bit set. `error` is set if
+    it failed after the known tokens already, `is_over` if the text had ended before."""
 
     mask: bytes
     num_fitting: int
@@ -102,7 +103,7 @@ def send(connection: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive(connection: socket.socket) -> bytes:
-    """The next message's bytes; raises EOFError once the other end has gone."""
+    """The next message's bytes; raises EOFError if the other end was closed."""
     (num_bytes,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     return _read(connection, num_bytes)
 
@@ -144,9 +145,9 @@ class _Sequence:
         self._forget_drafts()
 
     def behind(self, drafts: list[int]) -> tuple[LLMatcher, bool]:
-        """A matcher that stands there, and whether the text had ended before. Drafts are followed
-        by a copy: what fails behind a draft, which may be rejected, does not fail the sequence.
-        A step asks of the known tokens first."""
+        """A matcher that has followed these drafts, and whether the text had ended before. It is a
+        copy: the drafts may be rejected, so a failure after them must not fail the sequence. A step
+        must first ask with no drafts."""
         if not drafts:
             self._forget_drafts()
         if self.is_over or not drafts:
@@ -196,8 +197,8 @@ class _Follower:
         return told
 
     def _renew(self) -> bool:
-        """Compile anew if the automaton is full, which all sequences share and add to: also by
-        drafts that were rejected, and on behalf of sequences that ended."""
+        """Compile again if the automaton is full. All sequences share it and add to it, also those
+        that have ended, and also by drafts that were rejected."""
         probe = self._start.deep_copy()
         self._masks([probe])
         if not probe.is_error():
@@ -208,7 +209,7 @@ class _Follower:
         return True
 
     def _tell(self, asks: list[Ask]) -> tuple[list[Told], bool]:
-        """The answers, and whether the grammar fails anywhere that they tell of."""
+        """The answers, and whether the grammar failed in any of them."""
         told = [self._fits(ask) if ask.fits else Told(b"", 0, False, None) for ask in asks]
         asked: list[tuple[Told, LLMatcher]] = []
         for ask, each in zip(asks, told, strict=True):
@@ -266,7 +267,7 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
     signal.setitimer(signal.ITIMER_REAL, begin.timeout_s)
     try:
         lark = _to_lark(begin.syntax, begin.text)
-    except Exception as error:  # none, or nested too deeply to be read
+    except Exception as error:  # not a grammar, or nested too deeply
         send(connection, Begun("", str(error) or type(error).__name__))
         return
     follower = _Follower(tokenizer, limits, lark)
@@ -287,9 +288,9 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
 def _live(
     connection: socket.socket, lifeline_fd: int, tokenizer: LLTokenizer, limits: LLParserLimits
 ) -> None:
-    """One grammar's life, on a stack of a size that we know. Each signal's default ends it."""
+    """Serve one grammar, on a stack of known size. Default signal handlers end the process."""
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO once the other end has gone
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO once the other end is closed
     if sys.platform == "linux":
         with open("/proc/self/statm") as statm:
             num_pages = int(statm.read().split()[5])  # private and writable
@@ -301,7 +302,7 @@ def _live(
         try:
             _serve(connection, tokenizer, limits)
         except (EOFError, OSError):
-            pass  # nobody asks any more
+            pass  # the engine closed the connection
         finally:
             os._exit(0)
 
@@ -312,7 +313,7 @@ def _live(
 
 
 def _fork_for(control: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits) -> bool:
-    """Keep one fork waiting until it is taken; False once nobody can take it any more."""
+    """Keep one fork waiting until it is used; False once the engine has gone."""
     taken_fd, tell_fd = os.pipe()
     if os.fork() == 0:
         os.close(taken_fd)
@@ -343,7 +344,7 @@ class _Tokens:
         self.eos_token_id = table.eos_token_ids[0]
 
     def __call__(self, text: bytes) -> list[int]:
-        raise NotImplementedError("nothing is tokenized where nothing is forced")
+        raise NotImplementedError("only forced tokens would need this, and they are off")
 
 
 def main() -> None:
@@ -355,7 +356,7 @@ def main() -> None:
         step_max_items=_STEP_MAX_ITEMS,
         verbose_errors=False,
     )
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork stays behind as a zombie
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave no zombies
     gc.freeze()
     while _fork_for(control, tokenizer, limits):
         pass

@@ -1,4 +1,4 @@
-"""Our end of the processes that grammars live in."""
+"""The engine's end of the processes that hold grammars."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ import msgspec
 
 from .grammar_process import Ask, Begin, Begun, Questions, Syntax, Table, Told, receive, send
 
-_GRACE_S = 10.0  # to come up; the process ends itself in time, this is for one that cannot even
+_GRACE_S = 10.0  # to start up; normally the process ends itself in time
 _ANSWER_S = 10.0
 _LEAVE_S = 2.0
 
@@ -29,9 +29,9 @@ _TOO_MUCH = (
 
 
 class GrammarProcess:
-    """Our end of one grammar's process; the process ends when this does.
+    """One grammar's process, which ends when this object is deleted.
 
-    `error` says why the grammar cannot be followed (any more).
+    `error` says why the grammar cannot be used, or no longer.
     """
 
     def __init__(self, zygote: "Zygote") -> None:
@@ -48,7 +48,7 @@ class GrammarProcess:
         self._decoder = msgspec.msgpack.Decoder(list[Told])
 
     def begin(self, syntax: Syntax, text: str, timeout_s: float) -> "GrammarProcess":
-        """Compile; raises OSError if there can be no process."""
+        """Compile; raises OSError if no process can be started."""
         connection, lifeline_fd = self._zygote.fork()
         with self._lock:
             self._connection, self._lifeline_fd = connection, lifeline_fd
@@ -74,23 +74,23 @@ class GrammarProcess:
         return self
 
     def is_alive(self) -> bool:
-        """Whether more sequences may follow the grammar. Cheap; for a process that owes nothing."""
+        """Whether more sequences may use the grammar. Cheap; call it while no answer is due."""
         if self.error is None and self._connection is not None:
             poll = select.poll()
             poll.register(self._connection, select.POLLIN)
-            if not poll.poll(0):  # all that there can be to read is the end
+            if not poll.poll(0):  # with no answer due, all there can be to read is the end
                 return True
             self._fail()
         return False
 
     def new_sequence(self, follower: object) -> int:
-        """A number for a sequence, which is dropped once its follower is gone."""
+        """A number for a sequence; the process drops it once `follower` is deleted."""
         sequence = next(self._sequences)
         weakref.finalize(follower, self._dropped.append, sequence).atexit = False
         return sequence
 
     def ask(self, asks: list[tuple[int, list[int], list[int], bool]]) -> None:
-        """Put questions (grammar_process.Ask); `told` answers them."""
+        """Send questions (grammar_process.Ask); `told` returns the answers."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if self.error is None and self._connection is not None:
             try:
@@ -99,7 +99,7 @@ class GrammarProcess:
                 self._fail()
 
     def told(self) -> list[Told]:
-        """The answers, one for each question; none if the process is gone."""
+        """One answer for each question; none at all if the process died."""
         if self.error is None and self._connection is not None:
             try:
                 return self._decoder.decode(receive(self._connection))
@@ -108,7 +108,7 @@ class GrammarProcess:
         return []
 
     def close(self) -> None:
-        """End the process, whatever it is doing. Harmless from another thread, or twice."""
+        """End the process, whatever it is doing. May be called from any thread, and twice."""
         with self._lock:
             self._is_closed = True
             if self._lifeline_fd is not None:
@@ -116,7 +116,7 @@ class GrammarProcess:
                 self._lifeline_fd = None
             if self._connection is not None:
                 with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)  # whoever reads from it goes on
+                    self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
 
     def _fail(self) -> None:
         self.error = _TOO_MUCH
@@ -129,7 +129,7 @@ class GrammarProcess:
 
 
 class Zygote:
-    """The process that the grammars' processes are forked from: warm, small and without threads."""
+    """The process that grammar processes are forked from: warm, small and without threads."""
 
     def __init__(self, table: Table) -> None:
         self._table = msgspec.msgpack.encode(table)
@@ -138,7 +138,7 @@ class Zygote:
         self._end: weakref.finalize[..., Any] | None = None
 
     def fork(self) -> tuple[socket.socket, int]:
-        """A connection to a new fork, and the write end of a pipe that ends it by its closing."""
+        """A connection to a new fork, and the write end of a pipe whose closing ends the fork."""
         connection, theirs = socket.socketpair()
         broken_fd, lifeline_fd = os.pipe()
         try:
@@ -146,7 +146,7 @@ class Zygote:
             with self._lock:
                 try:
                     self._hand_over(theirs.fileno(), broken_fd)
-                except OSError:  # it has died, though it reads no grammars: killed from outside
+                except OSError:  # it reads no grammars, so it was killed from outside
                     self._start()
                     self._hand_over(theirs.fileno(), broken_fd)
         except BaseException:
@@ -159,7 +159,7 @@ class Zygote:
         return connection, lifeline_fd
 
     def start(self) -> None:
-        """Have it come up, unless it has been started."""
+        """Start the process, unless that was done before."""
         with self._lock:
             if self._end is None:
                 self._start()
@@ -183,7 +183,7 @@ class Zygote:
                     str(theirs.fileno()),
                 ],
                 stdin=table,
-                # What panics there would write parts of the grammar into our log.
+                # A panic there would write parts of the grammar into our log.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
