@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: plain data, in token ids and numbers only."""
+"""What the engine takes and returns: plain data, made of token ids and numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,28 +8,28 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.verify.sampling.Rule, by name
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
-# At a smaller one the second best token is out of reach, unless it ties with the best, and float32
-# would soon make infinities of logits: it is greedy, as in vLLM.
+# A lower temperature is greedy, as in vLLM: only a tie could still change the token, and dividing
+# the logits by it could overflow float32.
 MIN_TEMPERATURE = 1e-5
-# Beyond it, and below its inverse, a penalised logit could leave the range of float32.
-MAX_LOGPROBS = 128  # alternatives beside a token
+MAX_LOGPROBS = 128  # alternatives reported for one token
+# A larger penalty, or one below the inverse, could push a logit out of float32's range.
 MAX_REPETITION_PENALTY = 1e6
 
-# (stage, done, total): `total` 0 while it is not known; done == total > 0 ends the stage.
+# (stage, done, total): `total` is 0 while unknown; done == total > 0 ends the stage.
 ReportProgress = Callable[[str, int, int], None]
 
 
 class QueueFullError(RuntimeError):
-    """The engine's queue has no room for these sequences."""
+    """The queue has no room for these sequences at the moment."""
 
 
 class InvalidRequestError(ValueError):
-    """The engine refuses these sequences: they can never run as asked."""
+    """These sequences can never run as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorChoice:
-    """A registered logits processor, and the arguments that it is made with."""
+    """The name of a registered logits processor, and the arguments to build it with."""
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)
@@ -37,21 +37,23 @@ class ProcessorChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one sequence; an `n > 1` request submits n of them with n seeds.
+    """Sampling parameters of one sequence. A request with `n > 1` submits n sequences, n seeds.
 
-    `temperature` 0 is greedy, and so is any below MIN_TEMPERATURE; `top_k` 0, `top_p` 1 and `min_p`
-    0 are off. What the fields from `presence_penalty` to `logits_processors` do to the logits, and
-    in which order, is told in `engine.logit_edits`; an empty `allowed_token_ids` allows all, and
-    `bad_words` are sequences of token ids. `seed` is a 64-bit key (0 <= seed < 2**64): every draw
-    of the sequence is a function of it and of token positions. `logprobs` is the number of
-    alternatives reported beside each emitted token (None: no logprobs), taken from the target's raw
-    logits; `prompt_logprobs` is the same for the prompt's tokens. `max_tokens` 0 computes the
-    prompt and emits nothing.
-    `num_speculative_tokens` is this request's own k, up to the engine's (None: what pays, if the
-    engine's k is adaptive); `verification` is the rule that accepts drafts (None: the engine's).
-    Only under "match" do the tokens follow from the seed whatever was drafted: how much is drafted
-    depends on who else runs.
-    `grammar` is what the output must be, in llguidance's dialect of Lark.
+    A `temperature` of 0, or below MIN_TEMPERATURE, is greedy. `top_k` 0, `top_p` 1 and `min_p` 0
+    turn these filters off. `engine.logit_edits` documents what the fields from `presence_penalty`
+    to `logits_processors` do to the logits, and in which order. An empty `allowed_token_ids` allows
+    every token; each of `bad_words` is a sequence of token ids.
+
+    `seed` is a 64-bit key (0 <= seed < 2**64): every random draw of the sequence is a function of
+    the seed and of token positions. `logprobs` is how many alternatives to report with each new
+    token (None: report no logprobs), from the target's raw logits; `prompt_logprobs` is the same
+    for the tokens of the prompt. `max_tokens` 0 computes the prompt and emits nothing.
+
+    `num_speculative_tokens` is this request's own k, capped at the engine's; None lets the engine
+    choose. `verification` is the rule that accepts drafts; None takes the engine's. Only under
+    "match" do the tokens depend on the seed alone: under the other rules they also depend on what
+    was drafted, which depends on the other requests in the batch.
+    `grammar` constrains the output; it is written in llguidance's dialect of Lark.
     """
 
     max_tokens: int
@@ -78,11 +80,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < MIN_TEMPERATURE:
-            object.__setattr__(self, "temperature", 0.0)  # a frozen field's one way
+            object.__setattr__(self, "temperature", 0.0)  # the class is frozen
 
     @property
     def is_filtered(self) -> bool:
-        """Whether any token is cut from the distribution."""
+        """Whether top-k, top-p or min-p may remove tokens from the distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
@@ -90,9 +92,9 @@ class SamplingParams:
 class NewRequest:
     """One sequence to decode.
 
-    Of two that wait, the one of the lower `priority` is seated first, then the older; pages are
-    taken back the other way round. Only sequences of the same `cache_salt` share cached pages.
-    With `tells_drafts`, its outputs say what was drafted for it, the rejected drafts too.
+    Waiting sequences start in order of `priority`, the lowest number first, then of arrival;
+    preemption goes the other way round. Only sequences with the same `cache_salt` share cached
+    pages. With `tells_drafts`, the outputs list every draft, also the rejected ones.
     """
 
     request_id: str
@@ -105,30 +107,30 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw logprobs of one token: its own, and the best alternatives, best first.
+    """Raw logprobs at one position: that of the token itself, and the best ones in order.
 
-    Where the token itself is among `top`, its entry is the same float as `logprob`.
+    If the token itself is in `top`, its entry there is exactly `logprob`.
     """
 
     logprob: float
     top: list[tuple[int, float]]
-    rank: int | None = None  # of prompt tokens: 1 is the most likely
+    rank: int | None = None  # 1 is the most likely token; for prompt tokens only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """New tokens of one sequence; `finish_reason` is set on its last output.
+    """New tokens of one sequence; `finish_reason` is set on the last output.
 
-    `prompt_logprobs` are those of the prompt's tokens that this step scored, from the second token
-    on and in order; all of them come before or with the first new token.
+    `prompt_logprobs` covers the prompt tokens scored in this step, in order and starting with the
+    prompt's second token. All of them arrive before the first new token, or together with it.
 
-    A token that stopped the sequence (eos or a stop id) is the last of `token_ids`, and
-    `stop_token_id` names it. `error` says why a sequence finished with reason "error", and
-    `is_dead_end` that its own edits of the logits left it no token to go on with.
+    If a token stopped the sequence (eos or a stop id), it is the last of `token_ids` and
+    `stop_token_id` repeats it. `error` explains a `finish_reason` of "error"; `is_dead_end` says
+    that the request's own edits of the logits had banned every token.
 
-    `draft_token_ids` are the drafts of the step that drew `token_ids`, if the sequence
-    `tells_drafts`. The first of `token_ids` are those that were accepted; the one behind them is
-    recovered, or a bonus if all were accepted.
+    `draft_token_ids` are the drafts of the step that produced `token_ids`, if the request set
+    `tells_drafts`. `token_ids` begins with the accepted ones; the token after them is recovered,
+    or a bonus token if all were accepted.
     """
 
     request_id: str
@@ -140,15 +142,15 @@ class RequestOutput:
     error: str | None = None
     is_dead_end: bool = False
     queue_s: float = 0.0  # from submission to the first step
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_draft_tokens: int = 0  # drafted for this sequence so far
-    num_accepted_tokens: int = 0  # of those, accepted
+    num_accepted_tokens: int = 0  # how many of those were accepted
     draft_token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What came up, for the start-up summary and `/v1/models`."""
+    """What was loaded, for the start-up summary and `/v1/models`."""
 
     device: str
     target_dtype: str
@@ -162,22 +164,22 @@ class EngineInfo:
     num_speculative_tokens: int
     proposer: str | None
     load_s: float
-    warm_up_s: float  # of these, for running the largest step and capturing CUDA graphs
+    warm_up_s: float  # part of load_s: running the largest step and capturing CUDA graphs
     pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Gauges now, and counters since the engine started."""
+    """Current gauges, and counters since the engine started."""
 
     num_running: int = 0
     num_waiting: int = 0
-    pages_used: int = 0  # held by live sequences; pages that only cache a prefix are not counted
+    pages_used: int = 0  # held by live sequences, not those that only cache a prefix
     pages_total: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)  # [k] draft i was proposed
-    accepted_per_position: list[int] = field(default_factory=list)  # [k] draft i was accepted
+    drafted_per_position: list[int] = field(default_factory=list)  # [k] times draft i was proposed
+    accepted_per_position: list[int] = field(default_factory=list)  # [k] times it was accepted

@@ -1,4 +1,11 @@
-"""The engine: schedule, propose, score, verify, commit."""
+"""The engine: schedule, propose, score, verify, commit.
+
+The host lags one step behind a GPU: it launches step n + 1 before it has read step n. Three things
+make this safe. Positions are never sent to the device: every kernel counts from the device's own
+`num_tokens`, which verification advances. Pages are there before the launch, for the most tokens
+that the unread step may add. And a sequence that turns out to have ended, or to have lost its
+slot, is void in the steps launched meanwhile: `commit` passes over it.
+"""
 
 import os
 import time
@@ -31,7 +38,7 @@ from .worker import Step, Worker
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
 
-_IDLE_S = 0.005  # to wait for a grammar if nothing else can run
+_IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
 
 
 class Engine:
@@ -39,7 +46,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
         start_s = time.perf_counter()
-        self._processors = ProcessorRegistry(config.logits_processors)  # before minutes of loading
+        # First, so that a bad spec fails before minutes of loading.
+        self._processors = ProcessorRegistry(config.logits_processors)
         report = progress or (lambda stage, done, total: None)
         self._config = config
         self.worker = worker = Worker(config, report)
@@ -48,9 +56,9 @@ class Engine:
         self._eos_token_ids = config.eos_token_ids
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._requests: dict[str, Request] = {}
-        self._in_flight: Step | None = None  # launched, not read
+        self._in_flight: Step | None = None  # launched, not read yet
         self._pace = Pace()
-        self._read_s = 0.0  # when the last step was read: the device went on then
+        self._read_s = 0.0  # when the last step was read; the device began the next one then
         self.info = EngineInfo(
             device=config.device,
             target_dtype=dtype_name(pair.target),
@@ -81,7 +89,7 @@ class Engine:
 
     @property
     def lag(self) -> int:
-        """Steps that are launched before the host has read the one before: 0 or 1."""
+        """How many steps the host may launch ahead of the last one that it has read: 0 or 1."""
         return self.scheduler.lag
 
     @lag.setter
@@ -89,7 +97,7 @@ class Engine:
         self.scheduler.lag = lag
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
-        """Allocate the pages, in place of those there are, and begin to schedule over them."""
+        """Allocate the KV cache, replacing the present one, with a new scheduler over it."""
         config, k = self._config, self.worker.max_drafts
         self._in_flight = None
         self.worker.allocate(num_pages)
@@ -118,10 +126,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Launch a step of the batch, and read the one before it; on a CPU, this one.
+        """Launch one step, and read the step before it; with `lag` 0, this same one.
 
-        The device counts from what it knows, so a step need not wait until the host has read the
-        one before. What turns out to be void then, because a sequence ended, is thrown away.
+        Drafting and scoring are launched first; then the host reads the step before. Verification
+        comes last, because grammars and custom processors must know the tokens of that step.
         """
         outputs = self.scheduler.take_uncompiled()
         if self.scheduler.must_know():
@@ -158,7 +166,7 @@ class Engine:
         return self.scheduler.commit(step.plan, verified)
 
     def spare_s(self) -> float:
-        """How long the next step may wait for newcomers before the device would idle."""
+        """How long the next launch may wait for new requests before the device runs dry."""
         if self._in_flight is None:
             return 0.0
         return self._pace.spare_s(self._in_flight.plan, time.perf_counter() - self._read_s)
@@ -168,7 +176,7 @@ class Engine:
             if output.finish_reason is not None:
                 del self._requests[output.request_id]
         if not self._requests:
-            self._in_flight = None  # what it draws is nobody's
+            self._in_flight = None  # all its sequences have ended
         return outputs
 
     def submit(self, requests: list[NewRequest]) -> None:
@@ -191,7 +199,7 @@ class Engine:
                     request.compiling = self._grammars.start(
                         request.params.grammar, request.params.stop_token_ids
                     )
-            self.scheduler.add(queued)  # the last that may fail: nothing is left behind
+            self.scheduler.add(queued)  # last, so that a refusal leaves nothing behind
         except BaseException:
             for request in queued:
                 self.scheduler.finish(request)
@@ -201,13 +209,13 @@ class Engine:
         self._requests.update((request.request_id, request) for request in queued)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop sequences and free their pages now. Unknown ids are ignored; no output follows."""
+        """Drop sequences and free their pages now, with no further output. Ignores unknown ids."""
         for request_id in request_ids:
             if request := self._requests.pop(request_id, None):
                 self.scheduler.finish(request)
 
     def warm_up_grammars(self) -> None:
-        """Spare the first grammar the start of the process that grammars are forked from."""
+        """Start the process that grammars are forked from, so that the first need not wait."""
         if self._grammars is not None:
             self._grammars.warm_up()
 
@@ -231,22 +239,22 @@ class Engine:
         )
 
     def take_page_events(self) -> list[PageEvent]:
-        """What the prefix cache gained and lost since the last call, if the configuration asks."""
+        """Pages that the prefix cache gained and lost since the last call, if configured."""
         events, self._kv_cache.events = self._kv_cache.events, []
         return events
 
     def check_integrity(self) -> None:
-        """Account for every page and seat; raises RuntimeError on a leak. Cheap; run when idle."""
+        """Account for every page and slot; raises RuntimeError on a leak. Cheap; run when idle."""
         self._kv_cache.check_integrity(self.scheduler.running)
         self.worker.slots.check_integrity(self.scheduler.running)
 
 
 def _follow(plan: Plan) -> None:
-    """Bring the grammars to where the known tokens end."""
+    """Advance the grammars over the tokens that the host has learned since."""
     for scheduled in plan.sampled:
         if not scheduled.is_void:
             scheduled.request.follow_grammar()
-            scheduled.request.edit_error = None  # one behind a rejected draft is of no account
+            scheduled.request.edit_error = None  # it may concern a draft that was rejected
 
 
 def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":

@@ -1,4 +1,4 @@
-"""Where `Engine` was before: kept for programs that import it from here."""
+"""The old home of `Engine`, kept for programs that import it from here."""
 
 from .engine import Engine
 

@@ -1,4 +1,4 @@
-"""How many pages fit beside everything else that the engine keeps in memory."""
+"""How many KV cache pages fit in memory beside everything else that the engine holds."""
 
 import psutil
 import torch
@@ -11,20 +11,21 @@ GIB = 2**30
 
 
 class OutOfDeviceMemoryError(ValueError):
-    """What was configured does not fit into the GPU; says by how much, and what to change."""
+    """The configuration does not fit on the GPU; the message says what to change."""
 
 
 def left_bytes(
     device: torch.device, utilization: float, *, step_bytes: int, freed_bytes: int
 ) -> int:
-    """What may be allocated on a GPU so that a step of so much fits beside it, once `freed_bytes`
-    are freed: of this process's share, and of what others there leave. Raises
-    OutOfDeviceMemoryError.
+    """Bytes that may still be allocated on a GPU, with `step_bytes` kept back for a step.
+
+    Bounded by this process's share of the GPU and by what other processes leave free.
+    `freed_bytes` are allocated now but will be freed first. Raises OutOfDeviceMemoryError.
     """
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     free_bytes += freed_bytes
-    # Not what is missing of the whole: another process may be loading at this moment.
+    # Not total - free: another process may be loading its model at this moment.
     kept_bytes = torch.cuda.memory_reserved(device) - freed_bytes
     allowed_bytes = int(utilization * total_bytes)
     bytes_left = min(allowed_bytes - kept_bytes, free_bytes) - step_bytes
@@ -40,10 +41,12 @@ def left_bytes(
 
 
 def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) -> int:
-    """Pages for what is left of the memory: on a GPU beside the largest step and all graphs, both
-    of which are made for that once, over the dummy page alone.
+    """How many pages to allocate: as many as the memory has room for.
+
+    On a GPU the largest step is run and all graphs are captured first, over the dummy page alone,
+    to learn what they take.
     """
-    # More than every seat at full length would only cache prefixes; one page is a dummy.
+    # Every slot at full length, and the dummy page; any more would only cache prefixes.
     pair = worker.pair
     most = config.scheduler.max_num_seqs * pair.num_pages_of(pair.max_model_len) + 1
     if worker.device.type == "cpu":
@@ -65,7 +68,7 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
 
 
 def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
-    """What the largest step that can be scheduled takes while it runs, by running it."""
+    """Temporary memory of the largest step that can be scheduled, measured by running it."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(worker.device)
     try:

@@ -1,4 +1,4 @@
-"""The host's view of one sequence, from submission to its last token."""
+"""What the host knows of one sequence, from submission to its last token."""
 
 import hashlib
 import time
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """One sequence: its tokens, what has been computed of them, and the pages that hold it.
+    """One sequence: its tokens, how many of them have KV, and the pages that hold it.
 
-    `num_computed_tokens` of the leading tokens have target KV; `num_draft_computed_tokens` have
-    draft KV. The two move apart (a request may decode plainly for a while) and the proposer lets
-    the draft catch up.
+    The first `num_computed_tokens` tokens have KV of the target, the first
+    `num_draft_computed_tokens` KV of the draft. The draft falls behind while a sequence decodes
+    plainly; the proposer computes what it missed before it drafts again.
     """
 
     def __init__(
@@ -33,41 +33,41 @@ class Request:
         self.request_id = new.request_id
         self.params: SamplingParams = new.params
         self.stop_token_ids = frozenset(new.params.stop_token_ids)
-        # What min_tokens holds back; eos is among it even where it does not end the sequence.
+        # The tokens that min_tokens bans: eos too, even if ignore_eos is set.
         self.end_token_ids = self.stop_token_ids | frozenset(eos_token_ids)
         if not new.params.ignore_eos:
             self.stop_token_ids = self.end_token_ids
         self.token_ids: list[int] = list(new.prompt_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
-        self.turn = (new.priority, 0)  # who comes first; the scheduler adds the order of arrival
+        self.turn = (new.priority, 0)  # sort key; the scheduler sets the order of arrival
         self.logits_processors: list[tuple[str, LogitsProcessor]] = []
         self.edit_error: str | None = None  # why its logits could not be edited
-        self.slot: int | None = None  # seat in the device state, while running
+        self.slot: int | None = None  # its row of the device state, while it runs
 
         self.pages: list[int] = []
         self.num_computed_tokens = 0
-        # Leading tokens whose logits have told, or need not tell, what followed them in the prompt.
+        # Leading tokens that need no (more) logits for prompt_logprobs.
         scores_prompt = new.params.prompt_logprobs is not None
         self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
         self.num_draft_computed_tokens = 0
-        # Drafts of the step that was launched for it and that the host has not read yet.
+        # Drafts of the step in flight that samples for it; None if there is no such step.
         self.num_drafts_in_flight: int | None = None
-        self.epoch = 0  # counts up when what was launched for it no longer holds
-        self.page_hashes: list[bytes] = []  # of the leading full pages; survive preemption
+        self.epoch = 0  # incremented to make void what is in flight
+        self.page_hashes: list[bytes] = []  # of the leading full pages; kept through preemption
         self._first_parent_hash = _salt_hash(new.cache_salt)
         self.is_salted = bool(new.cache_salt)
         self.tells_drafts = new.tells_drafts
-        self.num_recorded_pages = 0  # leading pages already offered to the prefix cache
+        self.num_recorded_pages = 0  # leading pages that the prefix cache was told of
         self.num_recorded_draft_pages = 0
         self._page_size = page_size
 
-        self.compiling: Future[Grammar] | None = None  # its grammar, on another thread
-        self.grammar: Grammar | None = None  # set when first seated
+        self.compiling: Future[Grammar] | None = None  # its grammar, until the first step
+        self.grammar: Grammar | None = None  # from then on
 
         self.speculates = True
         self.arrival_s = time.perf_counter()
         self.queue_s = 0.0
-        self.num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
+        self.num_cached_tokens: int | None = None  # prefix cache hits when it was first admitted
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -83,27 +83,27 @@ class Request:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step draws tokens for it that the host has not read yet."""
+        """Whether a step that the host has not read yet samples for it."""
         return self.num_drafts_in_flight is not None
 
     @property
     def decodes(self) -> bool:
-        """Whether all its known tokens are computed but the last."""
+        """Whether all its known tokens but the last have KV."""
         return self.is_in_flight or self.num_uncomputed_tokens == 1
 
     @property
     def least_tokens(self) -> int:
-        """What the device knows of it, or will: these at least."""
+        """The fewest tokens that the device may know once the step in flight is done."""
         return self.num_tokens + self.is_in_flight
 
     @property
     def most_tokens(self) -> int:
-        """What the device knows of it, or will: these at most."""
+        """The most tokens that the device may know once the step in flight is done."""
         return self.least_tokens + (self.num_drafts_in_flight or 0)
 
     @property
     def can_reach_a_dead_end(self) -> bool:
-        """Whether what it asks for may leave it no token to go on with."""
+        """Whether its own edits of the logits may ban every token."""
         if self.edit_error is not None:
             return self.grammar is not None and self.grammar.error is not None
         params = self.params
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def compile_error(self) -> str | None:
-        """What went wrong about compiling its grammar, beside the grammar."""
+        """Why compiling failed, other than by a fault of the grammar itself."""
         if self.compiling is None or not self.compiling.done():
             return None
         if self.compiling.cancelled():
@@ -134,7 +134,7 @@ class Request:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens whose KV is all that is wanted of them, so that a cache may bring it."""
+        """Leading tokens that the prefix cache may supply: only their KV is needed, no logits."""
         if self.num_scored_tokens < self.num_prompt_tokens - 1:
             return self.num_scored_tokens
         return len(self.token_ids) - 1
@@ -148,7 +148,7 @@ class Request:
         is_dead_end: bool = False,
         draft_token_ids: list[int] | None = None,
     ) -> RequestOutput:
-        """What to tell the client of these new tokens, and of how the sequence stands."""
+        """An output with these new tokens and the sequence's present state."""
         return RequestOutput(
             request_id=self.request_id,
             token_ids=token_ids,
@@ -168,8 +168,9 @@ class Request:
     def extend_page_hashes(
         self, num_pages: int, lookahead: int, hash_page: Callable[[bytes, list[int]], bytes]
     ) -> None:
-        """Hash the leading full pages up to `num_pages`, each with `lookahead` tokens behind it and
-        chained to the one before it.
+        """Hash the first `num_pages` pages.
+
+        A hash covers the page's tokens, `lookahead` tokens after it and, by chaining, all before.
         """
         for i in range(len(self.page_hashes), num_pages):
             parent = self.page_hashes[-1] if self.page_hashes else self._first_parent_hash
@@ -178,27 +179,27 @@ class Request:
             self.page_hashes.append(hash_page(parent, page_tokens))
 
     def follow_grammar(self) -> None:
-        """Bring the grammar to where the known tokens end."""
+        """Advance the grammar over all known tokens."""
         if self.compiling is not None:
             self.grammar, self.compiling = self.compiling.result(), None
         if self.grammar is not None:
             self.grammar.follow(self.token_ids[self.num_prompt_tokens + self.grammar.num_known :])
 
     def forget_computed(self) -> None:
-        """All pages are gone: the sequence must be computed again from its tokens."""
+        """Its pages are gone: everything must be computed again from its tokens."""
         self.pages.clear()
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.num_recorded_pages = self.num_recorded_draft_pages = 0
         self.void_flight()
 
     def void_flight(self) -> None:
-        """What was launched for it no longer holds: it goes on from what the host knows."""
+        """Make void what is in flight for it: it continues from the tokens the host knows."""
         self.num_drafts_in_flight = None
         self.epoch += 1
 
 
 def _salt_hash(cache_salt: str) -> bytes:
-    """Nothing without a salt; else as long as a page's hash, and never equal to one."""
+    """Empty without a salt; otherwise as long as a page's hash, but never equal to one."""
     if not cache_salt:
         return b""
     return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()

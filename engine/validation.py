@@ -1,4 +1,4 @@
-"""What the engine refuses before anything is allocated. The loop never meets a bad request."""
+"""Refuses bad requests before anything is allocated, so that the loop never meets one."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from .api import (
 )
 from .logit_edits import bad_words, token_bias
 
-_MAX_FLOAT32 = 3.4028234e38  # what the slots hold is float32
+_MAX_FLOAT32 = 3.4028234e38  # slots hold float32
 
 
 def check_request(

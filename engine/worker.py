@@ -1,4 +1,4 @@
-"""What lives on one device: the models, the seats of the sequences, and a step over them."""
+"""What lives on one device: the models, the slots of the sequences, and the steps over them."""
 
 import gc
 import time
@@ -21,30 +21,30 @@ from .state.compiling import compile_together
 from .state.phase import padded_sizes
 from .state.slots import Slots
 
-_SHORT_ROWS = (16, 8, 4, 2, 1)  # of a sequence: attention takes them in different blocks
+_SHORT_ROWS = (16, 8, 4, 2, 1)  # rows a sequence; attention has a block size for each
 
 
 @dataclass(slots=True)
 class Step:
-    """A plan on its way through the device."""
+    """A plan that the device is working on."""
 
     plan: Plan
-    logits: Tensor | None  # [sum(k_i + 1), V], until it is verified
-    launch_s: float  # that the host took to launch it
+    logits: Tensor | None  # [sum(k_i + 1), V]; None once verified
+    launch_s: float  # host time to launch it
     begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
     drawn: Drawn | None = None
 
     @property
     def device_s(self) -> float | None:
-        """What it took on a GPU, once it has ended there."""
+        """How long it ran on a GPU; call it once the step has ended there."""
         if self.begin is None or self.end is None:
             return None
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
 class Worker:
-    """Runs the plans of the scheduler, which seats sequences here and hands them pages."""
+    """Runs plans. The scheduler seats sequences here and gives them pages."""
 
     def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
         if config.num_threads is not None:
@@ -80,7 +80,7 @@ class Worker:
             self._compile()
 
     def _compile(self) -> None:
-        """Compile the kernels of drawing and verification, which take longest."""
+        """Compile the kernels of drawing and verification in parallel; they take longest."""
         target = self.pair.target
         num_rows = 2 * (self.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
@@ -88,18 +88,18 @@ class Worker:
         compile_together([*self.proposer.warm_ups(), *verifications], self.device)
 
     def allocate(self, num_pages: int) -> None:
-        """Allocate the pages, in place of those there are."""
+        """Allocate the pages, replacing the present ones."""
         self.pair.bind(num_pages, self.slots)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run the largest passes that a step may hold, for nobody, so that their memory can be
-        measured; then short ones, so that no request has to wait until kernels are compiled.
+        """Run the largest step on dummy sequences, to measure its memory; then small steps, so that
+        no request has to wait for a kernel to compile.
         """
         num_seqs, k = self.slots.max_num_seqs, self.max_drafts
         num_logits = num_seqs * (k + 1)
         logits = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
-        self.proposer.rehearse()  # a head's, over what the target has left
+        self.proposer.rehearse()  # after the target: a head reads the target's taps
         self.verifier.rehearse(logits, self.proposer.distributions)
         for n in padded_sizes(num_seqs):
             for num_rows in _SHORT_ROWS:
@@ -109,18 +109,18 @@ class Worker:
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
-        gc.collect()  # an engine of before gives its memory back
+        gc.collect()  # frees the memory of an engine that was used before
         logits = self.scorer.capture(self.max_drafts, self._most_rows, report)
-        self.proposer.capture(report)  # a head's graphs read what the target's leave
+        self.proposer.capture(report)  # after the target: a head's graphs read the target's taps
         self.verifier.capture(logits, self.proposer.distributions)
 
     def seat(self, request: Request) -> None:
-        """Give a sequence a slot, with all but its pages."""
+        """Give a sequence a slot and fill it; pages come by `write_pages`."""
         self.slots.seat(request)
         self.edits.seat(request)
 
     def unseat(self, request: Request) -> None:
-        """Take a sequence's slot from it; what was launched for it runs on, for nobody."""
+        """Take a sequence's slot away. Steps in flight still write there; the results are void."""
         assert request.slot is not None
         self.edits.unseat(request.slot)
         self.slots.unseat(request)
@@ -130,28 +130,28 @@ class Worker:
         return self.slots.num_free
 
     def rewind(self, request: Request) -> None:
-        """Have the device know just the tokens that the host knows."""
+        """Set the device's number of known tokens back to the host's."""
         self.slots.rewind(request)
 
     def write_pages(self, grown: list[tuple[Request, int]]) -> None:
-        """Tell the device the pages of each sequence, from an index on."""
+        """Write each sequence's pages, from the given index on, into its block table."""
         self.slots.write_pages(grown)
 
     def draws_are_fixed(self, params: SamplingParams) -> bool:
-        """Whether a sequence gets the same tokens whatever is drafted for it."""
+        """Whether a sequence's tokens are the same whatever is drafted for it."""
         return self.slots.draws_are_fixed(params)
 
     def must_know(self, request: Request) -> bool:
-        """Whether drafts for a sequence can only follow tokens that the host knows."""
+        """Whether the host must know all of a sequence's tokens before anything is drafted."""
         return self.proposer.needs_host or self.edits.need_host(request.slot)
 
     def begin(self) -> None:
-        """Work comes, after there was none."""
+        """Work arrives after an idle time."""
         self._cpu_share.begin()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Step:
-        """Draft, and score what was drafted, behind what the device knows by then."""
+        """Draft and score, counting from the tokens that the device knows when this runs there."""
         self._cpu_share.adapt()
         start_s, begin = time.perf_counter(), self._event()
         self.proposer.propose(plan)
@@ -160,7 +160,10 @@ class Worker:
 
     @torch.inference_mode()
     def verify(self, step: Step) -> None:
-        """Draw what follows, and add it to what the device knows; nobody is seated meanwhile."""
+        """Verify the drafts, and add the drawn tokens to those the device knows.
+
+        No sequence may be seated between `launch` and this.
+        """
         assert step.logits is not None
         step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
         step.logits = None
@@ -175,7 +178,7 @@ class Worker:
         return event
 
     def read(self, step: Step) -> Verified:
-        """What a step drew and scored, once it is on the host."""
+        """Wait for a step, and return what it drew and scored."""
         if step.end is not None:
             step.end.synchronize()
         return self.verifier.read(step.plan, step.drawn)
