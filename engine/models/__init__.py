@@ -1,1 +1,1 @@
-"""Models over a paged KV cache: our own decoder where we know the structure, else transformers'."""
+"""Models over a paged KV cache: our own decoder if we know the structure, else transformers'."""

@@ -1,4 +1,4 @@
-"""Which models are served, in which dtype and how far: what would be silently wrong is refused."""
+"""Which models are served, in which dtype and up to which length; what would be wrong is refused."""
 
 import contextlib
 from pathlib import Path
@@ -13,7 +13,7 @@ DTYPES = {
 }
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# These dispatch to our attention, yet keep part of their meaning in the mask or call it otherwise.
+# These would call our attention, but need a mask that it does not get, or call it in another way.
 REFUSED_MODEL_TYPES = {
     "llama4": "its chunked attention lives in the mask",
     "llama4_text": "its chunked attention lives in the mask",
@@ -26,7 +26,7 @@ REFUSED_MODEL_TYPES = {
 
 
 class UnsupportedModelError(ValueError):
-    """The model would not run correctly over the paged KV cache; says which and why."""
+    """The model would not run correctly over the paged KV cache; the message says why."""
 
 
 def resolve_dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -51,7 +51,7 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def check_config(hf_config: PreTrainedConfig) -> None:
-    """Refuse by configuration; raises UnsupportedModelError."""
+    """Refuse a model by its configuration; raises UnsupportedModelError."""
     if reason := REFUSED_MODEL_TYPES.get(hf_config.model_type):
         raise UnsupportedModelError(reason)
     text_config = hf_config.get_text_config()
@@ -64,11 +64,11 @@ def check_config(hf_config: PreTrainedConfig) -> None:
 
 
 def max_positions(hf_config: PreTrainedConfig) -> int:
-    """The longest sequence, in tokens, that the model computes correctly in any company."""
+    """The longest sequence, in tokens, that the model computes correctly in every batch."""
     text_config = hf_config.get_text_config()
     longest = int(text_config.max_position_embeddings)
     if "longrope" in _rope_types(text_config):
-        # Beyond this, one long sequence would change the factors of its whole batch.
+        # Beyond this, one long sequence changes the factors of all others in its batch.
         rope = text_config.rope_parameters
         original = getattr(text_config, "original_max_position_embeddings", None) or rope.get(
             "original_max_position_embeddings"
@@ -78,8 +78,10 @@ def max_positions(hf_config: PreTrainedConfig) -> int:
 
 
 def checked_starts(hf_config: PreTrainedConfig, length: int) -> list[int]:
-    """Where prompts of that length begin that are computed both ways: some code scales by how far
-    it is, from the length that it was trained at, or that RoPE was stretched from.
+    """Positions at which the load-time comparison starts its prompts of `length` tokens.
+
+    Near and far, because some models scale with the position, or from the length on that they were
+    trained at or that RoPE was stretched from.
     """
     text_config = hf_config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None) or {}

@@ -1,4 +1,4 @@
-"""The tensors of a model directory, read by name and slice as they are asked for."""
+"""The tensors of a model directory, read by name when they are asked for."""
 
 import json
 import logging
@@ -20,8 +20,8 @@ from .weights import Dense, Linear, Weight
 log = logging.getLogger(__name__)
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_PICKLE = "pytorch_model.bin"  # which some heads come in
-# As safetensors names them.
+_PICKLE = "pytorch_model.bin"  # the format of some heads
+# By safetensors' names.
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F16": torch.float16,
@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 class Checkpoint:
-    """Files of one model. Each read goes straight to the device."""
+    """The files of one model. Tensors are read straight to the device."""
 
     def __init__(
         self,
@@ -47,16 +47,15 @@ class Checkpoint:
         rounds: bool = False,
         rounds_head: bool = False,
     ) -> None:
-        """`read` reads the layers that are quantised; with `rounds` the others are rounded to FP8,
-        the head only with `rounds_head`.
+        """`read` reads quantised layers. `rounds` rounds the others to FP8, `rounds_head` the head.
 
         Raises FileNotFoundError if the folder holds no weights.
         """
         self._dtype, self._device = dtype, device
         self._read, self._rounds, self._rounds_head = read, rounds, rounds_head
-        # Else the matrices are unpacked: nothing else here multiplies by them.
+        # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self._keeps_narrow = uses_triton(torch.empty(0, device=device))
-        self.has_quantised = False  # whether any layer that was read is
+        self.has_quantised = False  # whether any layer read so far was quantised
         self._warned = False
         self._progress, self._num_read = progress, 0
         index = folder / _INDEX
@@ -67,7 +66,7 @@ class Checkpoint:
         else:
             with safe_open(folder / _SINGLE, "pt") as single:
                 file_of = dict.fromkeys(single.keys(), _SINGLE)
-        # Opened on the CPU, where a read is a view of the file: nothing is left over on a device.
+        # Opened on the CPU, where a read is a view of the file, so that no copy stays on a device.
         self._files: dict[str, Any] = {name: _open(folder / name) for name in set(file_of.values())}
         self._file_of = file_of
 
@@ -75,18 +74,18 @@ class Checkpoint:
         return name in self._file_of
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """What a tensor is stored in; float32 if no format here asks for it by name."""
+        """The dtype that a tensor is stored in; float32 if it is one that no format looks for."""
         part = self._files[self._file_of[name]].get_slice(name)
         return _DTYPES.get(part.get_dtype(), torch.float32)
 
     def stored(self, name: str) -> Tensor:
-        """A tensor as it is stored, on the device."""
+        """A tensor in its stored dtype, on the device."""
         self._count()
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor.to(self._device)
 
     def tensor(self, *names: str) -> Tensor:
-        """Tensors of the same width, one below the other, in the model's dtype."""
+        """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
         parts = [self._files[self._file_of[name]].get_slice(name) for name in names]
         shapes = [part.get_shape() for part in parts]
         for name, part in zip(names, parts, strict=True):
@@ -108,21 +107,21 @@ class Checkpoint:
         return out
 
     def integers(self, name: str) -> Tensor:
-        """A tensor of integers or truth values, on the CPU."""
+        """A tensor of integers or booleans, on the CPU."""
         values: Tensor = self._files[self._file_of[name]].get_slice(name)[:]
         if values.is_floating_point():
             raise ValueError(f"{name} is of dtype {values.dtype}; it holds integers")
         return values.long()
 
     def linear(self, *names: str) -> Linear:
-        """Linear layers that read the same inputs, as one of all their outputs.
+        """Linear layers that read the same input, as one layer with the outputs of all.
 
-        Raises UnsupportedFormatError if one is kept in a way that is not served.
+        Raises UnsupportedFormatError if one is in a format that is not served.
         """
         return Linear(self._weight(names, rounds=self._rounds), self._bias(names))
 
     def head(self, name: str, tied: Tensor | None = None) -> Linear:
-        """The layer that gives the logits; `tied` is the matrix if the embedding is that, too."""
+        """The layer that computes the logits; `tied` is the embedding if it shares its matrix."""
         if tied is None:
             return Linear(self._weight((name,), rounds=self._rounds_head), self._bias((name,)))
         return Linear(self._rounded(tied) if self._rounds_head else Dense(tied), None)
@@ -170,7 +169,7 @@ class Checkpoint:
         self._progress(self._num_read, len(self._file_of))
 
 
-# As safetensors calls them.
+# Safetensors' names.
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _NAMES = {
     torch.float32: "F32",
@@ -181,7 +180,7 @@ _NAMES = {
 
 
 class _Unpickled:
-    """A file of torch.save, read as one of safetensors is. Only tensors are: no code runs."""
+    """A file of torch.save, with the interface of safetensors. Loading it runs no code."""
 
     def __init__(self, path: Path) -> None:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

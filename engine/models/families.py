@@ -1,7 +1,7 @@
-"""The checkpoints whose structure we know, and how each becomes a `Decoder`.
+"""The model families whose structure we know, and how a checkpoint of each becomes a `Decoder`.
 
-To add a family: an entry in FAMILIES if it is a Llama under another name; else its own function
-from a checkpoint to a decoder, with the parts that it needs in `blocks.py`.
+To add a family that is a Llama under another name, enter it in FAMILIES. For any other, write a
+function from a checkpoint to a decoder, and the parts that it needs in `blocks.py`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .blocks import AttentionMixer, Block, GatedMLP
 from .decoder import Decoder
 from .gguf_checkpoint import AnyCheckpoint
 
-# What the code below implements of a configuration.
+# The fields of a configuration that the code below implements.
 _IMPLEMENTED = {
     "attention_bias",
     "attention_out_bias",
@@ -41,7 +41,7 @@ _IMPLEMENTED = {
     "use_sliding_window",
     "vocab_size",
 }
-# What says nothing of the forward pass.
+# Fields that do not change the forward pass.
 _NEUTRAL = {
     *PreTrainedConfig().to_dict(),
     "attention_dropout",
@@ -54,14 +54,14 @@ _NEUTRAL = {
     "pad_token_id",
     "pretraining_tp",
     "residual_dropout",
-    "rope_scaling",  # in rope_parameters, too
+    "rope_scaling",  # repeated in rope_parameters
     "rope_theta",  # likewise
     "tokenizer_class",
     "transformers.js_config",
     "unk_token_id",
     "use_cache",
 }
-# What transformers makes inv_freq and its scaling of; both are taken from there.
+# Fields from which transformers computes inv_freq and its scaling, which we take from there.
 _ROPE = {
     "attention_factor",
     "beta_fast",
@@ -77,11 +77,11 @@ _ROPE = {
     "truncate",
     "type",
 }
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others look at how long sequences are
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others depend on the sequence's length
 
 
 def why_unknown(config: PreTrainedConfig) -> str | None:
-    """Why this model is none of the families that `build` knows; None if it is."""
+    """Why `build` cannot build this model; None if it can."""
     if config.model_type not in FAMILIES:
         return "its architecture has no decoder here"
     told = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
@@ -100,7 +100,7 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
 
 
 def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
-    """The decoder of a configuration that `why_unknown` has nothing against.
+    """Build the decoder of a configuration for which `why_unknown` returns None.
 
     Raises KeyError naming a tensor that the checkpoint lacks.
     """
@@ -108,14 +108,14 @@ def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
 
 
 def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
-    """Pre-norm blocks of attention with RoPE and a gated MLP; with head norms if there are any."""
+    """Pre-norm blocks of attention with RoPE and a gated MLP; with head norms if it has them."""
 
     def norm(name: str) -> Norm:
         return Norm(checkpoint.tensor(f"{name}.weight"), config.rms_norm_eps)
 
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # turned by nothing, wherever it stands
+    no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # rotates by 0 at every position
     has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = []
     for i in range(config.num_hidden_layers):

@@ -1,4 +1,4 @@
-"""A model directory whose weights are a GGUF file, read as a `Checkpoint` is."""
+"""A model directory whose weights are a GGUF file, with the interface of `Checkpoint`."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .checkpoint import Checkpoint
 from .gguf_file import FILE_NAME, GgufFile
 from .weights import Dense, Linear, Tiles, Weight
 
-# Of the architecture `llama`, the only one that is read here.
+# Names in the architecture `llama`, the only one that is read here.
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -36,9 +36,9 @@ _HEADS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.hea
 
 
 def why_unpacked(file: GgufFile) -> str | None:
-    """Why this file's weights cannot stay as they are; None if they can.
+    """Why this file's weights cannot be kept quantised; None if they can.
 
-    Raises UnknownFormatError if one of them is of a type that is not read here.
+    Raises UnknownFormatError naming a type that has no reader here.
     """
     architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
@@ -55,10 +55,10 @@ def why_unpacked(file: GgufFile) -> str | None:
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file under the names that transformers has for them.
+    """The tensors of a GGUF file under transformers' names.
 
-    On a CPU with compiled layers matrices keep their width; elsewhere they are unpacked, one by
-    one, to the model's dtype.
+    On a CPU with compiled layers, matrices stay quantised; elsewhere they are unpacked, one by one,
+    to the model's dtype.
     """
 
     has_quantised = True
@@ -79,7 +79,7 @@ class GgufCheckpoint:
         return _gguf_name(name) in self._file.names
 
     def tensor(self, *names: str) -> Tensor:
-        """Tensors of the same width, one below the other, in the model's dtype."""
+        """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
         parts = []
         for name in names:
             part = self._read(name).dequantised()
@@ -88,13 +88,13 @@ class GgufCheckpoint:
         return torch.cat(parts).to(self._device)
 
     def linear(self, *names: str) -> Linear:
-        """Linear layers that read the same inputs, as one of all their outputs."""
+        """Linear layers that read the same input, as one layer with the outputs of all."""
         biases = [f"{name}.bias" for name in names]
         bias = self.tensor(*biases) if biases[0] in self else None
         return Linear(self._weight(*(f"{name}.weight" for name in names)), bias)
 
     def head(self, name: str, tied: Tensor | None = None) -> Linear:
-        """The layer that gives the logits; `tied` is the matrix if the embedding is that, too."""
+        """The layer that computes the logits; `tied` is the embedding if it shares its matrix."""
         if tied is None:
             return self.linear(name)
         if not self._keeps_width:
@@ -108,7 +108,7 @@ class GgufCheckpoint:
             return Dense(self.tensor(*names))
         parts = [self._read(name) for name in names]
         (layout,) = layouts if len(layouts) == 1 else (Layout.PLAIN,)
-        if len(layouts) > 1:  # as when v alone has more bits: merged by what they stand for
+        if len(layouts) > 1:  # for example if v alone has more bits: merge the unpacked numbers
             parts = [Codes(part.dequantised()) for part in parts]
         columns = [part for part in zip(*parts, strict=True) if part[0] is not None]
         merged = Codes(*(torch.cat(column) for column in columns))
@@ -131,7 +131,7 @@ AnyCheckpoint = Checkpoint | GgufCheckpoint
 
 
 def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:
-    """Rows as transformers rotates them, halves of a head; the file has them in pairs."""
+    """Rows in transformers' order: RoPE rotates halves of a head there, pairs in the file."""
     pairs: Tensor = rows.unflatten(0, (num_heads, -1, 2))
     return pairs.transpose(1, 2).flatten(0, 2)
 

@@ -1,4 +1,4 @@
-"""GGUF: the tensors of a file by name, read in place, and the formats that they are kept in."""
+"""GGUF files: their tensors, read by name when they are asked for, and the formats of those."""
 
 import math
 import mmap
@@ -18,7 +18,7 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-# Numbers of GGML's types, for those that are refused by name.
+# GGML's types that are refused, to name them in the error.
 _NAMES = {
     6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K",
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
@@ -27,22 +27,22 @@ _NAMES = {
 
 
 def transformers_arguments(folder: Path) -> dict[str, str]:
-    """What `from_pretrained` needs besides this model directory."""
+    """Extra arguments for `from_pretrained` if this model directory holds a GGUF file."""
     return {"gguf_file": FILE_NAME} if (folder / FILE_NAME).is_file() else {}
 
 
 class Format(NamedTuple):
-    """A GGML type: blocks of numbers along a row."""
+    """A GGML type: each row is a sequence of blocks of numbers."""
 
     name: str
     block: int  # numbers
     block_bytes: int
-    layout: Layout  # that keeps it as it is
+    layout: Layout  # keeps the numbers exactly
     read: Callable[[Tensor], Codes]  # of blocks [N, blocks, block_bytes] uint8
 
 
 class UnknownFormatError(ValueError):
-    """A tensor's type has no reader here."""
+    """There is no reader for a tensor's type."""
 
 
 def _half(bytes_: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def _half(bytes_: Tensor) -> Tensor:
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """The low halves, then the high ones."""
+    """The low four bits of all bytes, then the high four."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), -1)
 
 
@@ -104,16 +104,16 @@ FORMATS = {
 
 
 class _Entry(NamedTuple):
-    shape: tuple[int, ...]  # the widest stride first, as torch has it
+    shape: tuple[int, ...]  # in torch's order: GGUF stores the dimensions reversed
     type_id: int
     offset: int
 
 
 class GgufFile:
-    """A file's metadata and tensors; nothing of a tensor is read before it is asked for."""
+    """A file's metadata and tensors. A tensor is read only when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError if the file is no GGUF file, or broken."""
+        """Raises ValueError if the file is not a GGUF file, or broken."""
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
@@ -141,7 +141,7 @@ class GgufFile:
         return self._entries[name].shape
 
     def read(self, name: str) -> Codes:
-        """A tensor, one of a single dimension as one row. Raises UnknownFormatError."""
+        """A tensor as a matrix; one dimension becomes one row. Raises UnknownFormatError."""
         format_, entry = self.format_of(name), self._entries[name]
         num_rows, width = math.prod(entry.shape[:-1]), entry.shape[-1]
         row_bytes = width // format_.block * format_.block_bytes

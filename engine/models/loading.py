@@ -1,4 +1,4 @@
-"""From a model directory to a network on its device."""
+"""Loads a model directory as a network on its device."""
 
 import contextlib
 import logging
@@ -45,12 +45,12 @@ def load_network(
     is_draft: bool = False,
     same_bits: bool = False,
 ) -> tuple[Network, PreTrainedConfig]:
-    """Load a model directory onto a device, ready for pages, with its configuration.
+    """Load a model directory onto a device; returns the network and its configuration.
 
-    On a CPU the linear layers of a draft whose dtype is left open get 8-bit weights where that is
-    faster. On a GPU with `same_bits` a row comes out the same to the bit in any company; a model
-    that our decoder does not run is refused. `progress` is told how many of how many tensors are
-    there. Raises UnsupportedModelError saying why.
+    On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With `same_bits`
+    on a GPU, the bits of a row do not depend on the batch; only our own decoder can do that, so
+    other models are refused. `progress` is called with (tensors loaded, tensors in all).
+    Raises UnsupportedModelError saying why a model is refused.
     """
     progress = progress or (lambda done, total: None)
     progress(0, 0)
@@ -88,8 +88,9 @@ def load_network(
 
 
 def _quantised(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
-    """How the checkpoint's layers are quantised, if they are; the rest of its configuration is then
-    that of the plain model.
+    """Name and reader of the checkpoint's quantised format, if it has one.
+
+    Removes the format from the configuration, which is then that of the plain model.
     """
     if config.quantization not in (None, "fp8"):
         raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")
@@ -113,7 +114,7 @@ def _refused(reason: str) -> str:
 
 
 def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:
-    """Whether a CPU may round the weights: any draft is lossless, and its dtype was left open."""
+    """Whether a CPU may round the weights: output is exact with any draft, and "auto" allows it."""
     return is_draft and config.dtype == "auto"
 
 
@@ -127,9 +128,7 @@ def _own_decoder(
     same_bits: bool,
     quantised: tuple[str, Read] | None,
 ) -> tuple[Decoder | None, str]:
-    """Our decoder, if we have one for this structure and it computes what transformers does; or
-    None, and why.
-    """
+    """Our decoder, if it knows this structure and computes what transformers does; or None, why."""
     if reason := why_unknown(hf_config):
         return None, reason
     rounds = config.quantization is not None
@@ -163,7 +162,7 @@ def _own_decoder(
         _keep_bits(decoder)
     starts = checked_starts(hf_config, max(CHECKED_LENGTHS))
     reason = why_different(decoder, original, starts, same_bits=same_bits)
-    del original  # and with it the views of weights that are packed now
+    del original  # it holds views of weights, which could not be freed when they are packed
     if reason is not None:
         return None, f"our decoder computes {reason} differently"
     if device.type == "cpu":
@@ -213,7 +212,7 @@ def _whole_model(
 
 @contextlib.contextmanager
 def _weights_counted(progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Have transformers report the weights that it loads in place of drawing a bar of its own."""
+    """Have transformers report loaded weights to `progress` instead of drawing a progress bar."""
 
     def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _counted(args[0], progress) if args else make_bar(*args, **kwargs)

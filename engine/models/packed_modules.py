@@ -1,4 +1,4 @@
-"""The linear layers of a model on a CPU, their weights reordered once at load."""
+"""Linear layers of a transformers model on a CPU, with weights that are reordered at load."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, pack
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference on a CPU, over a weight from `pack_weight`."""
+    """`nn.Linear` for inference on a CPU, with a weight from `pack_weight`."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -20,15 +20,15 @@ class PackedLinear(nn.Module):
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module, *, rounds: bool = False) -> int:
-    """Replace each plain linear layer by its packed form where that computes the same, or, with
-    `rounds`, the same of weights in 8 bits.
+    """Replace each plain linear layer by a packed one that computes the same.
 
-    Returns how many were replaced: none where oneDNN lacks the dtype or this torch the operator.
+    With `rounds`, weights may be rounded to 8 bits. Returns how many layers were replaced: none if
+    oneDNN lacks the dtype or this torch the operator.
     """
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            # A subclass may mean something else by its forward.
+            # A subclass may have another forward.
             if type(child) is not nn.Linear:
                 continue
             packed = pack_weight(child.weight, rounds=rounds)

@@ -1,4 +1,4 @@
-"""Attention layers with their keys and values in pages."""
+"""Attention layers that keep their keys and values in pages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .attention import KVPages, PagedAttention
 
 
 class PagedLayers(ABC):
-    """What a page holds of one model, and where."""
+    """The part of a page that belongs to one model."""
 
     dtype: torch.dtype
     device: torch.device
@@ -24,12 +24,12 @@ class PagedLayers(ABC):
 
     @property
     def weight_formats(self) -> str:
-        """What the weights are kept in, if that is not the dtype; "": it is."""
+        """The formats of quantised weights; "" if all weights are in the dtype."""
         return ""
 
     @property
     def bytes_per_token(self) -> int:
-        """KV cache bytes that one token takes, over all layers."""
+        """KV cache bytes of one token, over all layers."""
         return sum(
             layer.num_kv_heads
             * (layer.head_dim + layer.value_dim)
@@ -38,15 +38,15 @@ class PagedLayers(ABC):
         )
 
     def bind_cache(self, num_pages: int, page_size: int) -> None:
-        """Allocate the cache and hand each attention layer its part of it."""
+        """Allocate the cache and give each attention layer its part."""
         for layer in self.attentions:
-            # Not zeroed: what is read past a sequence's length, on a CPU, is cleared before.
+            # Not zeroed: a CPU, which reads past a sequence's length, clears that part before.
             empty = partial(torch.empty, dtype=self._cache_dtype(layer), device=self.device)
             shape = (num_pages, page_size, layer.num_kv_heads)
             layer.pages = KVPages(empty(*shape, layer.head_dim), empty(*shape, layer.value_dim))
 
     def bind_slots(self, slots: Slots) -> None:
-        """Take the rows of batches from these slots."""
+        """Look up the rows of batches in these slots."""
         return
 
     def free_cache(self) -> None:
@@ -55,6 +55,6 @@ class PagedLayers(ABC):
             layer.pages = None
 
     def _cache_dtype(self, layer: PagedAttention) -> torch.dtype:
-        # Measured: over one bfloat16 row a KV head torch takes a CPU five times as long.
+        # Measured: with one query head a KV head, bfloat16 takes five times as long on a CPU.
         is_slow = self.device.type == "cpu" and layer.num_heads == layer.num_kv_heads
         return torch.float32 if is_slow else self.dtype

@@ -20,14 +20,14 @@ from .network import Pass
 from .paged_layers import PagedLayers
 from .thread_counts import alike_thread_counts
 
-# Prompts beside decodes are captured by so many rows. A GPU takes longer for more of them than the
-# host takes to launch what they need.
+# Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
+# GPU takes longer to compute the pass than the host to launch its kernels, so no graph is needed.
 _ROWS_STEP = 128
 _MOST_ROWS = 1024
 
 
 class PagedModel(PagedLayers):
-    """A causal LM, the pages of its layers, and its passes as they are captured."""
+    """A causal LM, the pages of its layers, and the graphs of its passes."""
 
     def __init__(
         self,
@@ -38,15 +38,14 @@ class PagedModel(PagedLayers):
         is_draft: bool = False,
         batch_invariant: bool = False,
     ) -> None:
-        """On a CPU, and on a GPU with `batch_invariant`, a target gives a sequence the same logits
-        to the bit in any company. A draft, whose proposals the target decides on, is as fast as it
-        can be.
+        """The bits of a target's logits do not depend on the batch on a CPU, nor on a GPU with
+        `batch_invariant`. A draft's may: the target decides, so a draft is only made fast.
         """
         self._same_bits = not is_draft and (batch_invariant or device.type == "cpu")
         self.network, hf_config = load_network(
             config, device, progress, is_draft=is_draft, same_bits=self._same_bits
         )
-        # Not where few rows have products of their own, of rounded weights or compiled layers.
+        # Padding picks faster products; rounded weights and compiled layers do not need it.
         self._pads_rows = device.type == "cpu" and not (
             rounds_weights(config, is_draft) or isinstance(self.network, CompiledDecoder)
         )
@@ -54,12 +53,12 @@ class PagedModel(PagedLayers):
         self.max_positions = max_positions(hf_config)
         self.dtype, self.device = self.network.dtype, self.network.device
         self.vocab_size = self.network.vocab_size
-        # Numbers of threads to choose from, the most first.
+        # Numbers of threads to choose from, largest first.
         self.thread_counts: tuple[int, ...] = (torch.get_num_threads(),)
-        if device.type == "cpu" and not is_draft:  # which is not held to the bit, nor asked
+        if device.type == "cpu" and not is_draft:  # a draft's bits do not matter
             self.thread_counts = alike_thread_counts(self.network)
         self.captured: dict[tuple[int, int, int], Pass] = {}  # by (sequences, rows, logits)
-        # What a tapped model computed last, and the shape that it was padded to.
+        # The last pass of a tapped model, with the shape that it was padded to.
         self.last_pass: tuple[tuple[int, int, int], Pass] | None = None
 
     @property
@@ -71,7 +70,7 @@ class PagedModel(PagedLayers):
         return self.network.attentions
 
     def bind_slots(self, slots: Slots) -> None:
-        """Take the rows of batches from these slots. What was captured before is gone."""
+        """Look up the rows of batches in these slots; drops all captured passes."""
         self._slots = slots
         self._phase = Phase(self.run, slots.device)
         self._shapes: list[tuple[int, int, int]] = []
@@ -84,12 +83,12 @@ class PagedModel(PagedLayers):
         every_row_has_logits: bool,
         progress: Callable[[int, int], None],
     ) -> Tensor:
-        """Capture passes of up to `rows_per_seq` rows a sequence, and of more rows where prompts
-        are among them, none of more than `most_rows`; once cache and slots are bound.
+        """Capture passes of up to `rows_per_seq` rows a sequence, and passes with prompts, up to
+        `most_rows` rows; cache and slots must be bound.
 
-        Logits are of every row, or of one row a sequence; returns the most of them, where those of
-        other shapes begin too unless the model goes on behind its head. Raises
-        UnsupportedModelError where the model's own code waits for the GPU.
+        Every row gets logits, or one row a sequence. Returns the logits of the largest shape;
+        those of the other shapes begin at the same address, unless the model computes them outside
+        its head. Raises UnsupportedModelError if the model's own code waits for the GPU.
         """
         shapes = captured_shapes(
             self._slots.max_num_seqs, rows_per_seq, most_rows, every_row_has_logits
@@ -113,17 +112,17 @@ class PagedModel(PagedLayers):
         return self.captured[shapes[0]].logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
-        """Run a pass of so many rows of padding, in the longest sequences; returns its logits."""
+        """Run a pass of dummy sequences, as long as they can be; returns its logits."""
         longest = min(self.max_positions, self._slots.max_model_len)
         lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)]
         return self.forward(HostBatch.of_nobody(self._slots.dummy, lens, num_logits)).logits
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
-        """A pass of nobody over so many sequences of so many rows."""
+        """Run a pass of dummy sequences of `num_rows` rows each."""
         self.forward(HostBatch.of_nobody(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
 
     def forward(self, batch: HostBatch) -> Pass:
-        """Compute the batch's rows, leaving their KV in the pages."""
+        """Compute the batch's rows, and store their KV in the pages."""
         shape = next((s for s in self._shapes if _holds(s, batch.shape)), self._padded(batch.shape))
         computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
         if computed.taps is not None:
@@ -133,14 +132,14 @@ class PagedModel(PagedLayers):
         return Pass(computed.logits[:num_logits], taps)
 
     def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """The (sequences, rows, logits) of an uncaptured pass that cost least."""
+        """The shape to pad an uncaptured pass to so that it is fastest."""
         if not self._pads_rows:
             return shape
         num_seqs, num_rows, num_logits = shape
         return num_seqs, padded_rows(num_rows), padded_rows(num_logits) if num_logits else 0
 
     def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Pass:
-        """`forward` as it is captured: of a batch packed to this shape."""
+        """The captured part of `forward`, over a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         computed = self.network(PassContext(batch, same_bits=self._same_bits))
         return computed if computed.taps is None else computed._replace(rows=batch.rows)
@@ -152,7 +151,7 @@ def captured_shapes(
     """(sequences, rows, logits) to capture, the largest first."""
 
     def shape_of(num_seqs: int, num_rows: int) -> tuple[int, int, int]:
-        # A row a sequence is the least; and verification pads what it reads by a row a sequence.
+        # At least a row for each sequence; verification reads up to one padding row for each.
         rows = min(num_rows, max(most_rows, num_seqs))
         logits = min(num_rows, most_rows + num_seqs) if every_row_has_logits else num_seqs
         return num_seqs, rows, logits

@@ -1,4 +1,4 @@
-"""The models of a pair on their device, with one paged KV cache between them."""
+"""The models of a pair on their device, over one paged KV cache."""
 
 import logging
 from functools import partial
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class ModelPair:
-    """Target and draft, loaded; a page holds the KV of the same tokens for both.
+    """The loaded target and draft; a page holds the KV of the same tokens for both.
 
-    The draft is a model of its own, or a head that reads the target's hidden states.
+    The draft is a model of its own, or a head that reads hidden states of the target.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ModelPair:
         return -(-num_tokens // self.page_size)
 
     def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
-        """Tokens of the longest sequence that the pages hold; one alone must be able to run."""
+        """Tokens of the longest sequence that fits into the pages when it runs alone."""
         fits = (num_pages - 1) * self.page_size  # one page is a dummy
         if fits >= self.max_model_len:
             return self.max_model_len
@@ -88,9 +88,9 @@ class ModelPair:
         return fits
 
     def bind(self, num_pages: int, slots: Slots) -> None:
-        """Let both models take their rows from these slots, and keep KV in so many new pages.
+        """Give both models these slots and a new KV cache of `num_pages` pages.
 
-        Pages and graphs of before are freed first. Raises ValueError where a GPU has no room.
+        Frees the old cache and graphs first. Raises ValueError if the GPU has no room.
         """
         for model in self._models.values():
             model.bind_slots(slots)

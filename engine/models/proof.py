@@ -1,8 +1,8 @@
-"""A decoder proves itself at load: against transformers' own code, on the same tensors.
+"""Compares our decoder with transformers' own code at load, on the same tensors.
 
-transformers' model is made without memory of its own and takes views of the decoder's weights. It
-runs a few tokens at near and far positions; each of our blocks then gets the hidden states that
-its layer got, so that every layer is compared for itself and nothing adds up.
+transformers' model has no weights of its own: it takes views of the decoder's. It runs a few tokens
+at near and far positions. Each of our blocks is then given the hidden states that transformers'
+layer was given, so that every layer is compared by itself and errors do not add up.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .blocks import Block
 from .decoder import Decoder
 from .weights import Dense, Linear, Weight
 
-# Rows of a decode, of a verification and of a prompt: other kernels each.
+# Rows of a decode, of a verification and of a prompt: each runs other kernels.
 CHECKED_LENGTHS = (1, 5, 40)
 
 
@@ -35,7 +35,7 @@ class Original:
             )
         self.model.eval().requires_grad_(False)
         decoder = self.model.get_decoder()
-        # Its frequencies are no weights: on the meta device they were not computed.
+        # RoPE's frequencies are no weights: on the meta device they have not been computed.
         decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
         self._device = device
 
@@ -45,7 +45,7 @@ class Original:
         return Rope(rotary.inv_freq.float(), rotary.attention_scaling)
 
     def fill(self, decoder: Decoder) -> None:
-        """Take the decoder's tensors."""
+        """Use the decoder's tensors as weights."""
         inner = self.model.get_decoder()
         _assign(self.model.get_input_embeddings(), decoder.embedding)
         _assign(inner.norm, decoder.norm.weight)
@@ -66,8 +66,9 @@ class Original:
             raise ValueError(f"it has weights that the decoder lacks: {', '.join(left[:3])}")
 
     def run(self, input_ids: Tensor, positions: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Shape: [T] each -> the residual stream in front of each layer and behind the last one,
-        [T, hidden] each, and the logits, [T, V].
+        """Returns the residual stream before each layer and after the last one, and the logits.
+
+        Shape: [T] each -> [T, hidden] each, [T, V].
         """
         states: list[Tensor] = []
         layers = self.model.get_decoder().layers
@@ -96,10 +97,10 @@ class Original:
 def why_different(
     decoder: Decoder, original: Original, starts: Sequence[int], *, same_bits: bool = False
 ) -> str | None:
-    """What of the decoder computes something else than transformers does; None if nothing.
+    """Names a part of the decoder that differs from transformers' model; None if all agree.
 
-    With `same_bits` it attends as it does for a target that keeps them. Prompts begin at each of
-    these positions.
+    Compares prompts that start at each of `starts`. `same_bits` selects the attention of a target
+    whose rows must not depend on the batch.
     """
     generator = torch.Generator().manual_seed(0)
     for first, length in product(starts, CHECKED_LENGTHS):
@@ -128,7 +129,7 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> 
     got = x.clone()
     block(got, None, None, context)
     attention.pages = None
-    # Both round: the residual stream to its dtype, what the layer adds to it several times over.
+    # Both round: the residual stream once, to its dtype, and the layer's output several times.
     eps = torch.finfo(x.dtype).eps
     before, expected, got = x.float(), expected.float(), got.float()
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
@@ -136,7 +137,7 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> 
 
 
 def one_prompt(input_ids: Tensor, first: int = 0, *, same_bits: bool = False) -> PassContext:
-    """A whole prompt in one page, its first token at position `first`. Shape: [T]."""
+    """A batch of one prompt in one page, its first token at position `first`. Shape: [T]."""
     length, device = len(input_ids), input_ids.device
     rows = torch.arange(length, device=device)
     return PassContext(
@@ -174,7 +175,7 @@ def _split(linear: Linear, *modules: nn.Linear) -> None:
 
 
 def _assign_in_turn(module: nn.Linear, weight: Weight, sizes: list[int], i: int) -> None:
-    """Have a module own plain weights while it runs: those of all would be the whole model."""
+    """Dequantise a module's weights only while it runs: for all at once there may be no room."""
     nothing = torch.empty(0)
     _assign(module, nothing)
 

@@ -1,4 +1,4 @@
-"""With how many threads a model computes the same bits."""
+"""The numbers of CPU threads with which a model computes the same bits."""
 
 import torch
 
@@ -9,9 +9,9 @@ from .proof import CHECKED_LENGTHS, one_prompt
 
 @torch.inference_mode()
 def alike_thread_counts(network: Network) -> tuple[int, ...]:
-    """All threads and halves of them, as far as logits come out the same to the bit.
+    """All threads, a half, a quarter and so on: those for which the logits have the same bits.
 
-    Found out by computing: a library may sum in other parts for other numbers of threads.
+    Found by trying: a library may split its sums differently for another number of threads.
     """
     most = torch.get_num_threads()
     counts, count = [most], most // 2
