@@ -1,4 +1,4 @@
-"""Which models are served, in which dtype and up to which length; what would be wrong is refused."""
+"""Which models are served, in which dtype and to which length; refuses what would go wrong."""
 
 import contextlib
 from pathlib import Path
