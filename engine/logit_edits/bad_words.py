@@ -33,8 +33,8 @@ class BadWords(LogitEdit):
         self._state.token_ids[slot, : len(flat)] = self._uploaded(flat, np.int32)
         ends_np = np.cumsum([len(word) for word in words])
         self._state.end[slot, : len(words)] = self._uploaded(ends_np, np.int32)
-        self._state.num_words[slot] = len(words)
-        self._state.output_start[slot] = request.num_prompt_tokens
+        self._state.num_words[slot].fill_(len(words))
+        self._state.output_start[slot].fill_(request.num_prompt_tokens)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         kernel.apply_bad_words(logits, rows.behind(self._num_tokens), self._state, self._token_ids)

@@ -35,14 +35,15 @@ class Penalties(LogitEdit):
     def seat(self, request: Request) -> None:
         super().seat(request)
         slot, num_prompt_tokens = request.slot, request.num_prompt_tokens
-        self._state.repetition[slot] = request.params.repetition_penalty
-        self._state.frequency[slot] = request.params.frequency_penalty
-        self._state.presence[slot] = request.params.presence_penalty
+        self._state.repetition[slot].fill_(request.params.repetition_penalty)
+        self._state.frequency[slot].fill_(request.params.frequency_penalty)
+        self._state.presence[slot].fill_(request.params.presence_penalty)
         seen = self._state.seen[slot]
         seen.zero_()
         # index_fill_, because an indexed assignment would wait for the GPU.
         seen.index_fill_(0, self._token_ids[slot, :num_prompt_tokens].long(), 1)
-        self._state.num_counted[slot] = self._num_counted_np[slot] = num_prompt_tokens
+        self._state.num_counted[slot].fill_(num_prompt_tokens)
+        self._num_counted_np[slot] = num_prompt_tokens
         self._count(np.array([slot]))
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:

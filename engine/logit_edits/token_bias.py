@@ -36,7 +36,7 @@ class TokenBias(LogitEdit):
         self._state.bias[at] = self._uploaded([bias.get(t, 0.0) for t in token_ids], np.float32)
         banned_until = [first_end * (t in ends) for t in token_ids]
         self._state.banned_until[at] = self._uploaded(banned_until, np.int64)
-        self._state.num_entries[request.slot] = len(token_ids)
+        self._state.num_entries[request.slot].fill_(len(token_ids))
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         kernel.apply_token_bias(logits, rows.behind(self._num_tokens), self._state)

@@ -75,12 +75,13 @@ class Slots:
         self.write_tokens(request, 0, request.token_ids)
         self.rewind(request)
         params = request.params
-        self.sampling.temperature[slot] = params.temperature
-        self.sampling.top_k[slot] = params.top_k
-        self.sampling.top_p[slot] = params.top_p
-        self.sampling.min_p[slot] = params.min_p
-        self.sampling.seed[slot] = _as_int64(params.seed)
-        self.sampling.rule[slot] = RULES[params.verification or self._verification]
+        # Not `field[slot] = value`: assigning a number waits for the GPU.
+        self.sampling.temperature[slot].fill_(params.temperature)
+        self.sampling.top_k[slot].fill_(params.top_k)
+        self.sampling.top_p[slot].fill_(params.top_p)
+        self.sampling.min_p[slot].fill_(params.min_p)
+        self.sampling.seed[slot].fill_(_as_int64(params.seed))
+        self.sampling.rule[slot].fill_(RULES[params.verification or self._verification])
 
     def unseat(self, request: Request) -> None:
         assert request.slot is not None
@@ -89,7 +90,7 @@ class Slots:
 
     def rewind(self, request: Request) -> None:
         """Set the device's number of known tokens back to the host's."""
-        self.num_tokens[request.slot] = request.num_tokens
+        self.num_tokens[request.slot].fill_(request.num_tokens)
 
     def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
         """Copy tokens from the host into the request's row, from `position` on."""

@@ -66,7 +66,10 @@ def test_all_is_gathered_before_the_next_step_is_launched_and_read_behind_it(
 def test_nothing_waits_for_the_gpu_until_the_step_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(engine, prompts([20, 30, 25, 8], VOCAB), ASKS)  # compiles
+    lengths = [20, 30, 25, 8, 12, 9]
+    edited = replace(GREEDY, logit_bias={3: 2.0}, min_tokens=2, bad_words=((4, 5), (6,)))
+    asks = [*ASKS, edited, replace(GREEDY, allowed_token_ids=tuple(range(30)))]
+    run(engine, prompts(lengths, VOCAB), asks)  # compiles
     launch, read = engine.worker.launch, engine.worker.read
     modes: list[str] = []
 
@@ -82,7 +85,7 @@ def test_nothing_waits_for_the_gpu_until_the_step_is_read(
     monkeypatch.setattr(engine.worker, "launch", launching)
     monkeypatch.setattr(engine.worker, "read", reading)
     try:
-        run(engine, prompts([20, 30, 25, 8], VOCAB, seed=1), ASKS)
+        run(engine, prompts(lengths, VOCAB, seed=1), asks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert modes
