@@ -21,7 +21,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .linear import add_linear, linear, linear_reference
 from .narrow_matrix import STEP, NarrowMatrix, dequantise, has_4_bits
-from .narrow_numbers import numbers, unpack
+from .narrow_numbers import in_order_by_warp, numbers, output_by_warp, unpack
 from .rms_norm import Norm, rms_norm
 from .split_product import add_parts
 
@@ -179,6 +179,8 @@ def _launch(
         GROUP=matrix.group,
         ROWS=matrix.rows,
         STEP=matrix.half,
+        CHUNK=matrix.chunk,
+        WARPS=tiling["num_warps"],
         GATED=gated,
         ADDS=adds,
         TOGETHER=_TILES_TOGETHER,
@@ -218,6 +220,8 @@ def _narrow_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WARPS: tl.constexpr,
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -240,6 +244,9 @@ def _narrow_kernel(
     num_weight_rows = num_out * (2 if GATED else 1)
     weight_row = n + i // OUTS * num_out
     is_row, is_out = row < num_rows, n < num_out
+    read = output_by_warp(i, WARPS)
+    is_read = tile_n * OUTS + read % OUTS < num_out
+    read_row = tile_n * OUTS + read % OUTS + read // OUTS * num_out
     split = tl.program_id(1)
     if DEPENDENT:
         first_code = tl.minimum(weight_row, num_weight_rows - 1).to(tl.int64) * WIDTH
@@ -249,9 +256,9 @@ def _narrow_kernel(
     wait_for_inputs(DEPENDENT)
     if parts_ptr is not None:
         part = _share(
-            x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, is_row, is_out, x_stride,
-            scale_stride, num_weight_rows, split, KIND, NUM_IN, WIDTH, SHARE, GROUP, ROWS, STEP,
-            IN_PAIRS, BLOCK_M, BLOCK_N,
+            x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, read_row, is_row, is_out,
+            is_read, x_stride, scale_stride, num_weight_rows, split, KIND, NUM_IN, WIDTH, SHARE,
+            GROUP, ROWS, STEP, CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS,
         )  # fmt: skip
         part_at = parts_ptr + row * num_weight_rows + weight_row[:, None]
         stride = num_rows.to(tl.int64) * num_weight_rows
@@ -273,9 +280,9 @@ def _narrow_kernel(
             total = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
         for each in tl.static_range(SPLITS):
             total += _share(
-                x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, is_row, is_out, x_stride,
-                scale_stride, num_weight_rows, each, KIND, NUM_IN, WIDTH, SHARE, GROUP, ROWS, STEP,
-                IN_PAIRS, BLOCK_M, BLOCK_N,
+                x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, read_row, is_row, is_out,
+                is_read, x_stride, scale_stride, num_weight_rows, each, KIND, NUM_IN, WIDTH, SHARE,
+                GROUP, ROWS, STEP, CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS,
             )  # fmt: skip
     if out_ptr is not None:
         if bias_ptr is not None:
@@ -300,46 +307,54 @@ def _narrow_kernel(
 
 @triton.jit
 def _share(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, is_row, is_out, x_stride, scale_stride,
-    zero_stride, split, KIND: tl.constexpr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr,
-    SHARE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, row, weight_row, read_row, is_row, is_out, is_read,
+    x_stride, scale_stride, zero_stride, split, KIND: tl.constexpr, NUM_IN: tl.constexpr,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Products over one split of the inputs, scaled. Shape: [BLOCK_N, BLOCK_M] float32."""
     HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     ONE_GROUP: tl.constexpr = GROUP >= NUM_IN
-    k = tl.arange(0, STEP)
-    codes_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    k = tl.arange(0, CHUNK)
+    codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * WIDTH + k[None, :]
     x_at = x_ptr + row * x_stride + k[:, None]
     scale_at = scale_ptr + weight_row // ROWS
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(split * SHARE, (split + 1) * SHARE, STEP):
-        in_codes = is_out[:, None]
-        if WIDTH % STEP != 0:
-            in_codes = is_out[:, None] & (start + k < WIDTH)[None, :]
-        codes = tl.load(codes_at + start, mask=in_codes, other=0)
-        low, high = numbers(codes, zero_ptr is not None, KIND, x_ptr.dtype.element_ty, IN_PAIRS)
         for half in tl.static_range(HALVES):
-            first = start * HALVES + half * STEP
-            in_x = is_row
-            if NUM_IN % (STEP * HALVES) != 0:
-                in_x = is_row & (first + k < NUM_IN)[:, None]
-            x = tl.load(x_at + first, mask=in_x, other=0.0)
-            group = tl.minimum(first, NUM_IN - 1) // GROUP  # a row may end in padding
-            weight = low
-            if half == 1:
-                weight = high
-            if zero_ptr is not None:
-                zero_at = zero_ptr + group * zero_stride + weight_row
-                zero = tl.load(zero_at, mask=is_out, other=0).to(tl.float32)
-                if KIND == "int4" and IN_PAIRS:
-                    zero += 128.0
-                weight = weight - zero.to(weight.dtype)[:, None]
+            group = tl.minimum(start * HALVES + half * STEP, NUM_IN - 1) // GROUP  # the end pads
+            part = y
+            if not ONE_GROUP:
+                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for chunk in tl.static_range(STEP // CHUNK):
+                in_codes = is_read[:, None]
+                if WIDTH % STEP != 0:
+                    in_codes = is_read[:, None] & (start + chunk * CHUNK < WIDTH)
+                codes = tl.load(codes_at + start + chunk * CHUNK, mask=in_codes, other=0)
+                codes = in_order_by_warp(codes, BLOCK_N, CHUNK, WARPS)
+                low, high = numbers(
+                    codes, zero_ptr is not None, KIND, x_ptr.dtype.element_ty, IN_PAIRS
+                )
+                weight = low
+                if half == 1:
+                    weight = high
+                if zero_ptr is not None:
+                    zero_at = zero_ptr + group * zero_stride + weight_row
+                    zero = tl.load(zero_at, mask=is_out, other=0).to(tl.float32)
+                    if KIND == "int4" and IN_PAIRS:
+                        zero += 128.0
+                    weight = weight - zero.to(weight.dtype)[:, None]
+                first = start * HALVES + half * STEP + chunk * CHUNK
+                in_x = is_row
+                if NUM_IN % (STEP * HALVES) != 0:
+                    in_x = is_row & (first + k < NUM_IN)[:, None]
+                x = tl.load(x_at + first, mask=in_x, other=0.0)
+                part = tl.dot(weight, x, part, input_precision="ieee")
             if ONE_GROUP:
-                y = tl.dot(weight, x, y, input_precision="ieee")
+                y = part
             else:
                 scale = tl.load(scale_at + group * scale_stride, mask=is_out, other=0.0)
-                part = tl.dot(weight, x, input_precision="ieee")
                 y += part * scale.to(tl.float32)[:, None]
     if ONE_GROUP:
         y *= tl.load(scale_at, mask=is_out, other=0.0).to(tl.float32)[:, None]

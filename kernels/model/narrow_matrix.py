@@ -4,6 +4,10 @@
 
 Of 8-bit codes a byte is one number. Of 4-bit codes it is two: of `half` inputs the low nibbles, of
 the next `half` the high ones, so that a block of bytes becomes two blocks of numbers side by side.
+
+The bytes of a row stand in another order: of 64 (or 32) of them, those that one thread hands to the
+tensor cores follow each other. Tensor cores take 16 inputs at a time, of which thread t of four has
+2t, 2t + 1, 2t + 8 and 2t + 9. So a thread reads 16 bytes at once and passes none on.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,6 @@ Kind = Literal["fp8", "int8", "fp4", "int4"]
 STEP = 128
 # Groups of inputs that share a scale: these, or multiples of STEP, or all inputs.
 SMALL_GROUPS = (32, 64)
-_ALIGNED_BYTES = 16  # of which a row is a multiple, so that whole words are read
 _NO_ZERO = {"fp8": 0, "int8": 0, "fp4": 0, "int4": 8}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MAX_E4M3 = 448.0
@@ -52,9 +55,18 @@ class NarrowMatrix(NamedTuple):
         """Inputs of a step of a product: whole groups, or a part of one."""
         return _half(self.group)
 
+    @property
+    def chunk(self) -> int:
+        """Bytes of a row whose order is changed among themselves."""
+        return _chunk(self.group)
+
 
 def _half(group: int) -> int:
     return group if group in SMALL_GROUPS else STEP
+
+
+def _chunk(group: int) -> int:
+    return min(64, _half(group))
 
 
 def has_4_bits(kind: Kind) -> bool:
@@ -91,11 +103,14 @@ def narrow_matrix(
         half = _half(group)
         codes = F.pad(codes, (0, -num_in % (2 * half))).reshape(num_out, -1, 2, half)
         codes = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1)
-    if missing := -codes.shape[1] % _ALIGNED_BYTES:
-        codes = F.pad(codes.contiguous().view(torch.int8), (0, missing)).view(codes.dtype)
-    return NarrowMatrix(
-        kind, codes.contiguous(), scale.contiguous(), zero, num_in, group, rows, order
-    )
+    chunk = _chunk(group)
+    plain = codes.contiguous().view(torch.uint8)
+    if missing := -plain.shape[1] % chunk:
+        plain = F.pad(plain, (0, missing))
+    # [N, chunks, tensor cores' turn, half of its 16 inputs, thread, input of two]
+    turns = plain.view(num_out, -1, chunk // 16, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
+    codes = turns.reshape(num_out, -1).view(codes.dtype)
+    return NarrowMatrix(kind, codes, scale.contiguous(), zero, num_in, group, rows, order)
 
 
 def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
@@ -176,10 +191,12 @@ def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
 
 def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
     """What the codes of some rows stand for, before zero and scale. Shape: [rows, K] float32."""
-    codes = matrix.codes[part]
+    chunk, half = matrix.chunk, matrix.half
+    bytes_ = matrix.codes[part].view(torch.uint8)
+    threads = bytes_.view(len(bytes_), -1, 4, chunk // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    codes = threads.reshape(len(bytes_), -1)
     if not has_4_bits(matrix.kind):
-        return codes[:, : matrix.num_in].float()
-    half = matrix.half
+        return codes.view(matrix.codes.dtype)[:, : matrix.num_in].float()
     codes = codes.view(len(codes), -1, 1, half)
     nibbles = torch.cat((codes & 15, codes >> 4), 2).flatten(1)[:, : matrix.num_in]
     if matrix.kind == "int4":

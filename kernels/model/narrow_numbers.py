@@ -27,6 +27,7 @@ def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
         GROUP=matrix.group,
         ROWS=matrix.rows,
         STEP=matrix.half,
+        CHUNK=matrix.chunk,
         BLOCK_N=_BLOCK_N,
         num_warps=4,
     )
@@ -61,6 +62,32 @@ def numbers(
         low = ((codes & 15).to(tl.int16) - offset).to(DTYPE)
         high = ((codes >> 4).to(tl.int16) - offset).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def in_order(codes, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """A block of a matrix's bytes in the order of the inputs. Shape: [BLOCK_N, WIDTH]."""
+    codes = tl.reshape(codes, [BLOCK_N, WIDTH // CHUNK, 4, CHUNK // 16, 2, 2])
+    return tl.reshape(tl.permute(codes, (0, 1, 3, 4, 2, 5)), [BLOCK_N, WIDTH])
+
+
+@triton.jit
+def in_order_by_warp(codes, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, WARPS: tl.constexpr):
+    """As `in_order`, of a block whose row `i` is output `output_by_warp(i)`, which comes out at its
+    place. No number moves between threads: each has read what it multiplies.
+
+    Shape: [BLOCK_N, CHUNK].
+    """
+    shape: tl.constexpr = [BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, CHUNK // 16, 2, 2]
+    codes = tl.permute(tl.reshape(codes, shape), (0, 2, 1, 3, 5, 6, 4, 7))
+    return tl.reshape(codes, [BLOCK_N, CHUNK])
+
+
+@triton.jit
+def output_by_warp(i, WARPS: tl.constexpr):
+    """Loads give a warp 8 rows at a time, tensor cores 16."""
+    first = i // (16 * WARPS) * (16 * WARPS)
+    return first + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
 
 
 @triton.jit
@@ -107,6 +134,7 @@ def _unpack_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: a step of BLOCK_N outputs."""
@@ -117,7 +145,7 @@ def _unpack_kernel(
     is_out = n < num_out
     codes_at = codes_ptr + n.to(tl.int64)[:, None] * WIDTH + start + k[None, :]
     inside = is_out[:, None] & (start + k < WIDTH)[None, :]
-    codes = tl.load(codes_at, mask=inside, other=0)
+    codes = in_order(tl.load(codes_at, mask=inside, other=0), BLOCK_N, STEP, CHUNK)
     low, high = numbers(codes, zero_ptr is not None, KIND, tl.float32, False)
     for half in tl.static_range(HALVES):
         first = start * HALVES + half * STEP
