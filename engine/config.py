@@ -38,6 +38,7 @@ class SpeculationConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     page_size_tokens: int = 16
+    dtype: str = "auto"  # of keys and values: auto (the model's) | fp8 (CUDA; rounds them)
     num_pages: int | None = None  # None: as many as fit in memory
     memory_fraction: float = 0.5  # CPU only: share of the memory left free by the models
     prefix_caching: bool = True

@@ -140,6 +140,8 @@ class PagedAttention:
     window: int | None = None  # tokens that a row sees, itself included
     softcap: float | None = None
     sinks: Tensor | None = None  # [num_heads]
+    k_scale: float = 1.0  # by which keys are divided in pages of FP8
+    v_scale: float = 1.0  # and values
     pages: KVPages | None = None
 
     @property
@@ -165,6 +167,8 @@ class PagedAttention:
                 self.window,
                 self.softcap,
                 self.sinks,
+                self.k_scale,
+                self.v_scale,
             )
         if context.behind is not None:  # a rejected draft, or whoever had the page, may leave NaN
             for pages in (keys, values):

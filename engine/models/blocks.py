@@ -37,13 +37,17 @@ class AttentionMixer:
         self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
     ) -> Tensor | None:
         qkv = _of_normed(self.qkv, x, normed, self.norm)
+        q_norm, k_norm = self.head_norms or (None, None)
         query = rope_and_store(
             qkv,
             *context.rotary(self.rope, x.dtype),
             *self.attention.bound_pages,
             context.batch.slot_mapping,
             self.attention.num_heads,
-            *(self.head_norms or (None, None)),
+            q_norm,
+            k_norm,
+            self.attention.k_scale,
+            self.attention.v_scale,
         )
         out = self.attention(query, context)
         return self.output.add_to(x, out.flatten(1), norm=next_norm)

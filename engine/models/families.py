@@ -14,6 +14,7 @@ from outrider.kernels.model.rms_norm import Norm
 
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
+from .checkpoint import Checkpoint
 from .decoder import Decoder
 from .gguf_checkpoint import AnyCheckpoint
 
@@ -133,6 +134,8 @@ def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
                 value_dim=head_dim,
                 scale=head_dim**-0.5,
                 window=_window(config, i),
+                k_scale=_kv_scale(checkpoint, attention, "k"),
+                v_scale=_kv_scale(checkpoint, attention, "v"),
             ),
             rope=rope if has_rope[i] else no_rope,
             head_norms=(norm(f"{attention}.q_norm"), norm(f"{attention}.k_norm"))
@@ -148,6 +151,25 @@ def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
     embedding = checkpoint.tensor("model.embed_tokens.weight")
     head = checkpoint.head("lm_head", embedding if config.tie_word_embeddings else None)
     return Decoder(embedding, blocks, norm("model.norm"), head)
+
+
+# What checkpoints call what keys and values in FP8 are multiplied by; the last is of both.
+_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_scale")
+
+
+def _kv_scale(checkpoint: AnyCheckpoint, attention: str, which: str) -> float:
+    """The scale of keys ("k") or values ("v") in pages of FP8; 1 if the checkpoint has none.
+
+    Raises ValueError if heads have scales of their own.
+    """
+    names = [f"{attention}.{name.format(which)}" for name in _KV_SCALES]
+    name = next((name for name in names if name in checkpoint), None)
+    if name is None or not isinstance(checkpoint, Checkpoint):
+        return 1.0
+    scale = checkpoint.stored(name)
+    if scale.numel() != 1:
+        raise ValueError(f"{name} has {scale.numel()} scales; one for all heads is read")
+    return float(scale)
 
 
 def _window(config: Any, layer: int) -> int | None:

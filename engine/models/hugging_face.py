@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from outrider.kernels.model.rope import store
+
 from .admission import UnsupportedModelError
 from .attention import PagedAttention, PassContext
 from .network import Network, Pass
@@ -131,9 +133,10 @@ class HuggingFaceModel(Network):
             )
             return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
         attention = self._attention_of[module]
-        for pages, given in zip(attention.bound_pages, (key, value), strict=True):
-            rows = given[0].transpose(0, 1).to(pages.dtype)
-            pages.flatten(0, 1).index_copy_(0, self._context.batch.slot_mapping, rows)
+        keys, values = attention.bound_pages
+        places = self._context.batch.slot_mapping
+        store(keys, places, key[0].transpose(0, 1), attention.k_scale)
+        store(values, places, value[0].transpose(0, 1), attention.v_scale)
         return attention(query[0].transpose(0, 1), self._context)[None], None
 
     @torch.inference_mode()

@@ -16,6 +16,7 @@ class PagedLayers(ABC):
     dtype: torch.dtype
     device: torch.device
     vocab_size: int  # width of the logits
+    cache_dtype: torch.dtype | None = None  # of keys and values; None: the model's
 
     @property
     @abstractmethod
@@ -55,6 +56,8 @@ class PagedLayers(ABC):
             layer.pages = None
 
     def _cache_dtype(self, layer: PagedAttention) -> torch.dtype:
+        if self.cache_dtype is not None:
+            return self.cache_dtype
         # Measured: with one query head a KV head, bfloat16 takes five times as long on a CPU.
         is_slow = self.device.type == "cpu" and layer.num_heads == layer.num_kv_heads
         return torch.float32 if is_slow else self.dtype

@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 
+from outrider.kernels._dispatch import uses_triton
+
 from ..api import ReportProgress
 from ..config import EngineConfig
 from ..state.slots import Slots
@@ -15,6 +17,23 @@ from .paged_layers import PagedLayers
 from .paged_model import PagedModel
 
 log = logging.getLogger(__name__)
+
+
+def _cache_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    if name == "auto":
+        return None
+    if name != "fp8":
+        raise ValueError(f"cache.dtype is {name!r}; it may be auto or fp8")
+    if not uses_triton(torch.empty(0, device=device)):
+        raise ValueError("cache.dtype is fp8, which is read on a GPU only; leave it at auto")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"cache.dtype is fp8, which {name} has not; leave it at auto")
+    log.warning(
+        "cache.dtype is fp8: keys and values are rounded to 8 bits, so that this is another model "
+        "than with a cache of its own dtype"
+    )
+    return torch.float8_e4m3fn
 
 
 class ModelPair:
@@ -30,6 +49,7 @@ class ModelPair:
         report: ReportProgress,
     ) -> None:
         device = torch.device(config.device)
+        cache_dtype = _cache_dtype(config.cache.dtype, device)
         self.target = PagedModel(
             config.target,
             device,
@@ -48,6 +68,8 @@ class ModelPair:
             else:
                 self.draft = PagedModel(config.draft, device, progress, is_draft=True)
                 self._models["draft"] = self.draft
+        for model in self._models.values():
+            model.cache_dtype = cache_dtype
         self.vocab_size = config.vocab_size or self.target.vocab_size
         for role, model in self._models.items():
             if model.vocab_size < self.vocab_size:

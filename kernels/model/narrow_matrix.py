@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fp8 import MAX_E4M3, to_e4m3
+
 Kind = Literal["fp8", "int8", "fp4", "int4"]
 
 # Inputs that a step of a product takes at most; a 4-bit row is packed in steps.
@@ -25,7 +27,6 @@ STEP = 128
 SMALL_GROUPS = (32, 64)
 _NO_ZERO = {"fp8": 0, "int8": 0, "fp4": 0, "int4": 8}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MAX_E4M3 = 448.0
 _ROWS_AT_ONCE = 4096
 
 
@@ -157,8 +158,8 @@ def round_to_fp8(weight: Tensor) -> NarrowMatrix:
     for first in range(0, len(weight), _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
         plain = weight[part].float()
-        scale[0, part] = plain.abs().amax(1).clamp_min(1e-12) / _MAX_E4M3
-        codes[part] = (plain / scale[0, part, None]).clamp(-_MAX_E4M3, _MAX_E4M3)
+        scale[0, part] = plain.abs().amax(1).clamp_min(1e-12) / MAX_E4M3
+        codes[part] = to_e4m3(plain / scale[0, part, None])
     return narrow_matrix("fp8", codes, scale, group=weight.shape[1])
 
 

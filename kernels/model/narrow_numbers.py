@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..triton_or_none import tl, triton
+from .fp8 import from_e4m3
 from .narrow_matrix import NarrowMatrix
 
 _BLOCK_N = 64
@@ -43,9 +44,7 @@ def numbers(
     With zero points, int4 comes 128 too large IN_PAIRS: the zero takes it away.
     """
     if KIND == "fp8":
-        low = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        if tl.float16 != DTYPE:  # directly to bfloat16 is an instruction of a quarter of the rate
-            low = low.to(tl.float32).to(DTYPE)
+        low = from_e4m3(codes, DTYPE)
         high = low
     elif KIND == "int8":
         low = codes.to(tl.int8, bitcast=True).to(DTYPE)

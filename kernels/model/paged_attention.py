@@ -28,6 +28,7 @@ from ..dependent_launch import (
 )
 from ..triton_or_none import tl, triton
 from .attention_items import WIDTH, AttentionItems, split_of, start_of
+from .fp8 import as_bytes, from_e4m3
 
 # Of one row: the large product behind them starts early where programs leave it registers.
 _MANY_OUTPUTS = 4096
@@ -45,6 +46,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Attention of all rows of a ragged batch: prefill chunks, decodes and verifications alike.
 
@@ -57,6 +60,7 @@ def paged_attention(
         items: of this batch, with num_heads // num_kv_heads heads to a KV head
         block_table: [num_slots, pages of the longest sequence possible] int32
         sinks: [num_heads] or None
+        k_scale, v_scale: what keys and values were divided by, if pages are FP8
         returns: [T, num_heads, value_dim]
     """
     num_rows, num_heads, head_dim = query.shape
@@ -65,6 +69,9 @@ def paged_attention(
     assert block_table.stride(-1) == 1
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     assert scale > 0
+    in_fp8 = k_cache.dtype == torch.float8_e4m3fn
+    tiling = _tiling(query, items, k_cache, v_cache, block_table)
+    k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     part = part_state = counters = None
     if items.num_splits > 1:
         shape = (num_rows, num_heads, items.num_splits)
@@ -87,7 +94,8 @@ def paged_attention(
         items.items,
         items.num_items,
         block_table,
-        scale,
+        scale * k_scale if in_fp8 else scale,
+        v_scale,
         softcap or 0.0,
         window or 0,
         block_table.stride(0),
@@ -109,7 +117,8 @@ def paged_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         PHASES=2 if items.is_prefill and window is None else 1,
-        **_tiling(query, items, k_cache, v_cache, block_table),
+        IN_FP8=in_fp8,
+        **tiling,
         **dependent_launch(query.device),
     )
     return out
@@ -163,6 +172,7 @@ def _paged_attention_kernel(
     num_items_ptr,  # [1]
     block_table_ptr,  # [num_slots, pages]
     scale,
+    v_scale,
     softcap,
     window,
     block_table_stride,
@@ -189,6 +199,7 @@ def _paged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PHASES: tl.constexpr,
+    IN_FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):
@@ -281,15 +292,18 @@ def _paged_attention_kernel(
                     if EARLY:
                         # What earlier passes stored comes while the kernel before still runs.
                         old = n < context_len
-                        key = tl.load(k_at, mask=k_mask & old[None, :], other=0.0)
-                        value = tl.load(v_at, mask=v_mask & old[:, None], other=0.0)
+                        key = tl.load(k_at, mask=k_mask & old[None, :], other=0)
+                        value = tl.load(v_at, mask=v_mask & old[:, None], other=0)
                         wait_for_inputs(DEPENDENT)
                         query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
                         key = tl.load(k_at, mask=k_mask & ~old[None, :], other=key)
                         value = tl.load(v_at, mask=v_mask & ~old[:, None], other=value)
                     else:
-                        key = tl.load(k_at, mask=k_mask, other=0.0)
-                        value = tl.load(v_at, mask=v_mask, other=0.0)
+                        key = tl.load(k_at, mask=k_mask, other=0)
+                        value = tl.load(v_at, mask=v_mask, other=0)
+                    if IN_FP8:
+                        key = from_e4m3(key, query.dtype)
+                        value = from_e4m3(value, query.dtype)
                     best, total, acc = _attend(
                         query, key, value, n, position, best, total, acc, scale, softcap, window,
                         phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW, SUMS,
@@ -326,6 +340,8 @@ def _paged_attention_kernel(
                 no_value = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
                 one = tl.full([BLOCK_M], 1.0, tl.float32)
                 best, total, acc = _add(best, total, acc, sink, one, no_value)
+            if IN_FP8:
+                acc *= v_scale
             tl.store(
                 out_ptr + out_row[:, None] * VALUE_DIM + value_dims,
                 (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),

@@ -13,6 +13,7 @@ from ..dependent_launch import (
     wait_for_inputs,
 )
 from ..triton_or_none import tl, triton
+from .fp8 import as_bytes, e4m3_bytes, to_e4m3
 from .rms_norm import Norm, rms_norm_reference
 
 _HEADS_PER_PROGRAM = 8
@@ -54,6 +55,8 @@ def rope_and_store(
     num_heads: int,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Return rotated queries; store rotated keys, and values, in the pages.
 
@@ -66,6 +69,8 @@ def rope_and_store(
         Shape: [T, head_dim].
     k_cache, v_cache
         Shape: [num_pages, page_size, num_kv_heads, head_dim], dense. On a CPU of any dtype.
+    k_scale, v_scale
+        By which keys and values are divided, if pages are FP8.
     slot_mapping
         page * page_size + offset of each row. Shape: [T].
     q_norm, k_norm
@@ -80,20 +85,23 @@ def rope_and_store(
     assert cos.shape[-1] == head_dim
     if not uses_triton(qkv):
         return rope_and_store_reference(
-            qkv, cos, sin, k_cache, v_cache, slot_mapping, num_heads, q_norm, k_norm
-        )
+            qkv, cos, sin, k_cache, v_cache, slot_mapping, num_heads, q_norm, k_norm, k_scale,
+            v_scale,
+        )  # fmt: skip
     num_rows = len(qkv)
     all_heads = num_heads + 2 * num_kv_heads
     _rope_and_store_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
         qkv,
         cos,
         sin,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         slot_mapping,
         q_norm.weight if q_norm else None,
         k_norm.weight if k_norm else None,
         q_norm.eps if q_norm else 0.0,
+        1.0 / k_scale,
+        1.0 / v_scale,
         cos.stride(0),
         sin.stride(0),
         NUM_HEADS=num_heads,
@@ -101,6 +109,7 @@ def rope_and_store(
         HALF=head_dim // 2,
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
         HEADS=_HEADS_PER_PROGRAM,
+        IN_FP8=k_cache.dtype == torch.float8_e4m3fn,
         num_warps=4,
         **dependent_launch(qkv.device),
     )
@@ -117,6 +126,8 @@ def rope_and_store_reference(
     num_heads: int,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(len(qkv), -1, head_dim)
@@ -132,9 +143,19 @@ def rope_and_store_reference(
     out_first.addcmul_(second, sin_first, value=-1)
     out_second.addcmul_(first, sin_second)
     query, key = out.tensor_split([num_heads], dim=1)
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(v_cache.dtype))
+    store(k_cache, slot_mapping, key, k_scale)
+    store(v_cache, slot_mapping, value, v_scale)
     return query
+
+
+def store(cache: Tensor, slot_mapping: Tensor, rows: Tensor, scale: float) -> None:
+    """Write rows to their places in the pages, divided by the scale if these are FP8.
+
+    Shape: cache [num_pages, page_size, num_kv_heads, dim], slot_mapping [T], rows [T, heads, dim].
+    """
+    in_fp8 = cache.dtype == torch.float8_e4m3fn
+    kept = to_e4m3(rows.float() * (1.0 / scale)) if in_fp8 else rows.to(cache.dtype)
+    as_bytes(cache.flatten(0, 1)).index_copy_(0, slot_mapping, as_bytes(kept))
 
 
 @triton.jit
@@ -165,6 +186,8 @@ def _rope_and_store_kernel(
     q_norm_ptr,  # [2 * HALF] or None
     k_norm_ptr,  # [2 * HALF] or None
     eps,
+    k_factor,
+    v_factor,
     cos_stride,
     sin_stride,
     NUM_HEADS: tl.constexpr,
@@ -172,6 +195,7 @@ def _rope_and_store_kernel(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
+    IN_FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One program: HEADS heads of one row, of whatever kind."""
@@ -210,6 +234,11 @@ def _rope_and_store_kernel(
     tl.store(at, rotated_a, mask=is_query & in_head)
     tl.store(at + HALF, rotated_b, mask=is_query & in_head)
 
+    if IN_FP8:
+        rotated_a = e4m3_bytes(rotated_a.to(tl.float32) * k_factor)
+        rotated_b = e4m3_bytes(rotated_b.to(tl.float32) * k_factor)
+        raw_a = e4m3_bytes(raw_a.to(tl.float32) * v_factor)
+        raw_b = e4m3_bytes(raw_b.to(tl.float32) * v_factor)
     key_head = slot * NUM_KV_HEADS + head - NUM_HEADS
     key_at = k_ptr + key_head * 2 * HALF + d
     tl.store(key_at, rotated_a, mask=is_key & in_head)

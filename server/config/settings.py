@@ -129,6 +129,12 @@ class CacheSettings(Section):
     """The paged KV cache."""
 
     page_size_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens of one page.")
+    dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="What keys and values are kept in. auto: the model's dtype. fp8, on cuda: half "
+        "of that, so that twice as many tokens fit; all are rounded to 8 bits, which makes it "
+        "another model. Scales are the checkpoint's, or 1.",
+    )
     num_pages: int | None = Field(
         default=None,
         ge=2,

@@ -9,6 +9,7 @@ from outrider.kernels.model import attention_items
 from outrider.kernels.model import paged_attention as module
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.attention_reference import paged_attention_reference, row_blocks
+from outrider.kernels.model.fp8 import to_e4m3
 from outrider.kernels.model.paged_attention import paged_attention
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -51,9 +52,20 @@ def test_kernel_equals_reference_in_float32(
     check(batch, 6, 2, 40, 24, 70, 5.0, True, device)
 
 
+@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("batch", [BATCH, LONG, [(1, 150)]], ids=["mixed", "long", "alone"])
+def test_pages_may_be_fp8(
+    batch: list[tuple[int, int]], same_bits: bool, device: torch.device
+) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    check(batch, 6, 2, 40, 24, 70, None, True, device, dtype, same_bits, in_fp8=True)
+    check(batch, 8, 2, 64, 64, None, None, False, device, dtype, same_bits, in_fp8=True)
+
+
 def test_one_row_of_many_heads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "num_programs", lambda *_: 132)  # more than there are blocks
     check([(1, 150)], 32, 8, 128, 128, None, None, False, device)
+    check([(1, 150)], 32, 8, 128, 128, None, None, False, device, in_fp8=True)
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -83,6 +95,7 @@ def check(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     same_bits: bool = False,
+    in_fp8: bool = False,
 ) -> None:
     generator = torch.Generator().manual_seed(num_heads)
 
@@ -105,6 +118,10 @@ def check(
         k_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
         v_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
     table = table.to(device)
+    k_scale = v_scale = 1.0
+    if in_fp8:
+        k_scale, v_scale = 0.5, 3.0
+        k_cache, v_cache = to_e4m3(k_cache / k_scale), to_e4m3(v_cache / v_scale)
     slots = torch.arange(len(batch) - 1, -1, -1, device=device)
     # As Llama hands it over: heads before rows in memory.
     query = randn(num_heads, num_rows, head_dim).transpose(0, 1)
@@ -131,13 +148,15 @@ def check(
         window,
         softcap,
         sinks,
+        k_scale,
+        v_scale,
     )
     expected = torch.cat(
         [
             paged_attention_reference(
                 query[cu[i] : cu[i + 1]].float(),
-                k_cache.float().nan_to_num(),
-                v_cache.float().nan_to_num(),
+                k_cache.float().nan_to_num() * k_scale,
+                v_cache.float().nan_to_num() * v_scale,
                 table[slots[i], : -(-seq_len // PAGE)],
                 row_blocks(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device),
                 scale,

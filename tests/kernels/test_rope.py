@@ -14,8 +14,14 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's
     ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 64), (7, 1, 40)]
 )
 @pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("in_fp8", [False, True])
 def test_kernel_equals_reference(
-    num_heads: int, num_kv_heads: int, head_dim: int, with_norms: bool, device: torch.device
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    with_norms: bool,
+    in_fp8: bool,
+    device: torch.device,
 ) -> None:
     generator = torch.Generator().manual_seed(num_heads)
 
@@ -26,15 +32,25 @@ def test_kernel_equals_reference(
     qkv = randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
     cos, sin = randn(num_rows, head_dim), randn(num_rows, head_dim)
     norms = [Norm(randn(head_dim), 1e-6) for _ in range(2)] if with_norms else [None, None]
+    dtype, scales = torch.float32, (1.0, 1.0)
+    if in_fp8:  # with what no FP8 number reaches
+        dtype, scales = torch.float8_e4m3fn, (0.3, 2.0)
+        qkv[1] *= 1000
     slot_mapping = torch.tensor([9, 3, 17, 4, 22], device=device)
     results = []
     for function in (rope_and_store, rope_and_store_reference):
         k_cache = torch.full((6, page_size, num_kv_heads, head_dim), 7.0, device=device)
+        k_cache = k_cache.to(dtype)
         v_cache = k_cache.clone()
-        query = function(qkv.clone(), cos, sin, k_cache, v_cache, slot_mapping, num_heads, *norms)
-        results.append((query, k_cache, v_cache))
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        args = (cos, sin, k_cache, v_cache, slot_mapping, num_heads, *norms, *scales)
+        results.append((function(qkv.clone(), *args), k_cache.float(), v_cache.float()))
+    for i, (got, expected) in enumerate(zip(*results, strict=True)):
+        if in_fp8 and i > 0:
+            # Which of two is nearest may hang on the last bit; and where a mantissa is rounded up
+            # to the next power of two the interpreter forgets to count the exponent up.
+            assert (got != expected).float().mean() < 0.01
+        else:
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

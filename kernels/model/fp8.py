@@ -1,0 +1,35 @@
+"""FP8 (e4m3): 4 bits of exponent, 3 of mantissa, numbers up to 448."""
+
+import torch
+from torch import Tensor
+
+from ..triton_or_none import tl, triton
+
+MAX_E4M3 = 448.0
+_MAX = tl.constexpr(MAX_E4M3)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Rounded to the nearest; what is too large becomes the largest."""
+    return x.float().clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """FP8 as bytes, which every operator and every kernel takes; other tensors as they are."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+@triton.jit
+def e4m3_bytes(x):
+    """Float32 rounded to the nearest; what is too large becomes the largest."""
+    x = tl.minimum(tl.maximum(x, -_MAX), _MAX)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(bytes_, DTYPE: tl.constexpr):
+    """The numbers that these bytes are, exact in DTYPE."""
+    x = bytes_.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    if tl.float16 != DTYPE:  # directly to bfloat16 is an instruction of a quarter of the rate
+        x = x.to(tl.float32).to(DTYPE)
+    return x

@@ -1,0 +1,145 @@
+"""Keys and values in FP8: half the bytes, and the answers of a model that rounds them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, prompts, run, tokens
+from paged import run_prompt
+from safetensors.torch import load_file, save_file
+from tiny_models import DEVICE
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from verification import HAS_KERNELS
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.engine import Engine
+from outrider.engine.models.attention import KVPages
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.network import Network
+from outrider.engine.models.paged_model import PagedModel
+from outrider.engine.models.proof import one_prompt
+
+ON_GPU = DEVICE.type == "cuda"
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+Tiny = Callable[..., Path]
+
+
+@torch.inference_mode()
+def logits_with_fp8_pages(network: Network, input_ids: torch.Tensor) -> torch.Tensor:
+    """Of every row of a prompt. Shape: [T] -> [T, V]."""
+    for layer in network.attentions:
+        shape = (1, len(input_ids), layer.num_kv_heads, layer.head_dim)
+        pages = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+        layer.pages = KVPages(pages, pages.clone())
+    return network(one_prompt(input_ids)).logits
+
+
+@needs_kernels
+# The interpreter rounds 1.95 to 1 in FP8: there torch has to write the pages, as for phi3.
+@pytest.mark.parametrize("architecture", ["phi3", *(["llama", "qwen3"] if ON_GPU else [])])
+@torch.inference_mode()
+def test_logits_are_those_of_rounded_keys_and_values(architecture: str, tiny_model: Tiny) -> None:
+    plain = tiny_model(architecture)
+    network = load_network(ModelConfig(path=str(plain), dtype="float32"), DEVICE)[0]
+    exact, input_ids = run_prompt(network)
+    got = logits_with_fp8_pages(network, input_ids)
+
+    def rounded(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
+        **more: Any,
+    ) -> Any:  # fmt: skip
+        kept = (x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
+        return sdpa_attention_forward(module, query, *kept, *args, **more)
+
+    AttentionInterface.register("rounded", rounded)
+    model = AutoModelForCausalLM.from_pretrained(plain, attn_implementation="rounded").to(DEVICE)
+    expected = model(input_ids[None]).logits[0]
+    difference = (exact - expected).norm()
+    assert difference > 5e-3 * exact.norm()  # or the test would prove nothing
+    # Which of two numbers is nearest may hang on the last bit.
+    assert (got - expected).norm() < 0.1 * difference
+
+
+@needs_kernels
+@pytest.mark.parametrize("names", ["{0}_scale", "{0}_proj.output_scale"])
+def test_scales_are_the_checkpoints(names: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    """Powers of two: numbers that are neither too large nor too small are rounded as without."""
+    path = tiny_model("llama")
+    config = ModelConfig(path=str(path), dtype="float32")
+    network = load_network(config, DEVICE)[0]
+    _, input_ids = run_prompt(network)
+    expected = logits_with_fp8_pages(network, input_ids)
+    scaled = with_scales(path, tmp_path / "scaled", names, torch.tensor([4.0]), torch.tensor(0.25))
+    network = load_network(replace(config, path=str(scaled)), DEVICE)[0]
+    assert [layer.k_scale for layer in network.attentions] == [4.0, 4.0]
+    got = logits_with_fp8_pages(network, input_ids)
+    assert (got - expected).norm() < 0.01 * expected.norm()
+    assert not torch.equal(got, expected)
+
+
+def test_a_scale_for_each_head_is_not_read(tiny_model: Tiny, tmp_path: Path) -> None:
+    scales = torch.ones(2, 1, 1)
+    path = with_scales(tiny_model("llama"), tmp_path / "heads", "{0}_scale", scales, scales)
+    config = ModelConfig(path=str(path), dtype="float32", quantization="fp8")
+    with pytest.raises(ValueError, match="k_scale has 2 scales; one for all heads is read"):
+        load_network(config, DEVICE)
+
+
+def with_scales(
+    path: Path, folder: Path, names: str, key: torch.Tensor, value: torch.Tensor
+) -> Path:
+    folder.mkdir()
+    for file in path.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    for i in range(2):
+        for which, scale in (("k", key), ("v", value)):
+            tensors[f"model.layers.{i}.self_attn.{names.format(which)}"] = scale.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_token_takes_a_byte_a_number(tiny_model: Tiny) -> None:
+    model = PagedModel(ModelConfig(path=str(tiny_model()), dtype="float32"), DEVICE)
+    layers = model.attentions
+    num_numbers = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers)
+    assert model.bytes_per_token == 4 * num_numbers
+    model.cache_dtype = torch.float8_e4m3fn
+    assert model.bytes_per_token == num_numbers
+    model.bind_cache(num_pages=3, page_size=4)
+    pages = layers[0].bound_pages
+    assert pages.keys.nbytes == 3 * 4 * layers[0].num_kv_heads * layers[0].head_dim
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="says what a CPU refuses")
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [("fp8", "cache.dtype is fp8, which is read on a GPU only"), ("int8", "may be auto or fp8")],
+)
+def test_what_is_not_served_is_refused(dtype: str, reason: str, tiny_model: Tiny) -> None:
+    config = engine_config(tiny_model(), k=0)
+    with pytest.raises(ValueError, match=reason):
+        Engine(replace(config, cache=replace(config.cache, dtype=dtype)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_answers_are_equal_with_and_without_drafts(tiny_model: Tiny) -> None:
+    shape = {"hidden_size": 192, "num_attention_heads": 6, "scale": 0.06}
+    target, draft = tiny_model("llama", **shape), tiny_model("llama", **shape | {"scale": 0.066})
+    answers = []
+    for k in (0, 3):
+        config = engine_config(target, draft, k=k, page_size=16, max_num_seqs=8)
+        models = {
+            role: replace(getattr(config, role), dtype="bfloat16") for role in ("target", "draft")
+        }
+        cache = replace(config.cache, dtype="fp8")
+        engine = Engine(replace(config, cache=cache, batch_invariant=True, **models))
+        assert engine.worker.pair.target.attentions[0].bound_pages.keys.element_size() == 1
+        assert engine.worker.pair.draft.attentions[0].bound_pages.keys.element_size() == 1
+        answers.append([tokens(outputs) for outputs in run(engine, prompts((3, 40)), GREEDY)])
+    assert answers[0] == answers[1]
