@@ -1,7 +1,7 @@
 """Tokens a second of a pair, and where a step's time goes, by batch size and k, on a GPU.
 
     python benchmarks/engine.py TARGET DRAFT [--batch 1 8 32 64] [--k 0 4] [--best-of 8]
-    python benchmarks/engine.py TARGET HEAD --tokens-a-step 2.7
+    python benchmarks/engine.py TARGET HEAD --tokens-a-step 2.7 --quantization fp8
 
 Needs torch, triton and transformers only. Prompts are random token ids, 128 of them, and 256 tokens
 are decoded, as in the tables of other engines this is compared with. Every line decodes the same
@@ -61,13 +61,20 @@ def build(args: argparse.Namespace) -> Engine:
     num_pages = 1 + max(args.batch) * (longest // PAGE_TOKENS + 1)
     return Engine(
         EngineConfig(
-            target=ModelConfig(path=args.target, dtype=args.dtype),
-            draft=ModelConfig(path=args.draft, dtype=args.dtype) if k else None,
+            target=ModelConfig(path=args.target, dtype=args.dtype, quantization=args.quantization),
+            draft=ModelConfig(
+                path=args.draft, dtype=args.dtype, quantization=args.draft_quantization
+            )
+            if k
+            else None,
             device="cuda",
             batch_invariant=args.batch_invariant,
             max_model_len=longest,
             cache=CacheConfig(
-                page_size_tokens=PAGE_TOKENS, num_pages=num_pages, prefix_caching=False
+                page_size_tokens=PAGE_TOKENS,
+                num_pages=num_pages,
+                prefix_caching=False,
+                dtype=args.cache_dtype,
             ),
             scheduler=SchedulerConfig(max_num_seqs=max(args.batch), max_num_batched_tokens=8192),
             speculation=SpeculationConfig(num_speculative_tokens=k, adaptive=False),
@@ -200,6 +207,9 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("draft")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", choices=["fp8"], help="of the target; see the settings")
+    parser.add_argument("--draft-quantization", choices=["fp8"], help="of the draft model")
+    parser.add_argument("--cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--k", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--best-of", type=int, default=8, help="largest k to try; 0: try none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
