@@ -1,7 +1,8 @@
-"""Programmatic dependent launch: a kernel's programs start while the kernels before it drain.
+"""Programmatic dependent launch: a kernel's programs start while the kernel before it finishes.
 
-Until they wait, they may read weights, and what was written before the first kernel of their kind,
-which is launched plainly: a kernel may allow the next one to start before it waits itself.
+Before it calls `wait_for_inputs`, a kernel may only read weights and what was written before the
+first kernel of the chain, which is launched in the ordinary way. The output of the kernels between
+may not be there yet: each may let the next one start before it has waited itself.
 """
 
 import functools
@@ -21,16 +22,16 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def start_next_kernel(DEPENDENT: tl.constexpr):
-    """The next kernel may start, once every program of this one has come by or ended."""
+    """Let the next kernel start, once every program of this one has called this or ended."""
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """All that was launched before is done and visible.
+    """Wait until everything launched before is done and visible.
 
-    Every program has to come by, also one without work: what follows waits for this kernel alone.
+    Every program must call this, also one without work: the next kernel waits for this one only.
     """
     if DEPENDENT:
         gdc_wait()

@@ -1,11 +1,11 @@
-"""What the host's side of kernels uses of Triton, for systems that have none."""
+"""Replaces the parts of Triton that the host's side of kernels uses, if Triton is missing."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 
 class _NoKernel:
-    """In place of a compiled function."""
+    """Stands for a compiled kernel."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = function.__name__
@@ -38,14 +38,14 @@ def gdc_wait() -> None: ...
 
 
 class _Constant:
-    """In place of `tl.constexpr`: a global of kernels whose value the host may read."""
+    """Stands for `tl.constexpr`, whose value the host may read."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class _Language:
-    """In place of `triton.language`: the types that annotations and constants name."""
+    """Stands for `triton.language`: the names in annotations and constants."""
 
     constexpr = _Constant
 

@@ -1,6 +1,6 @@
-"""Triton; or, on a system that has none (macOS), what lets the files of kernels be imported.
+"""Triton; or, on a system without it (macOS), stand-ins so that kernel files can be imported.
 
-There the references beside the kernels run, and a kernel that is launched says what is missing.
+There the references run, and launching a kernel raises an error that names what is missing.
 """
 
 try:

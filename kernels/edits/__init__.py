@@ -1,1 +1,1 @@
-"""What a request's parameters change about its logits."""
+"""Kernels of the logit edits that requests ask for."""

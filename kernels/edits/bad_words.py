@@ -1,4 +1,4 @@
-"""Token sequences that the output may not have: the last token is banned where it would end one."""
+"""Token sequences that the output must not contain: bans the token that would complete one."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,7 +13,7 @@ _LANES = 64
 
 
 class BadWords(NamedTuple):
-    """By slot: the words' tokens one after another, and where each word ends."""
+    """For each slot: the tokens of all words in one row, and where each word ends."""
 
     token_ids: torch.Tensor  # [S, T] int32
     end: torch.Tensor  # [S, W] int32, exclusive
@@ -24,7 +24,7 @@ class BadWords(NamedTuple):
 def apply_bad_words(
     logits: torch.Tensor, rows: EditRows, bad_words: BadWords, token_ids: torch.Tensor
 ) -> None:
-    """Ban, in place, each word's last token where the rest of the word ends the row's output.
+    """Ban, in place, each word's last token if the row's output ends with the rest of the word.
 
     Parameters
     ----------

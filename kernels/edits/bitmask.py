@@ -1,4 +1,4 @@
-"""Tokens that a row may not have, as a bitmask: allowed ids, and what a grammar admits."""
+"""Bans tokens by a bitmask: for allowed_token_ids and for grammars."""
 
 import torch
 
@@ -14,9 +14,9 @@ def num_words(vocab_size: int) -> int:
 
 
 def pack_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The bitmask that has just these tokens set. Shape: [n] int64 -> [num_words] int32."""
+    """The bitmask in which exactly these tokens are set. Shape: [n] int64 -> [num_words] int32."""
     bits = torch.zeros(num_words(vocab_size) * 32, dtype=torch.int64, device=token_ids.device)
-    bits.index_fill_(0, token_ids, 1)  # an assignment would wait for the GPU
+    bits.index_fill_(0, token_ids, 1)  # an indexed assignment would wait for the GPU
     words = (bits.view(-1, 32) << torch.arange(32, device=bits.device)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
@@ -28,10 +28,10 @@ def apply_bitmask(
     bitmask_row: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Set logits[row[i]] to -inf, in place, where bitmask[bitmask_row[i]] has no bit.
+    """Set logits[row[i]] to -inf, in place, wherever bitmask[bitmask_row[i]] has no bit set.
 
-    Token x is bit x % 32 of word x // 32, as grammar libraries lay it out. Rows that are not named
-    are not touched, nor are ids from vocab_size on.
+    Token x is bit x % 32 of word x // 32, the layout of grammar libraries. Other rows, and ids from
+    vocab_size on, are not touched.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def apply_bitmask_reference(
 ) -> None:
     bits = torch.arange(8, device=bitmask.device)
     unset = (torch.arange(256, device=bitmask.device)[:, None] >> bits) & 1 == 0
-    octets = bitmask[bitmask_row].view(torch.uint8).int()  # little-endian, as every machine here
+    octets = bitmask[bitmask_row].view(torch.uint8).int()  # assumes a little-endian machine
     banned = unset.index_select(0, octets.flatten()).view(len(row), -1)
     for i, mask in zip(row.tolist(), banned, strict=True):
         logits[i, :vocab_size].masked_fill_(mask[:vocab_size], -torch.inf)

@@ -1,11 +1,11 @@
 """Repetition, frequency and presence penalties, counted over each row's own prefix.
 
-    l = l / repetition if l > 0 else l * repetition      where the prefix has the token
-    l = l - frequency * n - presence                     where the output has it n > 0 times
+    l = l / repetition if l > 0 else l * repetition      if the prefix contains the token
+    l = l - frequency * n - presence                     if the output contains it n > 0 times
 
-A table by slot counts the first `num_counted` tokens of each sequence; what lies between them and a
-row's position (the drafts before it, and whatever has not been counted yet) is compared one by one.
-A row is therefore right whenever the table was last brought up to date.
+A table for each slot counts the first `num_counted` tokens. The tokens from there to a row's
+position (drafts, and known tokens not counted yet) are compared one by one. So a row is right
+however long ago the table was updated.
 """
 
 from typing import NamedTuple
@@ -20,13 +20,13 @@ _BLOCK = 1024
 
 
 class Penalties(NamedTuple):
-    """By slot; a slot without penalties has repetition 1 and the others 0."""
+    """For each slot; without penalties, repetition is 1 and the others are 0."""
 
     repetition: torch.Tensor  # [S] float32
     frequency: torch.Tensor  # [S] float32
     presence: torch.Tensor  # [S] float32
     seen: torch.Tensor  # [S, vocab_size] int32: 2 * times in the output + (in the prompt)
-    num_counted: torch.Tensor  # [S] int64, tokens that `seen` has: the prompt's at least
+    num_counted: torch.Tensor  # [S] int64, tokens counted in `seen`: at least the prompt
 
 
 def apply_penalties(
@@ -35,7 +35,7 @@ def apply_penalties(
     penalties: Penalties,
     token_ids: torch.Tensor,
 ) -> None:
-    """Penalise what the rows' prefixes have, in place.
+    """Penalise the tokens of the rows' prefixes, in place.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""What is added to single tokens' logits (logit_bias), or bans them for a while (min_tokens).
+"""Adds a bias to single tokens' logits (logit_bias), or bans them for a while (min_tokens).
 
-Both are one short list a request, without a token twice, so that no two lanes write one logit.
+Both are one short list for each request. No token is in it twice, so no two lanes write one logit.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _LANES = 128
 
 
 class TokenBias(NamedTuple):
-    """By slot; entries from num_entries on mean nothing."""
+    """For each slot; entries from num_entries on are ignored."""
 
     token_ids: torch.Tensor  # [S, E] int32, no token twice in a slot
     bias: torch.Tensor  # [S, E] float32

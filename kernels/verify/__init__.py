@@ -1,1 +1,1 @@
-"""Drawing drafts, and deciding which of them stand."""
+"""Kernels that draw drafts and decide which of them stand."""

@@ -1,7 +1,7 @@
-"""A row's threshold by bisection over bit patterns: any filter, any distribution, no sort.
+"""Finds a row's threshold by bisection over bit patterns: for any filter, without a sort.
 
-For rows without a peak, which candidates.py leaves. Every step reads the whole row; masses are
-fixed-point sums, so the outcome depends on no order.
+For flat rows, which candidates.py cannot handle. Every step reads the whole row. Masses are
+fixed-point sums, so the result does not depend on the order of summation.
 """
 
 import torch
@@ -24,7 +24,7 @@ from .scan import BlockStats, merge_totals
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
 _KEY_STEPS = {torch.float32: 1, torch.float16: 1 << 13, torch.bfloat16: 1 << 16}
-_PROGRAMS_PER_SM = 1  # so that the rows under way fit the L2 cache
+_PROGRAMS_PER_SM = 1  # so that all rows being read fit into the L2 cache
 _WARPS = 16
 _MAX_REGISTERS = 128
 _TILE = 8192  # tokens
@@ -32,7 +32,7 @@ _TILE = 8192  # tokens
 
 @triton.jit
 def _load(row_ptr, start, width, vocab_size, TILE: tl.constexpr):
-    """Ids and logits of a tile; NaN, which no comparison holds for, where the vocabulary ends."""
+    """Ids and logits of a tile; beyond the vocabulary NaN, for which every comparison is false."""
     ids = start + tl.arange(0, TILE)
     x = tl.load(row_ptr + ids, mask=ids < width, other=0.0).to(tl.float32)
     return ids, tl.where(ids < vocab_size, x, float("nan"))
@@ -40,15 +40,17 @@ def _load(row_ptr, start, width, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _mass(weight, TILE: tl.constexpr):
-    """Sums of a tile's vectors of 8, which stay within a thread, in multiples of 2**-40."""
-    return (tl.sum(tl.reshape(weight, (TILE // 8, 8)), 1) * 1099511627776.0).to(tl.int64)
+    """Fixed-point sums of a tile's vectors of 8; a vector lies within one thread."""
+    return fixed(tl.sum(tl.reshape(weight, (TILE // 8, 8)), 1))
 
 
 @triton.jit
 def _reached(
     target, by_mass, low, part, row_max, inv_t, row_ptr, width, vocab_size, TILE: tl.constexpr
 ):
-    """How many of the keys low + part, + 2 part, + 3 part reach the target with all above."""
+    """For how many of the keys low + part, + 2 part, + 3 part the mass from there up reaches the
+    target.
+    """
     first = value_of((low + part).to(tl.int32))
     second = value_of((low + 2 * part).to(tl.int32))
     third = value_of((low + 3 * part).to(tl.int32))
@@ -73,9 +75,9 @@ def _search(
     target, by_mass, lowest, row_max, inv_t, row_ptr, width, vocab_size,
     TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Of the logits that, with all above, reach the target the highest; what is above it.
+    """The highest logit for which it and all above reach the target; and what is above it.
 
-    Both are masses, or counts, in multiples of 2**-40.
+    The target and the second result are masses, or counts, in multiples of 2**-40.
     """
     low = key_of(lowest).to(tl.int64)
     high = key_of(row_max).to(tl.int64) + 1
@@ -105,10 +107,10 @@ def _threshold_by_bisection(
     row_ptr, width, vocab_size, row_max, z, inv_t, top_k, top_p, min_p,
     TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The lowest logit that is kept, id of the last kept of its ties, and the kept mass."""
+    """The lowest kept logit, the id of its last kept tie, and the kept mass."""
     threshold = tl.full((), -float("inf"), tl.float32)
     num_ties = tl.full((), 0x7FFFFFFF, tl.int32)
-    mass = (z * 1099511627776.0).to(tl.int64)
+    mass = fixed(z)
     if (top_k > 0) & (top_k < vocab_size):
         threshold, count = _search(
             top_k.to(tl.float64) * 1099511627776.0, False, threshold, row_max, inv_t, row_ptr,
@@ -144,7 +146,7 @@ def _threshold_by_bisection(
 
 @triton.jit
 def _kept(threshold, num_ties, row_max, inv_t, row_ptr, width, vocab_size, TILE: tl.constexpr):
-    """Mass above a threshold and of its first ties, and the last of these."""
+    """Mass above a threshold and of its first `num_ties` ties; and the id of the last of these."""
     above = tl.zeros((TILE // 8,), tl.int64)
     tied = 0
     cutoff = vocab_size
@@ -220,7 +222,7 @@ def _bisect_kernel(
 
 
 def bisect_rows(step: Step, stats: BlockStats, rows: Rows, verified: Verified) -> None:
-    """Settle the rows that are listed for it."""
+    """Finish the rows in the list `to_bisect`."""
     device, blocks = step.logits.device, stats.max.shape[1]
     _bisect_kernel[(min(len(rows.to_bisect), num_programs(device, _PROGRAMS_PER_SM)),)](
         *step.arguments(blocks),

@@ -1,8 +1,9 @@
-"""A row's threshold from its few best tokens, ranked against each other: the common case.
+"""Finds a row's threshold among its few best tokens, the common case, without a sort.
 
-A bound that the maxima of some 64 groups of 64 tokens reach is found by halving. Those groups hold
-every logit above it. If those logits are few and their mass suffices, every one's rank and the mass
-before it are a sum over the others, and the filters are a comparison each. No sort.
+First a bound is found by halving, such that the maxima of about 64 groups (of 64 tokens each) reach
+it. Every logit above the bound lies in these groups. If those logits are few and their mass is
+enough, they are the candidates. A candidate's rank, and the mass before it, are sums over the
+others; then each filter is one comparison.
 """
 
 from ..triton_or_none import tl, triton
@@ -12,17 +13,17 @@ from .sampling import GROUP
 
 _GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-_TILE_GROUPS = tl.constexpr(32)  # groups that are read at a time
+_TILE_GROUPS = tl.constexpr(32)  # groups read at a time
 MAX_GROUPS = tl.constexpr(256)
 MAX_CANDIDATES = tl.constexpr(256)
-_PAIRS = tl.constexpr(2048)  # of candidates, compared at a time
+_PAIRS = tl.constexpr(2048)  # pairs of candidates compared at a time
 _NO_CANDIDATE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-CANDIDATE_SCRATCH = 256 + 256  # int64 a row: groups, candidates by id
+CANDIDATE_SCRATCH = 256 + 256  # int64 numbers a row: groups, then candidates by id
 
 
 @triton.jit
 def load_candidates(candidates_ptr, num_candidates):
-    """Ids, ascending, and logits; -inf behind the last of them."""
+    """Ids, ascending, and logits; -inf after the last candidate."""
     lane = tl.arange(0, MAX_CANDIDATES)
     packed = tl.load(candidates_ptr + lane, mask=lane < num_candidates, other=_NO_CANDIDATE)
     key = (packed >> 32).to(tl.int32)
@@ -32,9 +33,9 @@ def load_candidates(candidates_ptr, num_candidates):
 
 @triton.jit
 def _bound(group_max, row_max, wanted):
-    """A logit that the maxima of `wanted` groups reach, and of half as many more at most.
+    """A logit that the maxima of at least `wanted` groups reach, and of at most half as many more.
 
-    Where they do not differ enough for that more of them reach it; where too few are finite, all.
+    If the maxima are too equal, more reach it; if too few are finite, all do.
     """
     below, above = -float("inf"), row_max
     bound = row_max - 4.0
@@ -72,7 +73,7 @@ def _rank(
         at = start + TILE + tile
         ahead = tl.load(candidates_ptr + at, mask=at < num_candidates, other=_NO_CANDIDATE)
         other_weight = weight_of((other >> 32).to(tl.int32), row_max, inv_t)
-        # The sums run down a thread's own column.
+        # Each thread sums its own column.
         is_before = other[:, None] > own[None, :]
         rank += tl.sum(is_before.to(tl.int32), 0)
         before += tl.sum(tl.where(is_before, other_weight[:, None], 0), 0)
@@ -92,10 +93,10 @@ def threshold_from_candidates(
     num_groups, groups_ptr, candidates_ptr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Whether it could be found; lowest kept key; last kept tie; kept mass; num_candidates."""
+    """Whether it was found; then lowest kept key, last kept tie, kept mass and num_candidates."""
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, MAX_CANDIDATES)
-    full = (z * 1099511627776.0).to(tl.int64)
+    full = fixed(z)
     wanted = tl.where(by_k, tl.minimum(tl.maximum(top_k, 32), 160), 64)
     num_candidates = wanted * 0
     bound = row_max
@@ -133,7 +134,7 @@ def threshold_from_candidates(
         enough = enough | ((min_p > 0.0) & (exp((bound - row_max) * inv_t) < min_p))
         few = (num_chosen <= MAX_GROUPS) & (num_candidates <= MAX_CANDIDATES)
         found = enough & few
-        # Another time with more groups, or fewer of more tokens each.
+        # Try once more: with more groups if the mass was short, with fewer if they were too many.
         attempts += 1
         searching = (found == 0) & (attempts < 2)
         wanted = tl.where(few, 160, 16)

@@ -1,4 +1,4 @@
-"""The accept tests of every request, and which rows must be read again.
+"""The accept tests of all requests, and which rows must be read again.
 
 `token` (arXiv 2211.17192, 2302.01318) accepts X_i while u_i <= p(X_i) / q(X_i). `block`
 (arXiv 2403.10444) follows P_i = min(1, P_{i-1} p(X_i) / q(X_i)) and accepts up to the last i with
@@ -30,19 +30,19 @@ from .sampling import (
     log_prob_reference,
 )
 
-# In a row's own token's place:
+# Values in place of a row's own token:
 BAD = tl.constexpr(-1)  # the row holds NaN, inf or no finite logit
-OPEN = tl.constexpr(-2)  # it is not drawn yet
+OPEN = tl.constexpr(-2)  # not drawn yet
 
 
 class Plan(NamedTuple):
-    num_accepted: torch.Tensor  # [B] int32; of `block`, what needs no Z; of `match`, 0
+    num_accepted: torch.Tensor  # [B] int32; for `block`, as far as known without Z; for `match`, 0
     rows_to_read: torch.Tensor  # [B] int64, bit j: row j must be read
     log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
 
 
 def accept_words_reference(step: Step) -> torch.Tensor:
-    """One 32-bit word a draft, held in int64. Shape: [B, K]."""
+    """One 32-bit random word for each draft, held in int64. Shape: [B, K]."""
     num_drafts = step.drafts.token_ids.shape[1]
     if step.words is not None:
         return step.words[:, :num_drafts, 0]
@@ -54,7 +54,7 @@ def accept_words_reference(step: Step) -> torch.Tensor:
 
 
 def log_ratio_reference(step: Step, rows: RowStates, row_index: torch.Tensor) -> torch.Tensor:
-    """log p(X_i) - log q(X_i), -inf where p is 0, q is 0 or X_i is no token. Shape: [B, K]."""
+    """log p(X_i) - log q(X_i); -inf if p or q is 0, or X_i is no token. Shape: [B, K]."""
     drafts = step.drafts
     ids = drafts.token_ids
     offset = torch.arange(ids.shape[1], device=ids.device)
@@ -71,13 +71,13 @@ def log_ratio_reference(step: Step, rows: RowStates, row_index: torch.Tensor) ->
         raw = torch.where(safe_ids < width, raw, -torch.inf)
         log_q = log_prob_reference(raw, safe_ids, drafts.state, inv_t)
         log_q = torch.where(drafts.state[..., STATE_LOG_Z].isnan(), 0.0, log_q)
-    # A draft of q = 0 breaks the proposer's contract: rejected. NaN compares false: rejected.
+    # A draft with q = 0, which a proposer must never make, is rejected; so is NaN.
     possible = valid & (log_p > -torch.inf) & (log_q > -torch.inf)
     return torch.where(possible, log_p - log_q, -torch.inf)
 
 
 def decide_reference(step: Step, rows: RowStates) -> Plan:
-    """Accept tests of every request."""
+    """The accept tests of all requests."""
     drafts, sampling = step.drafts, step.sampling
     batch, k_max = drafts.token_ids.shape
     k = drafts.num_drafts.long()
@@ -85,7 +85,7 @@ def decide_reference(step: Step, rows: RowStates) -> Plan:
     greedy = sampling.temperature <= 0
     log_scale = torch.zeros(batch, k_max + 1, device=step.logits.device)
     accepted = torch.zeros_like(k)
-    later = torch.zeros_like(k)  # bits of the rows whose Z decides
+    later = torch.zeros_like(k)  # bit j: row j must be read, since its Z decides
     if k_max:
         offset = torch.arange(k_max, device=step.logits.device)
         in_range = offset < k[:, None]
@@ -113,7 +113,7 @@ def decide_reference(step: Step, rows: RowStates) -> Plan:
             later = torch.where(block & ~whole, bits, 0)
     match = (sampling.rule == Rule.MATCH) & ~greedy
     accepted = torch.where(match, 0, accepted)
-    # The last row: a residual, or a filtered row whose blocks' sums K1 could not know.
+    # The last row: it is drawn from a residual, or filtered, and K1 summed neither.
     read_last = ~greedy & ((accepted < k) | sampling.is_filtered(step.vocab_size))
     rows_to_read = later | (read_last.long() << accepted)
     rows_to_read = torch.where(match, 0, rows_to_read)
@@ -124,8 +124,8 @@ def decide_reference(step: Step, rows: RowStates) -> Plan:
 def load_draft(
     token, request, j, k, row_ptr, vocab_size, num_columns, draft, seed, anchor, words_ptr
 ):
-    """What the accept test of a request's j-th draft needs beside the row's state."""
-    is_column = j < num_columns - 1  # known before k is
+    """What the accept test of a request's j-th draft needs, besides the row's state."""
+    is_column = j < num_columns - 1  # unlike `exists`, known before k is loaded
     exists = (j < k) & (token >= 0) & (token < vocab_size)
     raw = tl.load(row_ptr + token, mask=exists, other=0.0).to(tl.float32)
     zero = tl.zeros((), tl.float32)
@@ -148,7 +148,7 @@ def load_draft(
 
 @triton.jit
 def log_ratio(drafted, state, inv_t):
-    """log p(X) - log q(X), -inf where p is 0, q is 0 or X is no token."""
+    """log p(X) - log q(X); -inf if p or q is 0, or X is no token."""
     token, exists, raw, raw_q, q_state, _u = drafted
     log_p = log_prob(raw, token, state[0], state[1], state[2], state[3], inv_t)
     log_q = log_prob(raw_q, token, q_state[0], q_state[1], q_state[2], q_state[3], inv_t)
@@ -160,20 +160,20 @@ def log_ratio(drafted, state, inv_t):
 
 @triton.jit
 def accept_test(drafted, state, inv_t):
-    """What `log_scales` is given of a draft; whether `token` accepts it."""
+    """The draft's log ratio and its uniform number, and whether the rule `token` accepts it."""
     ratio, u = log_ratio(drafted, state, inv_t), drafted[5]
     return ratio, u, log(u) <= ratio
 
 
 @triton.jit
 def _then(first_sum, first_cap, second_sum, second_cap):
-    """s -> min(s + sum, cap), the one after the other."""
+    """Composes two functions of the form s -> min(s + sum, cap)."""
     return first_sum + second_sum, tl.minimum(first_cap + second_sum, second_cap)
 
 
 @triton.jit
 def _log_scales(request, k, num_columns, tests_ptr):
-    """log P_j of each column j, and the uniform of the draft before it."""
+    """For each column j: log P_j, and the uniform number of the draft before it."""
     column = tl.arange(0, COLUMNS)
     at = tests_ptr + (request * num_columns + column - 1) * 2
     is_draft = (column > 0) & (column <= k)
@@ -185,12 +185,13 @@ def _log_scales(request, k, num_columns, tests_ptr):
 
 @triton.jit
 def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows):
-    """What follows from a request's settled rows, by column.
+    """What is known of a request once all its rows have their states.
 
-    The drafts that stand for all that is known; the rows' own tokens; which rows must be read to
-    know more; log P_j (0 but for `block`), and the uniform of the draft before. Of a `block`
-    request the last i with P_i = 1 stands, and that row and those after it with u_i <= P_i must be
-    read. Of others those drafts stand that are their rows' own tokens.
+    Returns how many drafts stand as far as is known, and for each column: the row's own token,
+    whether the row must be read to know more, log P_j (0 except for `block`), and the uniform
+    number of the draft before it. For `block`, drafts stand up to the last i with P_i = 1; that row
+    and the later ones with u_i <= P_i must be read. For the other rules, the leading drafts that
+    equal their rows' own tokens stand.
     """
     column = tl.arange(0, COLUMNS)
     at = request * num_columns + column

@@ -1,4 +1,4 @@
-"""What verification is given, and what it gives: drafts in, tokens out."""
+"""The input and output of verification: drafts in, tokens out."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ from ..triton_or_none import tl, triton
 from .philox import Purpose
 from .sampling import Sampling
 
-COLUMNS = tl.constexpr(64)  # lanes that hold a request's tokens: a power of two beyond MAX_DRAFTS
+COLUMNS = tl.constexpr(64)  # lanes for a request's tokens: a power of two above MAX_DRAFTS
 
 
 class Drafts(NamedTuple):
-    """What was proposed; without logits, or where a state's log_z is NaN, q is one-hot."""
+    """The proposed drafts. q is one-hot without logits, and if the log_z of a state is NaN."""
 
     token_ids: torch.Tensor  # [B, K] int64, ignored from num_drafts on
-    num_drafts: torch.Tensor  # [B] int32, 0..K; empty where a row is a request
-    logits: torch.Tensor | None  # [B or more, K, V'] raw, as the draft's head gave them
+    num_drafts: torch.Tensor  # [B] int32, 0..K; empty if every request has one row
+    logits: torch.Tensor | None  # [B or more, K, V'] raw draft logits
     state: torch.Tensor | None  # [B or more, K, 4] float32, from draft_sample
-    rows: torch.Tensor | None  # [B] int, where in the two a request's are; None: in order
+    rows: torch.Tensor | None  # [B] int, each request's index into these two; None: in order
 
     def draft_logits(self) -> "DraftLogits":
         q, state = self.logits, self.state
@@ -34,7 +34,7 @@ class Drafts(NamedTuple):
 
 
 class DraftLogits(NamedTuple):
-    """Raw draft logits as the kernels take them; all one-hot without."""
+    """Raw draft logits as the kernels take them; with `raw` None, all drafts are one-hot."""
 
     raw: torch.Tensor | None  # [B or more, K, V']
     stride_b: int
@@ -45,20 +45,20 @@ class DraftLogits(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A batch's rows of logits, and what is known of the requests that they belong to."""
+    """A batch's rows of logits, and the requests that they belong to."""
 
-    logits: torch.Tensor  # [N, V] raw; request i has the rows cu_rows[i]:cu_rows[i + 1]
-    cu_rows: torch.Tensor | None  # [B + 1] int32; None: a row a request
+    logits: torch.Tensor  # [N, V] raw; request i has rows cu_rows[i]:cu_rows[i + 1]
+    cu_rows: torch.Tensor | None  # [B + 1] int32; None: one row a request
     drafts: Drafts
     sampling: Sampling  # [B]
     anchor: torch.Tensor  # [B] int64 position of the first draft
-    position: torch.Tensor  # [B] int64 of the token after a request's first row
-    purpose: Purpose  # of the last token's draw
+    position: torch.Tensor  # [B] int64 position of the token that the first row predicts
+    purpose: Purpose  # of the draw of the last token
     vocab_size: int
-    words: torch.Tensor | None  # [B, K + 2, 4] int64 random words instead of Philox's
+    words: torch.Tensor | None  # [B, K + 2, 4] int64 random words to use instead of Philox's
 
     def arguments(self, num_blocks: int) -> tuple[object, ...]:
-        """What every kernel behind the scan begins with."""
+        """The first arguments of every kernel after the scan."""
         logits, ids = self.logits, self.drafts.token_ids
         return (
             logits, logits.stride(0), logits.shape[1], self.vocab_size, num_blocks, self.cu_rows,
@@ -70,11 +70,11 @@ class Step(NamedTuple):
 class Verified(NamedTuple):
     token_ids: torch.Tensor  # [B, K + 1] int64, padded with -1
     num_tokens: torch.Tensor  # [B] int32, 1..k_i + 1
-    is_bad: torch.Tensor  # [B] bool: a row that was needed held NaN, inf or no finite logit
+    is_bad: torch.Tensor  # [B] bool: a needed row held NaN, inf or no finite logit
 
 
 def row_index_reference(step: Step) -> torch.Tensor:
-    """Row of each (request, offset), clamped into the request. Shape: [B, K + 1] int64."""
+    """Row of each (request, offset), clamped to the request's last. Shape: [B, K + 1] int64."""
     drafts, cu_rows = step.drafts, step.cu_rows
     assert cu_rows is not None
     offset = torch.arange(drafts.token_ids.shape[1] + 1, device=cu_rows.device)
@@ -86,7 +86,7 @@ def emit_reference(
 ) -> Verified:
     """The drafts that stand, then the last token.
 
-    Shape: accepted, last [B] int64; bad [B, K + 1] bool, of each row.
+    Shape: accepted, last [B] int64; bad [B, K + 1] bool, whether each row is bad.
     """
     num_columns = bad.shape[1]
     offset = torch.arange(num_columns, device=last.device)
@@ -100,7 +100,7 @@ def emit_reference(
 
 @triton.jit
 def rows_of(request, cu_rows_ptr, num_drafts_ptr):
-    """Drafts and first row of a request."""
+    """A request's number of drafts, and its first row."""
     if cu_rows_ptr is None:
         k, row0 = tl.zeros((), tl.int32), request
     else:
@@ -110,7 +110,7 @@ def rows_of(request, cu_rows_ptr, num_drafts_ptr):
 
 @triton.jit
 def draft_row(request, draft):
-    """Where a request's draft logits and their states are."""
+    """Index of a request's draft logits and states."""
     row = request.to(tl.int64)
     if draft.rows is not None:
         row = tl.load(draft.rows + request).to(tl.int64)
@@ -121,7 +121,7 @@ def draft_row(request, draft):
 def emit(request, accepted, last, is_bad, num_columns, draft_ids_ptr, verified):
     """Write a request's outcome: the drafts that stand, then the last token.
 
-    `is_bad` tells it of each column; what is behind the last token does not count.
+    `is_bad` says for each column whether the row is bad; rows after the last token do not count.
     """
     column = tl.arange(0, COLUMNS)
     is_bad = tl.sum((is_bad & (column <= accepted)).to(tl.int32), 0) > 0

@@ -1,7 +1,7 @@
-"""How many drafts of a sampled request stand, and the token after them.
+"""How many drafts of a sampled request stand, and which token follows them.
 
-The last token is drawn in two stages by inverse CDF, first a block and then a token inside it,
-each with 40 random bits over int64 weights; one block is read. `match` draws as match.py says.
+The last token is drawn by inverse CDF in two stages: first a block, then a token inside it. Each
+takes 40 random bits and int64 weights, and only that one block is read. For `match`, see match.py.
 """
 
 import torch
@@ -60,7 +60,7 @@ def draw_reference(
     last = torch.zeros_like(k)
     pairs = match.nonzero().squeeze(-1)
     if len(pairs):
-        at = row_index[pairs].flatten()  # those past a request's last row are not looked at
+        at = row_index[pairs].flatten()  # repeats of a request's last row are ignored below
         own = sampling.take(pairs.repeat_interleave(k_max + 1))
         tokens = match_reference(
             logits[at], rows.state[at], own.inverse_temperature(), own.seed,
@@ -109,7 +109,7 @@ def _draw_last_reference(
     state = rows.state[row]
     plain = accepted == drafts.num_drafts[b]
     own_mass = mass[b, accepted]
-    # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+    # Rounding can reject a draft even if p = q. Then the residual is empty: draw from p.
     lost = ~plain & (own_mass.sum(-1) == 0)
     if bool(lost.any()):
         x = blocks_reference(logits[row], vocab_size)
@@ -176,15 +176,15 @@ def draw_words(request, j, num_columns, seed, anchor, offset, words_ptr, PURPOSE
 
 @triton.jit
 def pick_block(mass, num_blocks, words):
-    """A block of a row, by the blocks' masses."""
+    """Choose a block of a row by the blocks' masses."""
     below = tl.cumsum(mass, 0) <= pick(words[0], words[1], tl.sum(mass, 0))
     return tl.minimum(tl.sum(below.to(tl.int32), 0), num_blocks - 1)
 
 
 @triton.jit
 def pick_token(block, weight, vocab_size, words):
-    """A token of a block, by the tokens' weights."""
-    # Through the sums of groups: a short scan twice, not a long one.
+    """Choose a token of a block by the tokens' weights."""
+    # First among sums of groups, then within one: two short scans instead of a long one.
     part: tl.constexpr = _BLOCK // 32
     by_group = tl.reshape(weight, (part, 32))
     mass = tl.sum(by_group, 1)
@@ -202,7 +202,7 @@ def pick_token(block, weight, vocab_size, words):
 def draw_from_sums(
     row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB: tl.constexpr
 ):
-    """A token of an unfiltered row's p, of whose blocks the scan left the sums."""
+    """Draw a token of an unfiltered row from p, with the block sums that the scan has left."""
     row_max, log_z, _threshold, _cutoff = state
     lane = tl.arange(0, NB)
     at = row * num_blocks + lane
@@ -212,7 +212,7 @@ def draw_from_sums(
     ids = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     weight = exp((x - row_max) * inv_t - log_z)
-    # Normalised by its block, so that few bits are lost in a light one.
+    # Normalised within the block, so that a light block loses few bits.
     return pick_token(block, fixed(weight / tl.sum(weight, 0)), vocab_size, words)
 
 
@@ -220,13 +220,13 @@ def draw_from_sums(
 def draw_from_candidates(
     row, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q: tl.constexpr
 ):
-    """A token of max(p - q, 0), or of p, where all that p keeps is among candidates by id."""
+    """Draw a token from max(p - q, 0), or from p; every token that p keeps is a candidate."""
     ids, x = load_candidates(candidates_ptr, num_candidates)
     y = load_draft_logits(ids, row, HAS_Q)
     weight = fixed(token_weights(x, y, ids, row, inv_t, HAS_Q))
     if tl.sum(weight, 0) == 0:
         weight = fixed(probs(x, ids, row[2], 0.0, inv_t))
-    # What choosing a block, and then a token inside it, would give.
+    # The same token as choosing a block first, and then a token inside it.
     prefix = tl.cumsum(weight, 0)
     chosen = prefix > pick(words[0], words[1], tl.sum(weight, 0))
     block = tl.min(tl.where(chosen, ids // _BLOCK, 0x7FFFFFFF), 0)
@@ -241,13 +241,13 @@ def draw_from_candidates(
 def draw_from_blocks(
     row, mass_ptr, num_blocks, vocab_size, inv_t, words, HAS_Q: tl.constexpr, NB: tl.constexpr
 ):
-    """A token of a row that was read again, of whose blocks these are the masses."""
+    """Draw a token of a row that was read again, with the masses of its blocks."""
     lane = tl.arange(0, NB)
     mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)
     lost = tl.sum(mass, 0) == 0
     row = without_draft(lost, row)
     if lost:
-        # Rounding can reject where p = q and nothing is left to recover: fall back to p.
+        # Rounding can reject a draft even if p = q. Then the residual is empty: draw from p.
         read_blocks(mass_ptr, 0, 1, num_blocks, row, vocab_size, inv_t, HAS_Q)
         tl.debug_barrier()
         mass = tl.load(mass_ptr + lane, mask=lane < num_blocks, other=0)

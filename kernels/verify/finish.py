@@ -1,7 +1,8 @@
-"""K2: read the rows that are still open again, block by block, then draw and emit.
+"""K2: reads the rows that are still open, block by block, then draws and emits.
 
-What a listed row waits for is the mass of max(P p - q, 0): the draw needs it, and `block`'s tests
-do. All programs share the listed rows evenly; a second kernel draws, a program a request.
+A listed row lacks the mass of max(P p - q, 0), which the draw and the tests of `block` need. The
+first kernel spreads the listed rows evenly over all programs; the second has one program for each
+request and draws.
 """
 
 import torch
@@ -21,7 +22,7 @@ from .row_outcome import Rows
 from .sampling import load_state
 from .settle import accept_blocks
 
-_PROGRAMS_PER_SM = 8  # as many as are resident
+_PROGRAMS_PER_SM = 8  # as many as can be resident
 _WARPS = 4
 _MAX_REGISTERS = 64
 _DRAW_WARPS = 4
@@ -31,7 +32,7 @@ _DRAW_WARPS = 4
 def _open(
     request, j, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr, draft, rows
 ):
-    """A listed row, as residual.py takes it."""
+    """A listed row in the form that residual.py takes."""
     row = (row0 + j).to(tl.int64)
     q_state = load_state(rows.state + row * 4, False)
     if draft.raw is not None:
@@ -109,7 +110,7 @@ def _draw_kernel(
     DEPENDENT: tl.constexpr,
 ):
     request = tl.program_id(0)
-    # What waits for nothing comes first: together it takes the time of one load.
+    # Loads that need not wait come first: all together they take the time of one.
     k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
     inv_t = 1.0 / tl.load(sampling.temperature + request)
     is_block = tl.load(sampling.rule + request) == 1
@@ -142,7 +143,7 @@ def _draw_kernel(
 
 
 def finish(step: Step, num_blocks: int, rows: Rows, verified: Verified) -> None:
-    """Write the outcomes of requests with listed rows."""
+    """Write the outcomes of the requests that have listed rows."""
     device = step.logits.device
     mass = step.logits.new_empty(len(rows.to_read) * num_blocks, dtype=torch.int64)
     _read_kernel[(min(len(mass), num_programs(device, _PROGRAMS_PER_SM)),)](

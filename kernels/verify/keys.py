@@ -1,13 +1,13 @@
-"""Logits as int32 keys in their own order, and the fixed-point weights that keys stand for."""
+"""Logits as int32 keys that sort like the logits, and the fixed-point weights of keys."""
 
 from ..triton_or_none import tl, triton
 from .philox import exp, fixed
 
 
-# -0x80000000 is the key of no token, below the key of -inf, which is -0x7F800001.
+# The key -0x80000000 means "no token"; it is below the key of -inf, -0x7F800001.
 @triton.jit
 def key_of(x):
-    """int32 in the order of the floats; -0 is +0."""
+    """An int32 that sorts like the float; -0 counts as +0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -20,7 +20,7 @@ def value_of(key):
 
 @triton.jit
 def relative_of(key, row_max, inv_t):
-    """exp((l - max) / t) of keys; 0 for the key of no token."""
+    """exp((l - max) / t) for keys; 0 for "no token"."""
     x = tl.where(key > -0x7F800001, value_of(key), -float("inf"))
     return exp((x - row_max) * inv_t)
 

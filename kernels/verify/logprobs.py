@@ -1,4 +1,4 @@
-"""Raw logprobs of emitted tokens and of the best alternatives, in a deterministic order."""
+"""Raw logprobs of given tokens and of the best alternatives, in a fixed order."""
 
 from typing import NamedTuple
 
@@ -25,15 +25,15 @@ def gather_logprobs(
 ) -> Logprobs:
     """Log-softmax of raw logits at `token_ids` and at the `num_top` best ids of each row.
 
-    The best come by (logit descending, id ascending). The token's own value and its entry among
-    the best are the same float.
+    The best are in the order (logit descending, id ascending). If the token itself is among them,
+    its entry there is the same float.
 
     Parameters
     ----------
     logits
         Shape: [N, V], float32, float16 or bfloat16.
     token_ids
-        Shape: [N] int64; the value of an id outside the vocabulary (padding) means nothing.
+        Shape: [N] int64; the logprob of an id outside the vocabulary (padding) is arbitrary.
     num_top
         Alternatives a row, 0..vocab_size.
     vocab_size
@@ -53,20 +53,20 @@ def logprobs_reference(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, vocab_size: int
 ) -> Logprobs:
     x = logits[:, :vocab_size].float()
-    # A bad row's values are NaN, and its best are the first ids.
+    # A bad row's logprobs are NaN, and its best are the lowest ids.
     x = torch.where(x.amax(-1, keepdim=True).isfinite(), x, -torch.inf)
     row_max = x.amax(-1)
     log_z = torch.exp(x - row_max[:, None]).sum(-1, dtype=torch.float64).log().float()
     base = row_max + log_z
     top = x.topk(num_top, sorted=True).values
     if num_top:
-        # topk leaves the order of equals open. Ids above the last value come first, its ties by id.
+        # topk returns ties in any order: take what is above the last value, then its ties by id.
         better = (x > top[:, -1:]).int()
         tied = (x == top[:, -1:]).int()
         room = num_top - better.sum(-1, keepdim=True)
         chosen = better.bool() | (tied.bool() & (tied.cumsum(-1) <= room))
         ids = chosen.nonzero()[:, 1].view(-1, num_top)
-        # A GPU sorts by bits: -0.0 + 0.0 is 0.0.
+        # Adding 0.0 turns -0.0 into 0.0: a GPU sorts by bits.
         order = (x.gather(1, ids) + 0.0).sort(dim=-1, descending=True, stable=True).indices
         top_ids = ids.gather(1, order)
     else:
@@ -108,7 +108,7 @@ def _logprobs_kernel(
     best_of_group = tl.where(exists, key_of(group_max), _NO_KEY)
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for rank in range(0, num_top):
-        # Of the groups that have the highest token left the first; its best not yet given.
+        # The first group that has the highest token left; in it, the best not yet reported.
         highest = tl.max(best_of_group, 0)
         here = tl.min(tl.where(best_of_group == highest, group, NB * BLOCK_GROUPS - 1), 0)
         ids = here * GROUP + tl.arange(0, GROUP)
@@ -120,7 +120,7 @@ def _logprobs_kernel(
         rest = tl.max(tl.where(packed < best, packed, _NO_TOKEN), 0)
         best_of_group = tl.where(group == here, (rest >> 32).to(tl.int32), best_of_group)
         last = best
-        # Among NaN there is no order: the first ids stand in.
+        # A bad row has no order: report the lowest ids.
         token = tl.where(bad, rank, 0x7FFFFFFF - (best & 0xFFFFFFFF))
         tl.store(top_ids_ptr + row * num_top + rank, token)
         value = value_of((best >> 32).to(tl.int32))

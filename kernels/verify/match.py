@@ -1,9 +1,10 @@
-"""The rule `match`: every row's own token, target's or draft's, under the noise of its position.
+"""The rule `match`: a row's own token depends on its logits and on the noise of its position only.
 
-Each token has a unit exponential variate E, and the row's own token has the highest log p - log E
-(Gumbel-max). The variates come by groups of 64: first the least of a group and which token has it,
-then the others, which exceed it by unit exponential variates again. So the least and the group's
-highest logit bound the scores of a group, and few groups are ever looked at.
+Each token has a unit exponential variate E, and the token with the highest log p - log E is chosen
+(Gumbel-max), for rows of the target and of the draft alike. The variates are made in groups of 64:
+first the least of a group and the token that has it; the others exceed it by further unit
+exponential variates. So the least variate and the highest logit of a group bound the group's
+scores, and only few groups need to be looked at.
 """
 
 import torch
@@ -21,8 +22,8 @@ from .philox import (
 from .sampling import GROUP, log_prob, log_prob_reference
 
 _GROUP = tl.constexpr(GROUP)
-_LANES = tl.constexpr(1024)  # groups whose bounds are looked at together
-_TILE = tl.constexpr(16)  # groups whose tokens are
+_LANES = tl.constexpr(1024)  # groups whose bounds are computed at a time
+_TILE = tl.constexpr(16)  # groups whose tokens are read at a time
 _NO_BEST = tl.constexpr(-0x7F800001 << 32)  # the key of -inf
 
 
@@ -61,7 +62,7 @@ def noise_reference(seed: torch.Tensor, position: torch.Tensor, vocab_size: int)
 def _best_of_groups(
     group, valid, row_ptr, vocab_size, row_max, log_z, threshold, cutoff, inv_t, seed, position,
 ):  # fmt: skip
-    """The tokens' highest score with its id, packed: score ascending, then id descending."""
+    """The highest score of these groups' tokens, packed with its id so that lower ids win ties."""
     position = position.to(tl.int32)
     group = group[:, None]
     zero = group * 0
@@ -85,20 +86,20 @@ def own_token(
     row_ptr, vocab_size, group_max_ptr, num_groups, row_max, log_z, threshold, cutoff, inv_t, seed,
     position,
 ):  # fmt: skip
-    """A row's own token. Bounds of the groups' scores take the place of their maxima."""
+    """A row's own token. Overwrites the groups' maxima with bounds of their scores."""
     lane = tl.arange(0, _LANES)
     half = tl.arange(0, _LANES // 2)
     zero = half * 0
     highest = -float("inf")
     highest_group = 0
-    top_group = 0x7FFFFFFF  # that of the highest logit
+    top_group = 0x7FFFFFFF  # the group with the highest logit
     for start in range(0, num_groups, _LANES):
         group = start + lane
         at = group_max_ptr + group
         group_max = tl.load(at, mask=group < num_groups, other=-float("inf"))
         words = philox(seed, zero + position.to(tl.int32), zero, zero + 3, start // 2 + half)
         least = tl.interleave(words[0], words[2])
-        # More than rounding can make of the difference to a token's own score.
+        # 0.01 is more than the rounding error between this bound and a token's own score.
         bound = (group_max - row_max) * inv_t - log_z - log(exponential(least) / _GROUP) + 0.01
         possible = (group_max >= threshold) & (group_max > -float("inf"))
         bound = tl.where(possible, bound, -float("inf"))
@@ -110,8 +111,8 @@ def own_token(
         top_group = tl.minimum(here, top_group)
         highest = tl.maximum(of_lanes, highest)
     tl.debug_barrier()
-    # The best of two likely groups is a bound for all others; a list of those that it leaves,
-    # never longer than what was read, takes the place of the bounds.
+    # Groups whose bound is below the best score of two likely groups are out. The list of those
+    # that remain overwrites the bounds; it is never longer than what has been read of them.
     two = tl.arange(0, 2)
     likely = tl.where(two == 0, highest_group, top_group)
     best = _best_of_groups(

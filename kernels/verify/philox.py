@@ -1,11 +1,11 @@
 """Philox4x32-10 (Salmon et al., SC 2011), counter-based: a draw is a function of key and counter.
 
-A draw's key is its request's seed. Its counter is (base, offset, purpose, index), where
-(base, offset) is (anchor, position - anchor) for the rules `token` and `block`, anchor being the
-position of the step's first draft, and (position, 0) for `match`; index is token // 4 or
-a pair of groups of tokens under `match`, else 0. Anchors strictly increase, so
-no counter comes twice within a request; keyed by position alone, `block` is not lossless over
-several steps. Batch row, slot, padding and k never enter a counter.
+A draw's key is its request's seed. Its counter is (base, offset, purpose, index). For the rules
+`token` and `block`, (base, offset) is (anchor, position - anchor), where the anchor is the position
+of the step's first draft, and index is 0. For `match`, (base, offset) is (position, 0), and index
+is token // 4 or a pair of token groups. Anchors strictly increase, so no counter is used twice
+within a request; with the position alone, `block` would not be lossless over several steps. Batch
+row, slot, padding and k are never part of a counter.
 """
 
 from enum import IntEnum
@@ -23,17 +23,17 @@ _LOW, _HALF = np.uint64(MASK32), np.uint64(32)
 
 _INTERPRET = tl.constexpr(INTERPRET)
 _LEAST_NORMAL = tl.constexpr(2.0**-126)
-FIXED_BITS = 40  # probabilities are summed as int64 multiples of 2**-40: any order, the same bits
+FIXED_BITS = 40  # probabilities are summed as int64 multiples of 2**-40: exact in any order
 FIXED_ONE = float(2**FIXED_BITS)
 
 
 class Purpose(IntEnum):
-    """What a draw is for; part of its counter, so that no two purposes share noise."""
+    """What a draw is for. Part of the counter, so that no two purposes share random numbers."""
 
     DRAFT = 0
     ACCEPT = 1
     FINAL = 2
-    GROUP = 3  # of `match`: the least variate of a group of tokens
+    GROUP = 3  # for `match`: the least variate of a group of tokens
 
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -43,7 +43,7 @@ def philox_reference(
     seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
 ) -> Words:
     """Four 32-bit words, held in int64, for int64 tensors that broadcast together."""
-    # In numpy, whose operations on the few words of a step take a fifth of torch's time.
+    # numpy takes a fifth of torch's time for the few words of a step.
     key, *counter = np.broadcast_arrays(*(x.numpy(force=True) for x in (seed, c0, c1, c2, c3)))
     keys = np.stack((key & MASK32, key >> 32 & MASK32)).view(np.uint64)
     even = np.stack(counter[0::2]).view(np.uint64) & _LOW
@@ -71,10 +71,10 @@ def uniform_reference(word: torch.Tensor) -> torch.Tensor:
 def exponential_reference(word: torch.Tensor) -> torch.Tensor:
     """A unit exponential variate; minus its log is a Gumbel variate.
 
-    All 32 bits count: the least of many variates decides, and 23 bits would tie them.
+    Uses all 32 bits: the least of many variates decides, and with 23 bits there would be ties.
     """
     v = ((word.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
-    # -log1p(-v) by its series where 1 - v would round v away.
+    # -log1p(-v), as a series if v is so small that 1 - v would round it away.
     series = v * (1.0 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
     return torch.where(v < 0.1, series, -torch.log(1.0 - v))
 
@@ -86,10 +86,10 @@ def pick_reference(w_high: torch.Tensor, w_low: torch.Tensor, total: torch.Tenso
     return (w * high + ((w * low) >> 20)) >> 20
 
 
-# The interpreter has no assembly, and does by hand what it stands for (test_arithmetic.py).
+# The interpreter cannot run assembly, so it computes the same by hand (test_arithmetic.py).
 @triton.jit
 def exp2(x):
-    """2**x; subnormal results are 0: to keep them would cost a GPU three instructions."""
+    """2**x; subnormal results become 0: keeping them would cost a GPU three instructions."""
     if _INTERPRET:
         y = tl.exp2(x)
         y = tl.where(y < _LEAST_NORMAL, 0.0, y)

@@ -1,6 +1,6 @@
-"""The rows that the decision left open, block by block.
+"""The block masses of rows that are still open after the accept tests.
 
-Of a row with a draft the mass of max(P p - q, 0), of a request's last row that of p, as int64
+For a row with a draft the mass of max(P p - q, 0), for a request's last row the mass of p; as int64
 multiples of 2**-40.
 """
 
@@ -34,9 +34,9 @@ def weights_reference(
     log_scale: torch.Tensor,
     inv_t: torch.Tensor,
 ) -> torch.Tensor:
-    """Fixed-point max(P p - q, 0), or p of rows without a draft.
+    """Fixed-point max(P p - q, 0), or p for rows without a draft.
 
-    Shape: target, draft [R, ...]; the rest a row each.
+    Shape: target, draft [R, ...]; the others one entry a row.
     """
     lead = (-1,) + (1,) * (target.ndim - 1)
     p = log_prob_reference(target, token_ids, target_state, inv_t).exp()
@@ -54,7 +54,7 @@ def weights_reference(
 
 
 def residual_reference(step: Step, rows: RowStates, plan: Plan) -> torch.Tensor:
-    """Block masses of the rows that the plan names; 0 elsewhere.
+    """Block masses of the rows that the plan wants read; 0 for all others.
 
     Shape: [B, K + 1, num_blocks] int64.
     """
@@ -100,7 +100,10 @@ def probs(x, ids, state, log_scale, inv_t):
 def open_row(
     request, j, has_draft, row_ptr, width, state, q_state, draft_ids_ptr, draft, log_scale
 ):
-    """What the functions below need of a request's row j; p alone counts without a draft."""
+    """Everything that the functions below need of a request's row j.
+
+    Without a draft, their weights are p alone.
+    """
     q_ptr = row_ptr
     q_width = 0
     if draft.raw is not None:
@@ -114,7 +117,7 @@ def open_row(
 
 @triton.jit
 def without_draft(lost, row):
-    """The row, or where nothing of it is left to recover, p alone."""
+    """The row; if `lost`, without its draft, so that the weights are p alone."""
     row_ptr, width, state, q_ptr, q_width, q_state, draft_id, log_scale = row
     q_max, q_log_z, q_threshold, q_cutoff = q_state
     q_state = q_max, tl.where(lost, float("nan"), q_log_z), q_threshold, q_cutoff
@@ -125,7 +128,7 @@ def without_draft(lost, row):
 
 @triton.jit
 def load_draft_logits(ids, row, HAS_Q: tl.constexpr):
-    """Raw draft logits of tokens; nothing where all drafts are one-hot."""
+    """Raw draft logits of tokens; unused if all drafts are one-hot."""
     _row_ptr, _width, _state, q_ptr, q_width, _q_state, _draft_id, _log_scale = row
     y = 0.0
     if HAS_Q:
@@ -169,7 +172,7 @@ def block_weights(block, loaded, row, vocab_size, inv_t, HAS_Q: tl.constexpr):
 
 @triton.jit
 def read_blocks(mass_ptr, part, parts, num_blocks, row, vocab_size, inv_t, HAS_Q: tl.constexpr):
-    """Write the masses of every parts-th block of a row, from the part-th on; loads one ahead."""
+    """Write the masses of every parts-th block of a row, starting at `part`; loads one ahead."""
     ahead = load_block(part, row, HAS_Q)
     for block in range(part, num_blocks, parts):
         loaded = ahead

@@ -1,9 +1,10 @@
-"""What comes of a row once its state is known: most rows end with a token of their own.
+"""Decides a row's own token once its state is known, and then its request's outcome.
 
-A greedy row's is its first choice and a `match` row's what the noise of its position chooses; under
-`token` it is the draft if that is accepted, else the token that recovers it. Drafts that are their
-rows' own tokens stand, and the first other token ends the step. The last of a request's rows to
-come here emits that outcome, or lists the rows that must be read again first (finish.py).
+The own token of a greedy row is its argmax; under `match` it is chosen by the noise of its
+position; under `token` it is the draft if that is accepted, and otherwise the recovered token.
+Drafts that equal their rows' own tokens stand; the first own token that differs ends the step. The
+last row of a request to get here emits the outcome, or lists the rows that must be read again first
+(finish.py).
 """
 
 from typing import NamedTuple
@@ -20,19 +21,19 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 class Rows(NamedTuple):
-    state: torch.Tensor  # [N, 4] float32, of sampled rows
+    state: torch.Tensor  # [N, 4] float32, for sampled rows
     tests: torch.Tensor  # [B, K + 1, 2] float32: log p(X) / q(X) of each draft, and its u
     own: torch.Tensor  # [B, K + 1] int64 token ids, or BAD, or OPEN
-    log_scale: torch.Tensor  # [B, K + 1] float32 log P, of rows to be read
-    num_open: torch.Tensor  # [B] int32 rows to be read
+    log_scale: torch.Tensor  # [B, K + 1] float32 log P, for rows to read
+    num_open: torch.Tensor  # [B] int32 number of rows to read
     to_read: torch.Tensor  # [B * (K + 1)] int32: request * COLUMNS + offset of rows, in any order
     to_bisect: torch.Tensor  # [B * (K + 1)] int32, likewise
-    counters: torch.Tensor  # [B + 2] int32, 0 at first: lengths of the two lists, then settled rows
+    counters: torch.Tensor  # [B + 2] int32, from 0: lengths of both lists, finished rows a request
 
 
 @triton.jit
 def greedy_token(row_max, block, row_ptr, vocab_size):
-    """The lowest id that has the row's maximum, which the block holds."""
+    """The lowest id with the row's maximum, which lies in `block`."""
     ids = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     return tl.min(tl.where(x == row_max, ids, 0x7FFFFFFF), 0)
@@ -40,7 +41,7 @@ def greedy_token(row_max, block, row_ptr, vocab_size):
 
 @triton.jit
 def conclude_row(own, is_block, request, offset, k, num_columns, draft_ids_ptr, rows, verified):
-    """Note a row's own token; after the last of a request's rows, emit or list what is open."""
+    """Store a row's own token. The last row of a request emits, or lists the rows to read."""
     column = tl.arange(0, COLUMNS)
     at = request * num_columns
     tl.store(rows.own + at + offset, own)
@@ -70,7 +71,10 @@ def settle_row(
     test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
     vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified,
 ):  # fmt: skip
-    """Write a sampled row's state, and what comes of it; `drawn` recovers a draft, or is OPEN."""
+    """Write a sampled row's state, and conclude it with its own token.
+
+    `drawn` is the token that recovers the draft, or OPEN.
+    """
     row_max, log_z, threshold, cutoff = state
     at = rows.state + row * 4
     tl.store(at, row_max)

@@ -1,13 +1,13 @@
-"""K1b: each row's state (maximum, log-normaliser, threshold, tie cutoff), and what comes of it.
+"""K1b: computes each row's state (maximum, log-normaliser, threshold, tie cutoff) and own token.
 
 Top-k, top-p (of what top-k leaves) and min-p (relative to the maximum) each keep a prefix of the
-order (logit descending, token id ascending), so together they keep the shortest of the three, and
-(threshold, cutoff) describes it without any probability being stored.
+order (logit descending, token id ascending). So together they keep the shortest of the three
+prefixes, and (threshold, cutoff) describes it without storing any probabilities.
 
-The kernel merges the sums of a row's blocks and ranks the few tokens that filters can leave against
-each other (candidates.py); rows where they are not few it leaves to a second one, which bisects the
-logits' bit patterns (bisection.py). It tests the row's draft (decide.py), draws the row's own token
-where that takes no other reading of the row (draw.py, match.py), and hands over to row_outcome.py.
+The kernel merges the sums of a row's blocks, and ranks the few tokens that filters can leave
+(candidates.py). If they are not few, a second kernel bisects the logits' bit patterns instead
+(bisection.py). Then it tests the row's draft (decide.py), draws the row's own token if that needs
+no second reading of the whole row (draw.py, match.py), and concludes the row (row_outcome.py).
 """
 
 import numpy as np
@@ -45,10 +45,10 @@ from .scan import BlockStats, merge_max, merge_totals
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
-# Warps and registers of a program, by whether rows are filtered: 4 or 3 a multiprocessor.
+# Warps and registers of a program, without and with filters: 4 or 3 programs a multiprocessor.
 _SHAPES = {False: (4, 128), True: (8, 80)}
-_FIRST_CANDIDATES = 256  # a nucleus is rarely wider
-_WIDER = 16  # times as many where it is
+_FIRST_CANDIDATES = 256  # top-p rarely leaves more
+_WIDER = 16  # if it does, look at this many times more
 
 
 def row_state_reference(
@@ -62,7 +62,7 @@ def row_state_reference(
     inv_t = sampling.inverse_temperature()
     relative = torch.exp((stats.max - row_max[:, None]) * inv_t[:, None])
     z = (stats.total.double() * relative).sum(-1)
-    # Greedy rows need no normaliser, only to be told from bad ones.
+    # Greedy rows need no normaliser: any number will do that marks them as not bad.
     log_z = torch.where(sampling.temperature > 0, z.log().float(), 0.0)
     bad = ~row_max.isfinite()
     state = torch.empty(len(logits), STATE_WIDTH, device=logits.device)
@@ -109,10 +109,10 @@ def _filter_reference(x: torch.Tensor, z: torch.Tensor, sampling: Sampling) -> t
 
 
 def _highest(row: torch.Tensor, count: int) -> torch.Tensor:
-    """The highest values of a row, in order. Shape: [V] -> [count]."""
+    """The highest values of a row, in falling order. Shape: [V] -> [count]."""
     if count <= len(row) // 8:
         return row.topk(count, sorted=True).values
-    # numpy's sort is vectorised: a quarter of torch's time.
+    # numpy's sort is vectorised and takes a quarter of torch's time.
     ascending = torch.from_numpy(np.sort(row.numpy(force=True)))
     return ascending.flip(0)[:count].to(row.device)
 
@@ -148,7 +148,7 @@ def _row_state_kernel(
     request = tl.program_id(0) // num_columns
     offset = tl.program_id(0) % num_columns
     draft_ids_ptr += request * draft_stride
-    # What waits for nothing comes first: together it takes the time of one load.
+    # Loads that need not wait come first: all together they take the time of one.
     k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
     temperature = tl.load(sampling.temperature + request)
     rule = tl.load(sampling.rule + request)
@@ -202,8 +202,8 @@ def _row_state_kernel(
         slot = tl.atomic_add(rows.counters + 1, 1, sem="relaxed")
         tl.store(rows.to_bisect + slot, request * COLUMNS + offset)
         return
-    if (num_columns > 1) | FILTERS:  # else there is none of ours behind this one
-        # Not before: programs that wait take issue slots from those that work.
+    if (num_columns > 1) | FILTERS:  # otherwise no kernel of ours follows
+        # Not earlier: the next kernel's programs would take issue slots while they wait.
         start_next_kernel(DEPENDENT)
     state = row_max, log_z, threshold, cutoff
     test = accept_test(drafted, state, inv_t)
@@ -233,9 +233,9 @@ def _row_state_kernel(
 
 
 def row_state(step: Step, stats: BlockStats, filters: bool, rows: Rows, verified: Verified) -> None:
-    """Write what comes of every row, and the outcomes of requests that no row leaves open.
+    """Compute every row, and write the outcomes of requests that have no open row.
 
-    `filters` false promises no filtered row.
+    `filters` False promises that no row is filtered.
     """
     logits, drafts = step.logits, step.drafts
     blocks = stats.max.shape[1]

@@ -1,4 +1,4 @@
-"""What every kernel of verification shares: sampling parameters, row states, block size."""
+"""Shared by all verification kernels: sampling parameters, row states, block size."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -7,17 +7,18 @@ import torch
 
 from ..triton_or_none import tl, triton
 
-BLOCK = 1024  # tokens of one block of a row; part of what a draw means, so never tuned by batch
-GROUP = 64  # tokens of one group: their maxima narrow searches; part of what a `match` draw means
+# Both change which token a seed draws, so they are never tuned.
+BLOCK = 1024  # tokens of one block of a row
+GROUP = 64  # tokens of one group; the groups' maxima narrow searches
 MAX_DRAFTS = 32
 
-# Columns of a row state: what turns a raw logit into a log-probability (see log_prob_reference).
+# Columns of a row state, which turns raw logits into log-probabilities (log_prob_reference).
 STATE_MAX, STATE_LOG_Z, STATE_THRESHOLD, STATE_CUTOFF = range(4)
 STATE_WIDTH = 4
 
 
 class Rule(IntEnum):
-    """How drafts are verified; a request's own choice. Greedy requests ignore it."""
+    """How a request's drafts are verified. Greedy requests ignore it."""
 
     TOKEN = 0
     BLOCK = 1
@@ -25,7 +26,7 @@ class Rule(IntEnum):
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters, one entry a request, on the logits' device. Kernels take it whole."""
+    """Sampling parameters, one entry a request, on the logits' device. Passed whole to kernels."""
 
     temperature: torch.Tensor  # [B] float32, 0 = greedy
     top_k: torch.Tensor  # [B] int32, 0 = off
@@ -46,7 +47,7 @@ class Sampling(NamedTuple):
 
 
 class RowStates(NamedTuple):
-    """Of the references; the kernels keep the first alone."""
+    """For the references; the kernels keep only `state`."""
 
     state: torch.Tensor  # [N, 4] float32 (max, log_z, threshold, cutoff); log_z NaN: a bad row
     argmax: torch.Tensor  # [N] int64 token id; -1: a bad row
@@ -57,25 +58,25 @@ def num_blocks(vocab_size: int) -> int:
 
 
 def block_width(vocab_size: int) -> int:
-    """Lanes of a block in the references, which need not pad a vocabulary of one block."""
+    """Width of a block in the references, which do not pad a vocabulary of less than a block."""
     return min(BLOCK, vocab_size)
 
 
 def log_prob_reference(
     logits: torch.Tensor, token_ids: torch.Tensor, state: torch.Tensor, inv_t: torch.Tensor
 ) -> torch.Tensor:
-    """Processed log-probability of raw logits: (l - max) / temperature - log_z where kept.
+    """Processed log-probability of raw logits: (l - max) / temperature - log_z, or -inf.
 
-    A row keeps its logits above `threshold`, and those equal to it up to token id `cutoff`; that
-    one prefix of the order (logit descending, id ascending) is what top-k, top-p and min-p leave.
+    A row keeps the logits above `threshold`, and those equal to it up to token id `cutoff`. That is
+    a prefix of the order (logit descending, id ascending): what top-k, top-p and min-p leave.
 
-    Shape: logits and token_ids broadcast together; state [..., 4] and inv_t [...] per row, with
-    the row dimensions of logits in front.
+    Shape: logits and token_ids broadcast together; state [..., 4] and inv_t [...] have one entry a
+    row, and the row dimensions of logits come first.
     """
     lead = state.shape[:-1] + (1,) * (logits.ndim - state.ndim + 1)
     row_max, log_z, threshold, cutoff = (state[..., i].reshape(lead) for i in range(STATE_WIDTH))
     value = (logits - row_max) * inv_t.reshape(lead) - log_z
-    if not bool((threshold > -torch.inf).any()):  # whole rows: masks take longer than the rest
+    if not bool((threshold > -torch.inf).any()):  # nothing is filtered: masks would be slow
         return value
     kept = (logits > threshold) | ((logits == threshold) & (token_ids <= cutoff))
     return torch.where(kept & (logits > -torch.inf), value, -torch.inf)
@@ -83,7 +84,7 @@ def log_prob_reference(
 
 @triton.jit
 def load_state(state_ptr, mask):
-    """Columns of a row state; of no row, those of a one-hot distribution."""
+    """Columns of a row state; where masked, those of a one-hot distribution."""
     row_max = tl.load(state_ptr, mask=mask, other=0.0)
     log_z = tl.load(state_ptr + 1, mask=mask, other=float("nan"))
     threshold = tl.load(state_ptr + 2, mask=mask, other=-float("inf"))

@@ -1,4 +1,4 @@
-"""K1: one read of the logits gives each block's maximum and its sum of exponentials."""
+"""K1: reads the logits once, for each block's maximum and sum of exponentials."""
 
 from typing import NamedTuple
 
@@ -19,13 +19,13 @@ _NUM_CACHED = 1 << 16
 
 
 class BlockStats(NamedTuple):
-    max: torch.Tensor  # [N, num_blocks] float32; NaN: the block holds a NaN
-    total: torch.Tensor  # [N, num_blocks] float32 sum of exp((l - max) / t); set on sampled rows
-    group_max: torch.Tensor | None  # [N, num_blocks, 16] float32, where wanted (kernel only)
+    max: torch.Tensor  # [N, num_blocks] float32; NaN if the block holds a NaN
+    total: torch.Tensor  # [N, num_blocks] float32 sum of exp((l - max) / t); for sampled rows only
+    group_max: torch.Tensor | None  # [N, num_blocks, 16] float32, if needed (kernel only)
 
 
 def rows_in_cache(vocab_size: int) -> int:
-    """Rows that the references take at a time, so that what is made of them stays in a cache."""
+    """Rows that the references take at a time, so that intermediate tensors stay in the cache."""
     return max(1, _NUM_CACHED // vocab_size)
 
 
@@ -63,7 +63,7 @@ def _scan_rows(
     block_max = x.amax(-1)
     total = torch.zeros_like(block_max)
     if bool(is_sampled.any()):
-        # An empty block's own maximum, -inf, would make NaN of it.
+        # Clamped, because -inf - (-inf) in a block without finite logits would be NaN.
         safe_max = block_max[..., None].clamp_min(torch.finfo(torch.float32).min)
         weight = x.sub_(safe_max).mul_(inv_t[:, None, None]).exp_()
         weight = weight.mul_(FIXED_ONE).long().sum(-1).float() / FIXED_ONE
@@ -78,8 +78,8 @@ def _max_or_nan(a, b):
 
 @triton.jit
 def maximum(x, axis: tl.constexpr):
-    """Maximum along an axis; NaN where there is one."""
-    if _INTERPRET:  # which would reduce by a function of ours one element at a time
+    """Maximum along an axis; NaN if there is one."""
+    if _INTERPRET:  # where tl.reduce with a function of ours is slow
         is_nan = tl.max((x != x).to(tl.int32), axis) > 0
         y = tl.where(is_nan, float("nan"), tl.max(tl.where(x == x, x, -float("inf")), axis))
     else:
@@ -89,7 +89,7 @@ def maximum(x, axis: tl.constexpr):
 
 @triton.jit
 def _request_of(row, request, cu_rows_ptr, num_requests):
-    """The request that holds a row, not before `request`; num_requests if none does."""
+    """The request that a row belongs to, searching from `request` on; num_requests if none."""
     if cu_rows_ptr is None:
         request = row
     else:
@@ -198,7 +198,7 @@ def merge_totals(row, stats, num_blocks, inv_t, NB: tl.constexpr):
     total = tl.load(stats.total + row * num_blocks + lane, mask=lane < num_blocks, other=0.0)
     block_max = _load_maxima(row, stats, num_blocks, NB)
     row_max, bad = _merge(block_max)
-    # Integers add up alike in any order, which hangs on a kernel's warps.
+    # Integers, because the order of summation depends on the number of warps.
     weight = fixed(total * exp((block_max - row_max) * inv_t))
     return row_max, of_fixed(tl.sum(tl.where(total > 0, weight, 0), 0)), bad
 
@@ -210,10 +210,10 @@ def scan(
     vocab_size: int,
     counters: torch.Tensor | None = None,
 ) -> BlockStats:
-    """Stats of every request's rows; without sampling, those of the raw logits.
+    """Stats of every request's rows; without `sampling`, stats of the raw logits.
 
-    Shape: logits [N, V], cu_rows [B + 1] (None: a row a request), sampling [B]; `counters` [B + 2]
-    are set to 0 for the kernels behind.
+    Shape: logits [N, V], cu_rows [B + 1] (None: one row a request), sampling [B]. Sets `counters`
+    [B + 2] to 0 for the kernels that follow.
     """
     shape = (len(logits), num_blocks(vocab_size))
     new = logits.new_empty

@@ -1,16 +1,16 @@
-"""How many drafts stand by the rule `block`, once the rows that were left open are read."""
+"""How many drafts stand under the rule `block`, once the open rows have been read."""
 
 import torch
 
 from ..triton_or_none import tl, triton
 from .decide import Plan, accept_words_reference
 from .drafts import COLUMNS, Step
-from .philox import FIXED_ONE, exp, uniform_reference
+from .philox import FIXED_ONE, exp, of_fixed, uniform_reference
 from .sampling import Rule
 
 
 def accept_blocks_reference(step: Step, plan: Plan, mass: torch.Tensor) -> torch.Tensor:
-    """Accepted drafts once Z is known: of `block`, the last i with u_i <= h_i. Shape: [B]."""
+    """Accepted drafts once Z is known: for `block`, the last i with u_i <= h_i. Shape: [B]."""
     accepted = plan.num_accepted.long()
     k_max = step.drafts.token_ids.shape[1]
     is_block = step.sampling.rule == Rule.BLOCK
@@ -28,14 +28,14 @@ def accept_blocks_reference(step: Step, plan: Plan, mass: torch.Tensor) -> torch
 
 @triton.jit
 def accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB: tl.constexpr):
-    """Of a `block` request the last i with u_i <= h_i, now that Z is known."""
+    """Accepted drafts of a `block` request, once Z is known: the last i with u_i <= h_i."""
     lane = tl.arange(0, NB)
     column = tl.arange(0, COLUMNS)
     for i in range(accepted + 1, k):
         here = column == i
         if tl.sum((is_open & here).to(tl.int32), 0) > 0:
             mass = tl.load(mass_ptr + i * num_blocks + lane, mask=lane < num_blocks, other=0)
-            z = tl.sum(mass, 0).to(tl.float32) * 9.094947017729282e-13
+            z = of_fixed(tl.sum(mass, 0))
             h = z / (z + 1.0 - exp(tl.sum(tl.where(here, log_scale, 0.0), 0)))
             passed = (tl.sum(tl.where(here, u, 0.0), 0) <= h) | (h != h)
             accepted = tl.where(passed, i, accepted)

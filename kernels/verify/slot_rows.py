@@ -1,7 +1,7 @@
-"""What draws and verifications read of their sequences' slots, and write there: a launch each way.
+"""Reads and writes the slots of a batch, in one launch each way.
 
-A sequence's anchor, the position of the step's first token, is the number of its known tokens. The
-last slot is nobody's: padding reads and writes it, and it never knows a token.
+A sequence's anchor, the position of the step's first new token, is the number of its known tokens.
+The last slot is a dummy that padding reads and writes; its number of known tokens stays 0.
 """
 
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from .sampling import STATE_WIDTH, Sampling
 from .verify import DraftSample
 
 _STATE_WIDTH = tl.constexpr(STATE_WIDTH)
-_ROWS = 32  # of a program
-_LOGITS = 4096  # that a program copies
+_ROWS = 32  # handled by one program
+_LOGITS = 4096  # copied by one program
 
 
 class SlotState(NamedTuple):
-    """What the slots hold. Kernels take it whole."""
+    """The contents of the slots. Passed whole to kernels."""
 
     token_ids: Tensor  # [num_slots, width] int32
     num_tokens: Tensor  # [num_slots] int64, known ones
@@ -31,7 +31,7 @@ class SlotState(NamedTuple):
 class SlotRows(NamedTuple):
     sampling: Sampling  # [B] each
     anchor: Tensor  # [B] int64
-    position: Tensor  # [B] int64, of the first token to be drawn
+    position: Tensor  # [B] int64, of the first token to draw
     draft_ids: Tensor  # [B, K] int64, the tokens from the anchor on
 
 
@@ -41,16 +41,16 @@ def read_slots(
     num_drafts: int = 0,
     offset: Tensor | None = None,
 ) -> SlotRows:
-    """Read what a batch's draws need, and the drafts that they are to verify.
+    """Read what a batch needs to draw, and the drafts to verify.
 
     Parameters
     ----------
     slot
         Shape: [B] of any integers.
     num_drafts
-        Drafts to read a row: K.
+        Drafts to read for each row: K.
     offset
-        Of the drawn token behind the anchor; None: 0. Shape: [B].
+        Position of the token to draw, minus the anchor; None: 0. Shape: [B].
     """
     if not uses_triton(slot):
         return read_slots_reference(slots, slot, num_drafts, offset)
@@ -98,10 +98,10 @@ def write_draft(
     logits: Tensor,
     kept: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Write a draft a row to its slot, and keep the logits and the state that it was drawn from.
+    """Write one draft a row into its slot, and keep the logits and state that it was drawn from.
 
-    Shape: slot, position, offset (of the draft among the step's) [N] int; logits [N, V']; kept
-    [num_slots, K, V'] of any dtype and [num_slots, K, 4], or None: nothing is kept.
+    Shape: slot, position, offset (index among the step's drafts) [N] int; logits [N, V']; kept
+    [num_slots, K, V'] of any dtype and [num_slots, K, 4], or None to keep nothing.
     """
     if not uses_triton(slot):
         write_draft_reference(slots, slot, position, offset, drawn, logits, kept)
@@ -143,10 +143,10 @@ def write_draft_reference(
 
 
 def write_verified(slots: SlotState, slot: Tensor, anchor: Tensor, verified: Verified) -> Tensor:
-    """Write each row's tokens from its anchor on, and how many are known with them.
+    """Write each row's tokens into its slot from the anchor on, and advance the known tokens.
 
-    Columns behind the last token are written as 0, which nobody reads. Returns tokens (padded with
-    -1) and whether the logits were bad, for the host.
+    Positions after the last token get 0, which is never read. Returns the tokens (padded with -1)
+    and a flag for bad logits, for the host.
     Shape: slot, anchor [B] int -> [B, K + 2] int64.
     """
     if not uses_triton(slot):
@@ -235,7 +235,7 @@ def _write_draft_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """One program: a block of a row's logits; the first of a row writes all else, too."""
+    """Each program copies a block of a row's logits; a row's first program writes the rest, too."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     kept_row = slot * num_drafts + tl.load(offset_ptr + row)

@@ -1,14 +1,14 @@
-"""Speculative verification and sampling: the one road that every emitted token takes.
+"""Speculative verification and sampling. Every emitted token comes from here.
 
-    scan        K1   reads every row once; leaves its blocks' maxima and sums of exponentials
-    row_state   K1b  a program a row: its state, the test of its draft and, mostly, a token of its
-                     own; requests whose rows all have one are done
-    bisection        the same, of filtered rows without a peak
-    finish      K2   reads the rows that are still open again, then draws from them
+    scan        K1   reads every row once, for the maxima and sums of exponentials of its blocks
+    row_state   K1b  one program a row: its state, the test of its draft and, mostly, its own token;
+                     a request whose rows all have one is done
+    bisection        the same, for filtered rows that are too flat for row_state
+    finish      K2   reads the rows that are still open once more, and draws from them
 
-The last two are launched where a request may need them. A request without drafts is plain sampling,
-and so is the draft model's own sampling (K0): the same road with k = 0. Each kernel's first
-programs start while the kernel before it ends, but the scan waits for all that was launched before.
+The last two are launched only if a request may need them. A request without drafts is sampled
+plainly: verification with k = 0. So is a draft drawn from the draft model's logits (K0). Each
+kernel may start while the one before it ends, except the scan, which waits for everything before.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from .scan import scan, scan_reference
 
 class DraftSample(NamedTuple):
     token_ids: torch.Tensor  # [N] int64
-    state: torch.Tensor  # [N, 4] float32, what `verify` needs beside the raw logits
+    state: torch.Tensor  # [N, 4] float32, which `verify` needs besides the raw logits
 
 
 def draft_sample(
@@ -45,15 +45,15 @@ def draft_sample(
 ) -> DraftSample:
     """Draw one draft a row from the processed distribution of the draft's logits.
 
-    A row with NaN, inf or no finite logit gives token 0 and a state with log_z NaN, which `verify`
-    takes as a one-hot draft: lossless still.
+    A row with NaN, inf or no finite logit gives token 0 and a state whose log_z is NaN. `verify`
+    treats that as a one-hot draft, which is still lossless.
 
     Parameters
     ----------
     logits
         Raw draft logits. Shape: [N, V'], float32, float16 or bfloat16, rows may be strided.
     sampling
-        The rows' requests' parameters. Shape: [N] each.
+        The parameters of each row's request. Shape: [N] each.
     position
         Absolute index of the token being drawn. Shape: [N] int64.
     anchor
@@ -96,7 +96,7 @@ def verify(
     words: torch.Tensor | None = None,
     draft_rows: torch.Tensor | None = None,
 ) -> Verified:
-    """Keep of each request's drafts what its rule accepts, and draw the token after them.
+    """Keep the drafts that each request's rule accepts, and draw the token after them.
 
     Every emitted token is distributed as the target's processed distribution, whatever the rule
     and the drafts. A request without drafts is sampled plainly.
@@ -104,7 +104,7 @@ def verify(
     Parameters
     ----------
     target_logits
-        Raw target logits; rows cu_rows[i]:cu_rows[i + 1] are request i's k_i + 1 rows, row j being
+        Raw target logits. Request i has the k_i + 1 rows cu_rows[i]:cu_rows[i + 1]; its row j holds
         the logits after j drafts. Shape: [T, V], float32, float16 or bfloat16.
     cu_rows
         Shape: [B + 1] int32. Rows from cu_rows[B] on are padding.
@@ -113,9 +113,9 @@ def verify(
     num_drafts
         k_i. Shape: [B] int32.
     draft_logits
-        Raw draft logits that the drafts were drawn from. Shape: [B, K, V']. None: one-hot drafts.
+        Raw draft logits that the drafts were drawn from; None: one-hot drafts. Shape: [B, K, V'].
     draft_state
-        The states that `draft_sample` gave with them. Shape: [B, K, 4] float32.
+        The states that `draft_sample` returned with them. Shape: [B, K, 4] float32.
     sampling
         Shape: [B] each.
     positions
@@ -127,11 +127,11 @@ def verify(
     samples
         False promises that every request is greedy, and saves launches.
     words
-        Random words to use instead of Philox's, for proofs: row i < K is draft i's accept word,
-        row K + 1 the last draw's. Shape: [B, K + 2, 4] int64. `match` ignores them.
+        Random words to use instead of Philox's, for proofs: row i < K for the test of draft i,
+        row K + 1 for the last draw. `match` ignores them. Shape: [B, K + 2, 4] int64.
     draft_rows
-        Which entry of draft_logits and draft_state, which may be more, is each request's; None:
-        they are in order. Shape: [B] of any integers.
+        Index of each request's entry in draft_logits and draft_state, which may have more entries
+        than there are requests; None: they are in order. Shape: [B] of any integers.
     """
     if draft_token_ids.shape[1] > MAX_DRAFTS:
         raise ValueError(f"{draft_token_ids.shape[1]} drafts a request; at most {MAX_DRAFTS}")
@@ -150,7 +150,7 @@ def verify(
 
 
 def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.Tensor]:
-    """Outcome and states of the rows."""
+    """The requests' outcomes and the rows' states."""
     if not uses_triton(step.logits):
         return _sample_reference(step)
     _check_layout(step)
@@ -180,8 +180,8 @@ def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.T
 
 
 def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
-    """First choices alone. On a CPU the states, which greedy requests have no use for, would take
-    a small draft as long as one of its layers."""
+    """Each row's argmax, without states, which greedy requests do not need: on a CPU they would
+    take as long as a layer of a small draft."""
     best, token_ids = logits.max(dim=1)
     token_ids = token_ids.where(best.isfinite(), 0)
     return DraftSample(
@@ -190,7 +190,7 @@ def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
 
 
 def _verify_greedy(step: Step) -> Verified:
-    """First choices again, and no state."""
+    """Verify by each row's argmax, without states."""
     drafts = step.drafts
     best, token_ids = step.logits[:, : step.vocab_size].max(dim=1)
     bad = ~best.isfinite()
@@ -219,7 +219,7 @@ def _sample_reference(step: Step) -> tuple[Verified, torch.Tensor]:
 
 
 def _check_layout(step: Step) -> None:
-    """The kernels index these as dense: a strided view would be read wrongly, not slowly."""
+    """Refuse strided tensors: the kernels assume dense ones and would read the wrong elements."""
     logits, drafts, sampling = step.logits, step.drafts, step.sampling
     vectors = (*sampling, step.anchor, step.position, drafts.num_drafts)
     assert logits.stride(1) == 1, "logits: the vocabulary must be the dense dimension"
