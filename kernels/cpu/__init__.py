@@ -1,1 +1,1 @@
-"""What a CPU runs in place of the kernels, if it was compiled when Outrider was installed."""
+"""Compiled layers that a CPU runs instead of kernels, if installing Outrider compiled them."""

@@ -1,11 +1,11 @@
-"""Linear layers with what stands around them: RMSNorm before, silu(gate) * up or a residual behind.
+"""Linear layers with an RMSNorm before, and silu(gate) * up or a residual after them.
 
     y = epilogue(rmsnorm(x) W^T + b),     rmsnorm(x)_k = x_k w_k / sqrt(mean(x^2) + eps)
 
-Decoding has few rows, so a layer's time is that of reading W once, and every launch beside it
-counts. For one row, or two where W is small, one launch does it all. Up to 32 rows the product is
-ours still, for the rest the library's matrix product is ahead. Up to 256 rows a product that is
-added to a residual is split over K, and what adds the parts normalises the sum.
+Decoding has few rows. So a layer takes as long as reading W once, and every extra launch counts.
+One row, or two if W is small, take a single launch. Up to 32 rows the product is our own; for more,
+the library's is faster. Up to 256 rows, a product that is added to a residual is split over K, and
+the kernel that adds the parts also normalises the sum.
 """
 
 import torch
@@ -26,7 +26,7 @@ from .split_product import add_split_product, can_split
 
 # Measured on an H200.
 _MAX_SPLIT_ROWS = 256
-_MAX_PAIR_WEIGHTS = 1 << 23  # that two rows are multiplied with as one is
+_MAX_PAIR_WEIGHTS = 1 << 23  # up to this size, two rows take the single launch too
 
 
 def linear(
@@ -39,7 +39,7 @@ def linear(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A linear layer and its surroundings.
+    """A linear layer, with the norm before it and the gate or residual after it.
 
     Parameters
     ----------
@@ -52,11 +52,11 @@ def linear(
     norm
         Applied to x first.
     gated
-        Return silu(gate) * up of the two halves.
+        Return silu(first half) * second half of the result.
     residual
-        Is added to the result, in place, and returned. Shape: [T, N].
+        The result is added to it in place, and it is returned. Shape: [T, N].
     out
-        Takes the result of a plain product, x W^T. Shape: [T, N], dense.
+        Takes the result, which must be a plain product, x W^T. Shape: [T, N], dense.
 
     Returns: [T, N]
     """
@@ -92,9 +92,9 @@ def add_linear(
     *,
     norm: Norm | None = None,
 ) -> Tensor | None:
-    """Add a linear layer to the residual, in place, and apply `norm` to the sum on the way.
+    """Add a linear layer to the residual in place. Returns norm(residual) if that comes cheaply.
 
-    Returns the normalised sum, or None where it is cheaper to leave that to what reads the sum.
+    Otherwise returns None, and the layer that reads the residual must apply `norm`.
     Shape: residual [T, N], x [T, K], weight [N, K] -> [T, N]
     """
     if uses_triton(x) and bias is None:
@@ -137,7 +137,7 @@ def _fused(
     num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(num_rows, num_out) if residual is None else residual
-    # Measured: as many weights a program as registers hold, all asked for at once.
+    # Measured: best if a program loads as many weights at once as its registers hold.
     block_k = min(4096, triton.next_power_of_2(num_in))
     num_at_once = 4096 if num_rows == 1 and weight.numel() <= _MAX_PAIR_WEIGHTS else 8192
     block_n = max(1, num_at_once // block_k // (2 if gated else 1))
@@ -182,7 +182,7 @@ def _fused_kernel(
     GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of every row, a block of weights asked for ahead of its use."""
+    """Each program: BLOCK_N outputs of every row; loads weights one block ahead."""
     start_next_kernel(DEPENDENT)
     # [NUM_ROWS, BLOCK_N, BLOCK_K]
     row = tl.arange(0, NUM_ROWS)
@@ -229,7 +229,7 @@ def _fused_kernel(
         if GATED:
             up += tl.sum(up_terms, 2)
     if norm_ptr is not None:
-        # A row's own scale is a factor of the whole sum: it can wait until here.
+        # The norm's scale is a factor of a row's whole sum, so it can be applied last.
         scale = tl.rsqrt(square / NUM_IN + eps)
         y *= scale
         up *= scale

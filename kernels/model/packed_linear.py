@@ -1,15 +1,15 @@
-"""Linear layers as a CPU reads them best: what makes few rows cheap.
+"""Linear layers on a CPU, made fast for few rows.
 
-torch's linear hands a plain weight to the BLAS at every call. Reordered once at load by oneDNN, the
-same product took 0.5 of the time at one row and 0.2 to 0.5 at five (benchmarks/log/cpu.md), and the
-rows of a verification are exactly such a few.
+torch's linear passes a plain weight to the BLAS at every call. If oneDNN reorders the weight once
+at load, the same product takes half the time at one row, and 0.2 to 0.5 of it at five
+(benchmarks/log/cpu.md). Verification has just that many rows.
 
-How oneDNN sums can hang on how many rows it is handed: one row, or more than 32, differ from the
-rest on some machines. Which counts sum alike is found out at load, and rows are handed over in
-such blocks alone: a row comes out the same to the bit in any company.
+oneDNN's order of summation can depend on the number of rows: on some machines one row, or more than
+32, are summed differently from the rest. At load we find out which numbers of rows sum alike, and
+then pass rows in blocks of these sizes only. So the bits of a row do not depend on the batch.
 
-A draft may be rounded: whatever it proposes, the target decides. A weight of 8 bits and a scale a
-row is a half of the bytes, and takes a third of the time at one row of a narrow layer.
+A draft's weights may be rounded, since the target decides anyway. With 8 bits and a scale for each
+row, a weight has half the bytes, and takes a third of the time at one row of a narrow layer.
 """
 
 from typing import NamedTuple
@@ -19,23 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHEAPEST_ROWS, _EXACT_ROWS = 4, 16
-# Measured: with more rows, or longer ones, torch's product of 8-bit weights is behind oneDNN's.
+# Measured: for more or longer rows, torch's product of 8-bit weights is slower than oneDNN's.
 _MAX_ROUNDED_ROWS = 4
 _MAX_ROUNDED_INPUTS = 1024
-# Row counts to hand over, if they sum as _CHEAPEST_ROWS do.
+# Block sizes to use if they sum as _CHEAPEST_ROWS rows do.
 _BLOCKS = (512, 128, 64, 32, 28, 24, 20, *range(16, 3, -1))
-_COMPARED = 100_000  # outputs; of those that are summed otherwise one in 10,000 comes out different
-# oneDNN reads bfloat16 inputs by so many, and beyond the last where they are no multiple.
+_COMPARED = 100_000  # outputs: summed in another order, about one in 10,000 differs
+# oneDNN reads this many bfloat16 inputs at a time, even beyond the last one.
 _INPUT_MULTIPLE = 32
 
 
 class PackedWeight(NamedTuple):
-    """The weight of a linear layer, [N, K]; with `scale`, that of rounded * scale[:, None]."""
+    """The weight of a linear layer, [N, K]; with `scale`, it is rounded * scale[:, None]."""
 
-    reordered: Tensor  # in oneDNN's layout; the integers where they are rounded, exact in bfloat16
+    reordered: Tensor  # in oneDNN's layout; if rounded, the integers, which bfloat16 holds exactly
     rounded: Tensor | None  # [N, K] int8
     scale: Tensor | None  # [N]
-    blocks: tuple[int, ...] = ()  # row counts that sum alike, descending; (): it need not be alike
+    blocks: tuple[int, ...] = ()  # block sizes that sum alike, descending; (): bits may vary
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -54,7 +54,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 
 def _reordered_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     num_rows = padded = len(rows)
-    # To copy few rows takes as long as the product spares.
+    # For few rows, copying them to pad them would take as long as padding saves.
     if weight.blocks or num_rows > _EXACT_ROWS:
         padded = padded_rows(num_rows)
     is_whole = not weight.blocks or padded in weight.blocks
@@ -81,12 +81,11 @@ def _product(rows: Tensor, reordered: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows to compute for `num_rows`: four at least, the same up to 16, then one of four steps an
-    octave.
+    """Number of rows to compute instead of `num_rows`.
 
-    Of one, two or three rows oneDNN takes up to a third longer than of four. It compiles and keeps
-    most of a megabyte for every row count it meets, and a scheduler that mixes prefill with
-    decoding meets them all.
+    At least four; unchanged up to 16; then one of four sizes for each doubling. oneDNN takes up to
+    a third longer for one to three rows than for four. It also compiles a kernel, of almost a
+    megabyte, for every number of rows it meets, and mixing prefill with decoding meets them all.
     """
     if num_rows <= _EXACT_ROWS:
         return max(num_rows, _CHEAPEST_ROWS)
@@ -96,10 +95,10 @@ def padded_rows(num_rows: int) -> int:
 
 @torch.inference_mode()
 def pack_weight(weight: Tensor, *, rounds: bool = False) -> PackedWeight | None:
-    """Reorder the weight of a linear layer; with `rounds`, round it to 8 bits where that pays.
+    """Reorder the weight of a linear layer; with `rounds`, round it to 8 bits if that is faster.
 
-    None where oneDNN lacks the dtype, this torch the operator, or the two disagree. Only without
-    `rounds` does a row come out the same to the bit in any company. Shape: [N, K].
+    None if oneDNN lacks the dtype, this torch the operator, or the results disagree. Only without
+    `rounds` are the bits of a row independent of the batch. Shape: [N, K].
     """
     try:
         if rounds and weight.shape[1] <= _MAX_ROUNDED_INPUTS:
@@ -109,14 +108,14 @@ def pack_weight(weight: Tensor, *, rounds: bool = False) -> PackedWeight | None:
         if not all(_agrees(packed, weight, num_rows) for num_rows in (3, 5)):
             return None
         return packed if rounds else packed._replace(blocks=_alike(packed.reordered))
-    except (RuntimeError, AttributeError):  # not built with oneDNN, or not for this dtype
+    except (RuntimeError, AttributeError):  # torch lacks oneDNN, or oneDNN this dtype
         return None
 
 
 def _reorder(weight: Tensor) -> Tensor:
     if weight.itemsize == 2:
         weight = F.pad(weight, (0, -weight.shape[1] % _INPUT_MULTIPLE))
-    # No row count is hinted: layouts made for one count are reordered anew at another.
+    # No number of rows is given: a layout for one number would be reordered again for another.
     reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return reordered
 
@@ -125,7 +124,7 @@ _alike_by_shape: dict[tuple[torch.Size, torch.dtype, int], tuple[int, ...]] = {}
 
 
 def _alike(reordered: Tensor) -> tuple[int, ...]:
-    """Which of _BLOCKS sum as _CHEAPEST_ROWS do with weights of this shape."""
+    """Which of _BLOCKS sum as _CHEAPEST_ROWS rows do, for weights of this shape."""
     key = (reordered.shape, reordered.dtype, torch.get_num_threads())
     if key not in _alike_by_shape:
         num_out, num_in = reordered.shape
@@ -150,7 +149,7 @@ def _in_blocks(rows: Tensor, reordered: Tensor, size: int) -> Tensor:
 
 
 def _round(weight: Tensor) -> tuple[PackedWeight, Tensor]:
-    """The weight in 8 bits, and the plain weight that this stands for."""
+    """The weight rounded to 8 bits, and the plain weight that this equals."""
     scale = (weight.float().abs().amax(1) / 127).clamp_min(1e-12).to(weight.dtype)
     rounded = (weight.float() / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
     integers = rounded.to(weight.dtype)
@@ -161,7 +160,7 @@ def _agrees(packed: PackedWeight, weight: Tensor, num_rows: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_rows, weight.shape[1], generator=generator).to(weight.dtype)
     expected = F.linear(x, weight)
-    # Both round: the result, by a few units of the last place of the largest, and float32 sums.
+    # Both round: the result, by a few units in the last place of the largest, and float32 sums.
     of_sums = 2 * weight.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
     relative = max(8 * torch.finfo(x.dtype).eps, of_sums)
     tolerance = relative * expected.abs().max().clamp_min(1e-6)

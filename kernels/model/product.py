@@ -1,11 +1,11 @@
-"""Products of rows with a weight, each output's sum in one order however many rows there are:
+"""Products of rows with a weight. An output is summed in one order, however many rows there are.
 
     y = x W^T + b,     or silu(gate) * up of its two halves,     or its parts, sums over shares of K
 
-For few rows, whose time is that of reading the weights once. Outputs lie along the tensor cores'
-long side, so that a row more or less changes nothing but the short one. Few outputs alone would
-leave multiprocessors idle: such a product is split over K, by its weight alone, and what adds the
-parts (`split_product`) does more on the way.
+Made for few rows, where reading the weights takes all the time. Outputs lie along the long side of
+the tensor cores' tiles, so that the number of rows only changes the short side. A weight with few
+outputs would leave multiprocessors idle, so its product is split over K. How often depends on the
+weight alone. `split_product` adds the parts.
 """
 
 import torch
@@ -23,8 +23,8 @@ from .silu_mul import silu
 # Measured on an H200.
 _MAX_ROWS = 32
 _BLOCK_N, _BLOCK_K = 64, 128
-_AT_ONCE = (64, 128, 256)  # inputs of a program that asks for all its weights before x is there
-_GROUP = tl.constexpr(8)  # blocks of outputs whose rows are read by programs of about the same time
+_AT_ONCE = (64, 128, 256)  # with so many inputs a program loads all its weights before x is there
+_GROUP = tl.constexpr(8)  # blocks of outputs whose programs run close together and share rows of x
 
 
 def is_ahead(x: Tensor, weight: Tensor) -> bool:
@@ -48,13 +48,16 @@ def product(
 
 
 def product_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:
-    """Shape: x [T, K], K a multiple of num_splits -> [num_splits, T, N] float32, to be added."""
+    """The parts of a product, to be added up.
+
+    Shape: x [T, K], K a multiple of num_splits -> [num_splits, T, N] float32
+    """
     out = x.new_empty(num_splits, len(x), len(weight), dtype=torch.float32)
     return _launch(out, x, weight, None, num_splits, False)
 
 
 def num_splits_of(weight: Tensor) -> int:
-    """Into how many parts a product is split: as many as have a multiprocessor for each program."""
+    """How many parts a product is split into: the most that leave one program a multiprocessor."""
     num_out, num_in = weight.shape
     most = num_programs(weight.device, 1) // triton.cdiv(num_out, _BLOCK_N)
     splits, share = 1, num_in
@@ -92,13 +95,13 @@ def _launch(
 
 
 def _tile(x: Tensor, weight: Tensor, share: int, num_splits: int) -> dict[str, int]:
-    """Blocks of a program, its warps, and how many blocks it has under way."""
+    """Block sizes, warps, and how many blocks a program loads ahead."""
     num_rows = len(x)
     block_m = max(16, triton.next_power_of_2(num_rows))
     block_n, block_k, num_warps = _BLOCK_N, 64, 4
     if num_rows <= 2 * _MAX_ROWS:
         block_k = share if share in _AT_ONCE else _BLOCK_K
-        # Programs that are fewer than multiprocessors must each have more under way.
+        # With fewer programs than multiprocessors, each must load further ahead.
         few = triton.cdiv(len(weight), block_n) * num_splits <= num_programs(x.device, 1)
         num_stages = (6 if few else 3) if num_rows <= _MAX_ROWS else 5
     elif num_rows <= 256:
@@ -131,15 +134,15 @@ def _product_kernel(
     GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: products of BLOCK_N outputs with BLOCK_M rows, over a share of the inputs.
+    """Each program: BLOCK_N outputs of BLOCK_M rows, over one share of the inputs.
 
-    An output's sum goes through its inputs in order, as many at a time as tensor cores take,
-    whatever the blocks.
+    Whatever the block sizes, an output adds up its inputs in order, as many at a time as the tensor
+    cores take.
     """
     start_next_kernel(DEPENDENT)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     EVEN: tl.constexpr = SHARE % BLOCK_K == 0
-    # Programs that run at the same time share rows and weights in the L2.
+    # Order the programs so that those running at the same time share rows and weights in the L2.
     num_blocks, row_blocks = tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M)
     first_block = tl.program_id(0) // (_GROUP * row_blocks) * _GROUP
     in_group = tl.program_id(0) % (_GROUP * row_blocks)
@@ -151,7 +154,7 @@ def _product_kernel(
     n = block * OUTS + i % OUTS
     k = tl.arange(0, BLOCK_K)
     is_row, is_out = m < num_rows, n < num_out
-    # Gated, the block's second half are the rows of `up` that belong to the gate's before them.
+    # If gated, the second half of a block holds the rows of `up` that match the gate's rows.
     weight_row = n.to(tl.int64) + i // OUTS * num_out
     weight_at = weight_ptr + weight_row * NUM_IN + split * SHARE + k[None, :]
     x_at = x_ptr + m.to(tl.int64) * x_stride + split * SHARE + k[:, None]
@@ -175,7 +178,7 @@ def _product_kernel(
         bias_at = bias_ptr + n + i // OUTS * num_out
         y += tl.load(bias_at, mask=is_out, other=0.0).to(tl.float32)
     if GATED:
-        # Rounded first, as the library leaves both halves.
+        # Rounded first, as the library rounds both halves.
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTS, BLOCK_M]), (1, 2, 0)))
         y = silu(gate) * up

@@ -39,7 +39,8 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
     """Shape: [..., K] -> [..., K].
 
-    By torch's layer norm, one call on a CPU where its RMSNorm is a dozen: x beside -x has no mean.
+    Uses torch's layer norm over x and -x together, whose mean is 0: one call on a CPU, where
+    torch's RMSNorm makes a dozen.
     """
     width = x.shape[-1]
     both = F.layer_norm(torch.cat((x, -x), -1), (2 * width,), None, None, norm.eps)

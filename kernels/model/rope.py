@@ -1,4 +1,4 @@
-"""Queries and keys made ready, and KV stored: RMSNorm of each head, RoPE, the write to the pages.
+"""From qkv to queries and stored KV: RMSNorm of each head, RoPE, and the write to the pages.
 
 rope(x) = x * cos + rotate_half(x) * sin,     rotate_half([a, b]) = [-b, a]
 """
@@ -22,7 +22,7 @@ _HEADS_PER_PROGRAM = 8
 def rotary_table(
     positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * inv_freq, times the scaling, for both halves of a head.
+    """scaling * cos and scaling * sin of position * inv_freq, for both halves of a head.
 
     Shape: positions [T], inv_freq [head_dim / 2] float32 -> [T, head_dim] each.
     """
@@ -58,7 +58,7 @@ def rope_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Return rotated queries; store rotated keys, and values, in the pages.
+    """Store the rotated keys and the values in the pages; returns the rotated queries.
 
     Parameters
     ----------
@@ -72,9 +72,9 @@ def rope_and_store(
     k_scale, v_scale
         By which keys and values are divided, if pages are FP8.
     slot_mapping
-        page * page_size + offset of each row. Shape: [T].
+        page * page_size + offset for each row. Shape: [T].
     q_norm, k_norm
-        RMSNorm of each head, both or neither. Weights: [head_dim].
+        RMSNorm of each head; both or neither. Weights: [head_dim].
 
     Returns: [T, num_heads, head_dim], any row stride.
     """
@@ -198,7 +198,7 @@ def _rope_and_store_kernel(
     IN_FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: HEADS heads of one row, of whatever kind."""
+    """Each program: HEADS heads of one row: queries, keys and values alike."""
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -1,4 +1,4 @@
-"""What a batch's rows hold: the token of each, and where in the pages its KV goes."""
+"""Looks up each row of a batch: its token, and where in the pages its KV goes."""
 
 from typing import NamedTuple
 
@@ -26,9 +26,10 @@ def read_rows(
     block_table: Tensor,
     page_size: int,
 ) -> Rows:
-    """Look up the rows of a batch of at least as many rows as sequences.
+    """Look up the rows of a batch, which must have at least as many rows as sequences.
 
-    Positions and lengths come in relative to num_tokens: a sequence's last known token is at -1.
+    `positions` and `seq_lens` are relative to `num_tokens`: a sequence's last known token is at -1.
+    The result is absolute.
 
     Shape:
         slot_of_row, positions: [T] int64

@@ -1,10 +1,10 @@
-"""Linear layers whose rows come out the same to the bit, however many are computed together.
+"""Linear layers whose rows have the same bits, however many rows are computed together.
 
-Our own products sum in one order for any number of rows. The library's often sum in the same one,
-and are faster for many rows; but which one it runs, and whether that splits the sum, hangs on how
-many rows there are. So at which row counts it agrees with ours is found out at load, and it gets
-rows in such counts alone. What is beside a product goes row by row: its norm is applied first, and
-a gate takes both halves as they are rounded.
+Our own products sum in one order for any number of rows. The library is faster for many rows, and
+often sums in the same order; but which kernel it picks, and whether that splits the sum, depends on
+the number of rows. So at load we find out for which numbers of rows it agrees with ours, and then
+give it rows in blocks of these sizes only. The rest is done row by row: the norm comes before the
+product, and the gate takes both halves after they are rounded.
 """
 
 import functools
@@ -19,21 +19,21 @@ from .rms_norm import Norm, rms_norm
 from .silu_mul import silu_mul
 from .split_product import add_parts, library_parts
 
-_MAX_OWN_ROWS = 32  # up to which ours are not behind
-# From here on rows take longer than the weights: they may be computed in several goes.
+_MAX_OWN_ROWS = 32  # up to here our own product is at least as fast
+# From here on computing takes longer than reading the weights, so they may be read several times.
 _MANY_ROWS = 512
 _LIBRARY_ROWS = (
     *(4096, 3072, 2048, 1536),
     *range(1024, _MANY_ROWS, -64),
     *range(_MANY_ROWS, _MAX_OWN_ROWS, -8),
 )
-_MAX_OUTPUTS = 1 << 27  # that are compared at load
-# Our blocks are made for so many rows; if one of them summed otherwise, a GPU would be unfit.
+_MAX_OUTPUTS = 1 << 27  # bounds the memory of the comparison at load
+# Numbers of rows for which our product takes different block sizes; they must all sum alike.
 _OWN_ROWS = (1, 17, 33, 65, 257)
 
 
 class LibraryRows(NamedTuple):
-    """At how many rows the library sums as our products do, in descending order."""
+    """Numbers of rows for which the library sums as our products do, in descending order."""
 
     plain: tuple[int, ...]
     in_parts: tuple[int, ...]
@@ -41,9 +41,10 @@ class LibraryRows(NamedTuple):
 
 @torch.inference_mode()
 def library_rows(weight: Tensor, bias: Tensor | None) -> LibraryRows:
-    """Find out where the library may multiply by this weight. Shape: weight [N, K], bias [N].
+    """Find out for how many rows the library may multiply by this weight.
 
-    Raises ValueError if not even our own products sum alike, with these weights on this device.
+    Raises ValueError if not even our own products sum alike, for these weights on this device.
+    Shape: weight [N, K], bias [N].
     """
     if weight.element_size() != 2:
         raise ValueError(f"its weights are {weight.dtype}: rows of 16 bits alone are summed alike")
@@ -62,7 +63,7 @@ def _library_rows(
 
     weight, bias = randn(num_out, num_in), randn(num_out) if has_bias else None
     splits = num_splits_of(weight)
-    # Where rows lie otherwise in memory than here, the library might run something else.
+    # With another alignment of the rows, the library might run another kernel.
     is_aligned = num_out % 8 == num_in % (8 * splits) == 0
     counts = [n for n in _LIBRARY_ROWS if is_aligned and n * num_out * splits <= _MAX_OUTPUTS]
     x = randn(max((*counts, *_OWN_ROWS)), num_in)
@@ -89,7 +90,7 @@ def same_bits_linear(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `linear`: x W^T + b, of x normalised first, or silu(gate) * up of its two halves."""
+    """Like `linear`: norm(x) W^T + b; with `gated`, silu(first half) * second half of that."""
     if norm is not None:
         x = rms_norm(x, norm)
     if out is None:
@@ -113,8 +114,8 @@ def add_same_bits_linear(
     *,
     norm: Norm | None = None,
 ) -> Tensor | None:
-    """As `add_linear`: add x W^T + b to the residual, in place; returns the sum normalised, if that
-    is asked for.
+    """Like `add_linear`: add x W^T + b to the residual in place; returns norm(residual), or None
+    without a norm.
     """
     num_splits = num_splits_of(weight)
     normed = torch.empty_like(residual) if norm is not None else None
@@ -126,12 +127,12 @@ def add_same_bits_linear(
 
 
 def _blocks(num_rows: int, library_rows: tuple[int, ...]) -> Iterator[tuple[slice, bool]]:
-    """Rows to multiply at once, and whether the library does."""
+    """Blocks of rows, and for each whether the library multiplies it."""
     start = 0
     while (left := num_rows - start) > _MAX_OWN_ROWS:
         size = next((n for n in library_rows if n <= left), 0)
         if size < min(left, _MANY_ROWS):
-            break  # few rows in several goes would read the weights as often
+            break  # several blocks of few rows would read the weights as many times
         yield slice(start, start + size), True
         start += size
     if start < num_rows:

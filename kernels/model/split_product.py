@@ -1,11 +1,11 @@
-"""A product added to a residual, and the RMSNorm behind it:
+"""A product that is added to a residual, and the RMSNorm of the sum:
 
     y += x W^T,     z = rmsnorm(y)
 
-A product of many inputs and few outputs keeps few multiprocessors busy, or has them read x again
-and again in small tiles. The library splits such sums over K where it judges well, and adds the
-parts by a launch of its own. Here the sums are always split; what adds the parts has each row
-whole, and normalises it too.
+A product of many inputs and few outputs keeps few multiprocessors busy, or reads x again and again
+in small tiles. The library splits some such sums over K, and adds the parts in a launch of its own.
+Here they are always split. The kernel that adds the parts has each row whole, so it can normalise
+it as well.
 """
 
 import torch
@@ -30,9 +30,9 @@ def can_split(x: Tensor, weight: Tensor) -> bool:
 def add_split_product(
     residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None
 ) -> Tensor | None:
-    """Add x W^T to the residual, in place; returns the sum normalised, if that is asked for.
+    """Add x W^T to the residual in place; returns norm(residual), or None without a norm.
 
-    Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K] that `can_split`
+    Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K]; `can_split` must hold.
     """
     if is_ahead(x, weight):
         return add_parts(residual, product_parts(x, weight, num_splits_of(weight)), norm)
@@ -40,7 +40,7 @@ def add_split_product(
 
 
 def library_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:
-    """As `product_parts`, by the library, which may sum in another order."""
+    """`product_parts` by the library, which may sum in another order."""
     a = x.unflatten(1, (num_splits, -1)).transpose(0, 1)
     b = weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0)
     if x.is_cuda and x.element_size() == 2:
@@ -59,9 +59,9 @@ def add_parts(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Add the parts, in order, then the bias to the residual, in place; see add_split_product.
+    """Add the parts, in order, and then the bias to the residual in place.
 
-    `out` takes the normalised sum.
+    Returns norm(residual), in `out` if that is given, or None without a norm.
     Shape: residual and out [T, N] dense, parts [splits, T, N] float32, bias [N] -> [T, N] or None
     """
     num_splits, num_rows, width = parts.shape
@@ -100,7 +100,7 @@ def _add_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: one row."""
+    """Each program: one row."""
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
@@ -117,6 +117,6 @@ def _add_parts_kernel(
     rounded = y.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, rounded, mask=mask)
     if norm_ptr is not None:
-        y = rounded.to(tl.float32)  # what is kept is what is normalised
+        y = rounded.to(tl.float32)  # normalise what was stored
         z = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm
         tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
