@@ -54,7 +54,7 @@ class PassContext:
     def __init__(self, batch: ForwardBatch, *, same_bits: bool = False) -> None:
         self.batch = batch
         self._same_bits = same_bits
-        self._blocks: dict[tuple[int, int | None, int], list[RowBlock]] = {}
+        self._blocks: dict[tuple[int, int | None, int, bool], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -101,12 +101,14 @@ class PassContext:
         return sequences
 
     def blocks(
-        self, seq: SequenceRows, window: int | None, group: int, like: Tensor
+        self, seq: SequenceRows, window: int | None, group: int, like: Tensor, *, causal: bool
     ) -> list[RowBlock]:
         """A sequence's rows with their masks."""
-        key = (seq.rows.start, window, group)
+        key = (seq.rows.start, window, group, causal)
         if key not in self._blocks:
-            divide = row_blocks if self._same_bits else whole_block
+            assert causal or not self._same_bits, "a row's bits would hang on those behind it"
+            whole = functools.partial(whole_block, causal=causal)
+            divide = row_blocks if self._same_bits else whole
             query_len = seq.rows.stop - seq.rows.start
             self._blocks[key] = divide(
                 query_len, seq.num_tokens, window, group, like.dtype, like.device
@@ -142,6 +144,7 @@ class PagedAttention:
     sinks: Tensor | None = None  # [num_heads]
     k_scale: float = 1.0  # by which keys are divided in pages of FP8
     v_scale: float = 1.0  # and values
+    causal: bool = True  # else every row sees the sequence to its last token
     pages: KVPages | None = None
 
     @property
@@ -169,6 +172,7 @@ class PagedAttention:
                 self.sinks,
                 self.k_scale,
                 self.v_scale,
+                causal=self.causal,
             )
         if context.behind is not None:  # a rejected draft, or whoever had the page, may leave NaN
             for pages in (keys, values):
@@ -179,7 +183,7 @@ class PagedAttention:
                 keys,
                 values,
                 seq.pages,
-                context.blocks(seq, self.window, group, keys),
+                context.blocks(seq, self.window, group, keys, causal=self.causal),
                 self.scale,
                 self.softcap,
                 self.sinks,

@@ -21,7 +21,7 @@ _MIN_UNIT = 256
 _SAME_BITS_UNIT = 512  # measured on an H200: what few sequences lose by it, many would twice over
 _MAX_GROWN_SPLITS = tl.constexpr(16)
 _NO_UNIT = 1 << 30  # nothing is split
-WIDTH = tl.constexpr(8)  # of an item; see the kernel
+WIDTH = tl.constexpr(9)  # of an item; see the kernel
 
 
 class AttentionItems(NamedTuple):
@@ -180,3 +180,4 @@ def _list_items_kernel(
         # As many row blocks as there can be lie before this one; see the wrapper.
         tl.store(at + 6, first_row // BLOCK_Q + request + first_q // BLOCK_Q, mask=mask)
         tl.store(at + 7, context_len + tl.zeros_like(item), mask=mask)
+        tl.store(at + 8, context_len + query_len + tl.zeros_like(item), mask=mask)

@@ -52,13 +52,17 @@ def whole_block(
     group: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    causal: bool = True,
 ) -> list[RowBlock]:
     """The rows of `row_blocks` as one, with no more keys than there are: a little faster, and not
-    the same to the bit in any company.
+    the same to the bit in any company. If it is not causal, each row sees all keys.
     """
     mask = None
-    if query_len > 1 or (window is not None and seq_len > window):
-        mask = _mask(seq_len - query_len, seq_len, seq_len, window, group, dtype, device)
+    if (causal and query_len > 1) or (window is not None and seq_len > window):
+        mask = _mask(
+            seq_len - query_len, seq_len, seq_len, window, group, dtype, device, causal=causal
+        )
     return [RowBlock(slice(0, query_len), seq_len, mask)]
 
 
@@ -70,6 +74,8 @@ def _mask(
     group: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    causal: bool = True,
 ) -> Tensor:
     """0 or -inf for rows at these positions, the same for each of the `group` query heads."""
     num_rows = stop - start
@@ -77,8 +83,9 @@ def _mask(
     mask = torch.zeros(padded, num_keys, dtype=dtype, device=device)
     of_heads = mask[: group * num_rows].view(group, num_rows, num_keys)
     rows = torch.arange(start, stop, device=device)[:, None]
-    hidden = torch.arange(start, num_keys, device=device) > rows
-    of_heads[..., start:].masked_fill_(hidden, float("-inf"))
+    if causal:
+        hidden = torch.arange(start, num_keys, device=device) > rows
+        of_heads[..., start:].masked_fill_(hidden, float("-inf"))
     if window is not None and stop > window:
         hidden = torch.arange(num_keys, device=device) <= rows - window
         of_heads.masked_fill_(hidden, float("-inf"))

@@ -4,6 +4,8 @@ Row t of a sequence with S tokens attends to the positions p with t - window < p
 
     out_t = sum_p softmax_p(softcap(scale * q_t . k_p)) v_p,     softcap(x) = c * tanh(x / c)
 
+If attention is not causal, all rows of a sequence see its tokens to the last, p < S.
+
 A head may own a *sink*: one more logit in the softmax's denominator, with no value behind it.
 
 Programs take their work from a list (`attention_items`). Of the splits of a sequence's tokens the
@@ -48,6 +50,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    *,
+    causal: bool = True,
 ) -> Tensor:
     """Attention of all rows of a ragged batch: prefill chunks, decodes and verifications alike.
 
@@ -116,6 +120,7 @@ def paged_attention(
         SUMS=_SUMS if items.same_bits or not items.is_prefill else 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
+        CAUSAL=causal,
         PHASES=2 if items.is_prefill and window is None else 1,
         IN_FP8=in_fp8,
         **tiling,
@@ -198,6 +203,7 @@ def _paged_attention_kernel(
     SUMS: tl.constexpr,  # columns of totals, all equal; 0: totals are added up without tensor cores
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PHASES: tl.constexpr,
     IN_FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -222,6 +228,9 @@ def _paged_attention_kernel(
         context_len = tl.load(item_ptr + 7)
 
         end = first_position + num_rows
+        if not CAUSAL:
+            end = tl.load(item_ptr + 8)
+        last_seen = end - 1
         begin = 0
         if HAS_WINDOW:
             begin = tl.maximum(first_position - window + 1, 0)
@@ -237,6 +246,9 @@ def _paged_attention_kernel(
             head = kv_head * GROUP + m % GROUP
             row = (first_row + m // GROUP).to(tl.int64)
             position = first_position + m // GROUP
+            seen_to = position
+            if not CAUSAL:
+                seen_to = tl.zeros([BLOCK_M], tl.int32) + last_seen
             is_row = m < num_rows * GROUP
             query_at = (
                 query_ptr + (row * query_stride_t + head.to(tl.int64) * query_stride_h)[:, None]
@@ -305,8 +317,8 @@ def _paged_attention_kernel(
                         key = from_e4m3(key, query.dtype)
                         value = from_e4m3(value, query.dtype)
                     best, total, acc = _attend(
-                        query, key, value, n, position, best, total, acc, scale, softcap, window,
-                        phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW, SUMS,
+                        query, key, value, n, position, seen_to, best, total, acc, scale, softcap,
+                        window, phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW, SUMS,
                     )  # fmt: skip
 
             if EARLY:
@@ -357,7 +369,7 @@ def _no_total(BLOCK_M: tl.constexpr, SUMS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, key, value, n, position, best, total, acc, scale, softcap, window,
+    query, key, value, n, position, seen_to, best, total, acc, scale, softcap, window,
     MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Maximum, total and sum of some rows, with the tokens n added to them.
@@ -374,7 +386,7 @@ def _attend(
         logits = tl.where(logits < 0, -capped, capped)
         factor = tl.full((), _LOG2_E, tl.float32)
     if MASKED:
-        visible = n[None, :] <= position[:, None]
+        visible = n[None, :] <= seen_to[:, None]
         if HAS_WINDOW:
             visible &= n[None, :] > position[:, None] - window
         logits = tl.where(visible, logits, float("-inf"))

@@ -1,5 +1,7 @@
 """The paged attention kernel against the plain-torch reference, over ragged batches."""
 
+from functools import partial
+
 import pytest
 import torch
 from grids import pairwise
@@ -8,7 +10,11 @@ from verification import DEVICE, HAS_KERNELS
 from outrider.kernels.model import attention_items
 from outrider.kernels.model import paged_attention as module
 from outrider.kernels.model.attention_items import list_items
-from outrider.kernels.model.attention_reference import paged_attention_reference, row_blocks
+from outrider.kernels.model.attention_reference import (
+    paged_attention_reference,
+    row_blocks,
+    whole_block,
+)
 from outrider.kernels.model.fp8 import to_e4m3
 from outrider.kernels.model.paged_attention import paged_attention
 
@@ -83,6 +89,27 @@ def test_splits_of_long_sequences_are_merged(
         check(LONG, 6, 2, 40, 24, window, None, with_sinks, device, same_bits=same_bits)
 
 
+# Blocks of drafts: of one row, of more than an item holds, over a border of splits, the first rows.
+BLOCKS = [(1, 40), (17, 30), (8, 250), (5, 0)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "window"),
+    pairwise([(4, 4, 64, 64), (6, 2, 40, 24), (8, 1, 128, 128)], [None, 20]),
+)
+def test_rows_that_are_not_causal_see_those_behind_them(
+    heads: tuple[int, int, int, int],
+    window: int | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    check(BLOCKS, *heads, window, None, False, device, dtype, causal=False)
+    check([(70, 133)], *heads, window, None, False, device, dtype, causal=False)  # as a prefill
+    monkeypatch.setattr(attention_items, "num_programs", lambda *_: 132)  # so that splits are made
+    check([(8, 250), (3, 600)], *heads, window, None, True, device, dtype, causal=False)
+
+
 def check(
     batch: list[tuple[int, int]],
     num_heads: int,
@@ -96,6 +123,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     same_bits: bool = False,
     in_fp8: bool = False,
+    causal: bool = True,
 ) -> None:
     generator = torch.Generator().manual_seed(num_heads)
 
@@ -150,7 +178,9 @@ def check(
         sinks,
         k_scale,
         v_scale,
+        causal=causal,
     )
+    divide = row_blocks if causal else partial(whole_block, causal=False)
     expected = torch.cat(
         [
             paged_attention_reference(
@@ -158,7 +188,7 @@ def check(
                 k_cache.float().nan_to_num() * k_scale,
                 v_cache.float().nan_to_num() * v_scale,
                 table[slots[i], : -(-seq_len // PAGE)],
-                row_blocks(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device),
+                divide(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device),
                 scale,
                 softcap,
                 sinks.float() if sinks is not None else None,

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 64), (7, 1, 40)]
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 64), (7, 1, 40), (0, 2, 16)]
 )
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("in_fp8", [False, True])
