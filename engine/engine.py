@@ -105,7 +105,7 @@ class Engine:
             num_pages,
             self.info.page_size_tokens,
             config.cache.prefix_caching,
-            lookahead=1 if self.worker.pair.head else 0,
+            lookahead=self.worker.pair.head.lookahead if self.worker.pair.head else 0,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None

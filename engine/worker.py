@@ -70,7 +70,7 @@ class Worker:
             self.proposer_name, config, self.slots, self.edits, self.pair
         )
         if self.pair.head is not None:
-            self.proposer_name = "eagle3"
+            self.proposer_name = self.pair.head.kind
         self.scorer = Scorer(self.pair.target, vocab_size)
         self.verifier = Verifier(self.slots, self.edits, vocab_size)
         self._cpu_share = CPUShare(self.pair.target.thread_counts)

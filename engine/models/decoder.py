@@ -44,6 +44,10 @@ class Decoder(Network):
         return self.embedding
 
     @property
+    def output_head(self) -> Linear:
+        return self.head
+
+    @property
     def weight_bytes(self) -> int:
         linears = [linear for block in self.blocks for linear in block.linears]
         return sum(linear.weight.num_bytes for linear in (*linears, self.head))

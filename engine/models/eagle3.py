@@ -14,7 +14,7 @@ normalised. Further layers are ordinary ones.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,67 +22,37 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from .attention import PagedAttention, PassContext
-from .blocks import Block
-from .paged_layers import PagedLayers
-from .weights import Linear, packed
+from .attention import PassContext
+from .head import Head
 
 
-class Eagle3Head(PagedLayers):
-    """A head over the states, and mostly the embedding, of its target."""
+class Eagle3Head(Head):
+    """A head that drafts token by token, over states and mostly the embedding of its target."""
+
+    kind = "eagle3"
+    lookahead = 1
 
     def __init__(
         self,
         *,
-        fc: Linear,
         fc_norms: Sequence[Norm],
-        embedding: Tensor,
         hidden_norm: Norm,
-        blocks: Sequence[Block],
-        norm: Norm,
-        head: Linear,
-        target_ids: Tensor | None,
-        vocab_size: int,
         norm_before_residual: bool,
         norm_output: bool,
+        **layers: Any,
     ) -> None:
-        """Shape: fc of [hidden, num_taps * target's]; fc_norms none, one of all, or one a tap;
-        embedding [V, hidden]; head of [V', hidden]; target_ids [V'] int64 or None: they are equal.
-        The first block's mixer reads [e; a].
+        """`layers` are those of Head; the first block's mixer reads [e; a].
+
+        Shape: fc_norms none, one of all, or one a tap.
         """
-        self.fc = fc
+        super().__init__(**layers)
         self.fc_norms = tuple(fc_norms)
-        self.embedding = embedding
         self.hidden_norm = hidden_norm
-        self.blocks = list(blocks)
-        self.norm = norm
-        self.head = head
-        self.target_ids = target_ids
-        self.vocab_size = vocab_size
         self.norm_before_residual = norm_before_residual
         self.norm_output = norm_output
-        self.dtype, self.device = norm.weight.dtype, norm.weight.device
-        self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
 
-    @property
-    def hidden_size(self) -> int:
-        return len(self.norm.weight)
-
-    @property
-    def attentions(self) -> list[PagedAttention]:
-        return [block.mixer.attention for block in self.blocks]
-
-    @property
-    def weight_bytes(self) -> int:
-        """What a draft reads of the weights; `fc` is read once a step."""
-        linears = [linear for block in self.blocks for linear in block.linears]
-        return sum(linear.weight.num_bytes for linear in (*linears, self.head))
-
-    def pack(self, *, rounds: bool) -> None:
-        """Lay the weights out as a CPU reads them best; with `rounds`, in 8 bits if that pays."""
-        change = partial(packed, rounds=rounds)
-        self.blocks = [block.changed(change) for block in self.blocks]
-        self.fc, self.head = change(self.fc), change(self.head)
+    def bytes_read(self, num_drafts: int) -> int:
+        return num_drafts * self.weight_bytes
 
     def fused(self, taps: Tensor) -> Tensor:
         """f of the target's states. Shape: [T, num_taps, target's hidden] -> [T, hidden]."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _KINDS = {
     "eagle3": "eagle3",
     "peagle": "peagle",
+    "dflash2": "dflash2",
+    "domino": "domino",
     "dflash": "dflash",
     "dspark": "dspark",
     "eagle": "eagle",
@@ -25,11 +27,16 @@ _KINDS = {
     "mlp_speculator": "mlp_speculator",
     "mlpspeculator": "mlp_speculator",
 }
+KINDS = ("eagle3", "dflash", "dspark")  # that are run
+_DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
+_MARKOV_TYPES = ("vanilla", "gated", "rnn")
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # Keys that a head's config has beside those of its layers.
 _OWN_KEYS = {
     "architectures",
     "auto_map",
+    "aux_hidden_state_layer_ids",
+    "dflash_config",
     "draft_vocab_size",
     "eagle_aux_hidden_state_layer_ids",
     "eagle_config",
@@ -54,9 +61,24 @@ class HeadError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadConfig:
-    """An EAGLE-3 or 3.1 head, whichever way its file said it."""
+class BlockConfig:
+    """What a head that drafts blocks says beside its layers."""
 
+    size: int  # rows of a block in training, the anchor's included
+    mask_token_id: int
+    predicts_from_anchor: bool  # each row the token behind it, not a mask its own
+    windows: tuple[int | None, ...]  # of each layer
+    causal: tuple[bool, ...]  # whether rows of a block see those before them alone
+    embedding_scale: float
+    markov: str | None  # which kind of Markov head it has
+    has_confidence: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """A head, whichever way its file said it."""
+
+    kind: str  # an entry of KINDS
     layers: "LlamaConfig"  # of its decoder layers
     draft_vocab_size: int
     target_hidden_size: int
@@ -65,17 +87,21 @@ class HeadConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    block: BlockConfig | None  # None: it drafts token by token
 
     @staticmethod
     def load(folder: Path) -> "HeadConfig":
         """Raises HeadError."""
         told = json.loads((folder / "config.json").read_text())
         kind = _kind(told)
-        if kind != "eagle3":
-            raise HeadError(f"it is a head of kind {kind}; of heads, eagle3 ones are run")
+        if kind not in KINDS:
+            raise HeadError(
+                f"it is a head of kind {kind}; of heads, {', '.join(KINDS)} ones are run"
+            )
         inner = told.get("transformer_layer_config")
         layers = _layers(inner if isinstance(inner, dict) else told)
         return HeadConfig(
+            kind=kind,
             layers=layers,
             draft_vocab_size=told.get("draft_vocab_size") or layers.vocab_size,
             target_hidden_size=told.get("target_hidden_size") or layers.hidden_size,
@@ -84,11 +110,14 @@ class HeadConfig:
             norm_before_fc=bool(told.get("norm_before_fc")),
             fc_norm=bool(told.get("fc_norm")),
             norm_output=bool(told.get("norm_output")),
+            block=None if kind == "eagle3" else _block(told, kind, layers),
         )
 
     def boundaries_of(self, num_layers: int) -> tuple[int, ...]:
         """What it reads of a target of so many layers. Raises HeadError."""
         told = self.boundaries
+        if told is None and self.block is not None:
+            raise HeadError("its config names no layers of the target to read (target_layer_ids)")
         found = told or tuple(sorted((2, num_layers // 2, num_layers - 3)))
         if not all(0 <= b <= num_layers for b in found) or len(set(found)) < len(found):
             raise HeadError(
@@ -109,6 +138,10 @@ def head_kind(folder: str | Path) -> str | None:
 
 
 def _kind(told: dict[str, Any]) -> str | None:
+    if told.get("selector_rank") or _nested(told).get("selector_rank"):
+        return "dflash2"  # some go by the name of what they are built on
+    if (projector := _nested(told).get("projector_type")) not in (None, "dflash"):
+        return str(projector)
     names = [told.get("speculators_model_type"), *(told.get("architectures") or ())]
     joined = " ".join(str(name) for name in names if name).lower()
     return next((kind for part, kind in _KINDS.items() if part in joined), None)
@@ -139,9 +172,11 @@ def _layers(told: dict[str, Any]) -> "LlamaConfig":
 def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
     """The formats count differently: from the embeddings, or from the first layer's output."""
     inner = told.get("eagle_config") or {}
-    if ids := told.get("target_layer_ids"):
-        found = [i + 1 for i in ids]
-    elif ids := told.get("eagle_aux_hidden_state_layer_ids"):
+    if ids := told.get("target_layer_ids") or _nested(told).get("target_layer_ids"):
+        found = [i + 1 if isinstance(i, int) else i for i in ids]
+    elif ids := (
+        told.get("aux_hidden_state_layer_ids") or told.get("eagle_aux_hidden_state_layer_ids")
+    ):
         found = list(ids)
     elif ids := inner.get("eagle_aux_hidden_state_layer_ids"):
         # Those that begin at 1 are written by a trainer that counts layers, not states.
@@ -151,3 +186,49 @@ def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
     if not all(isinstance(b, int) for b in found):
         raise HeadError(f"its layer ids are {found}; they must be integers")
     return tuple(sorted(found))
+
+
+def _nested(told: dict[str, Any]) -> dict[str, Any]:
+    """Where some trainers put what a block head has of its own."""
+    inner = told.get("dflash_config")
+    return inner if isinstance(inner, dict) else {}
+
+
+def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfig:
+    own = told | _nested(told)
+    is_speculators = "speculators_model_type" in told
+    mask_token_id = own.get("mask_token_id")
+    if not isinstance(mask_token_id, int):
+        raise HeadError("its config names no mask token (mask_token_id)")
+    size = own.get("block_size")
+    if size is None:
+        size = _SPECULATORS_BLOCK_SIZE if is_speculators else _DEFAULT_BLOCK_SIZE
+    # A native DSpark head predicts from its anchor unless it says otherwise, all others do not.
+    from_anchor = own.get("sample_from_anchor", own.get("query_zero_predicts_next"))
+    if from_anchor is None:
+        from_anchor = kind == "dspark" and not is_speculators
+    if not isinstance(size, int) or size < (1 if from_anchor else 2):
+        raise HeadError(f"its block_size is {size}, which leaves no row to draft from")
+    types = getattr(layers, "layer_types", None) or []
+    num_layers = layers.num_hidden_layers
+    is_sliding = [i < len(types) and types[i] == "sliding_attention" for i in range(num_layers)]
+    window = getattr(layers, "sliding_window", None)
+    is_causal = own.get("is_causal", own.get("causal"))
+    if is_causal is None and own.get("sliding_window_non_causal"):
+        is_causal = False
+    markov = own.get("markov_head_type") or "vanilla" if own.get("markov_rank") else None
+    if markov not in (None, *_MARKOV_TYPES):
+        raise HeadError(
+            f"its Markov head is of type {markov}; known are {', '.join(_MARKOV_TYPES)}"
+        )
+    return BlockConfig(
+        size=size,
+        mask_token_id=mask_token_id,
+        predicts_from_anchor=bool(from_anchor),
+        windows=tuple(window if sliding else None for sliding in is_sliding),
+        # Layers with a window are trained to be causal, unless the config says it of all.
+        causal=tuple(s if is_causal is None else bool(is_causal) for s in is_sliding),
+        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
+        markov=markov,
+        has_confidence=bool(own.get("enable_confidence_head")),
+    )

@@ -17,13 +17,15 @@ from outrider.kernels.model.rms_norm import Norm
 from ..config import ModelConfig
 from .admission import DTYPES
 from .attention import PagedAttention, Rope
+from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .blocks import AttentionMixer, Block, GatedMLP
 from .checkpoint import Checkpoint
 from .eagle3 import Eagle3Head
-from .head_config import HeadConfig, HeadError
+from .head import Head
+from .head_config import BlockConfig, HeadConfig, HeadError
 from .loading import rounds_weights
 from .network import Network
-from .weights import Linear
+from .weights import Dense, Linear
 
 
 def load_head(
@@ -31,7 +33,7 @@ def load_head(
     target: Network,
     target_path: str,
     progress: Callable[[int, int], None] | None = None,
-) -> Eagle3Head:
+) -> Head:
     """Load the head of a directory for this target, whose layers are tapped from now on.
 
     Its arithmetic is in the target's dtype. Raises HeadError naming both models.
@@ -62,9 +64,7 @@ def load_head(
     return head
 
 
-def _build(
-    config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int
-) -> Eagle3Head:
+def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
     layers, width = config.layers, config.layers.hidden_size
     vocab_size, target_width = target.input_embedding.shape
     if config.target_hidden_size != target_width and "fc.weight" not in checkpoint:
@@ -84,29 +84,131 @@ def _build(
             f"states of this target, each {target_width} wide, it must be {width} x "
             f"{num_taps * target_width}"
         )
-    rotary = LlamaRotaryEmbedding(layers)
-    rope = Rope(rotary.inv_freq.float().to(target.device), rotary.attention_scaling)
     first = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
-    names = [first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]
-    blocks = [
-        _block(config, checkpoint, rope, name, norm, 2 * width if i == 0 else width)
-        for i, name in enumerate(names)
-    ]
-    head = checkpoint.linear("lm_head")
-    _check_shape("lm_head.weight", head.weight, (config.draft_vocab_size, width))
+    shared: dict[str, Any] = {
+        "fc": fc,
+        "embedding": _embedding(checkpoint, target, width),
+        "blocks": _blocks(config, checkpoint, first, norm, target.device),
+        "norm": norm("norm"),
+        "head": _output_head(config, checkpoint, target),
+        "target_ids": _target_ids(config, checkpoint, vocab_size, target.vocab_size, target.device),
+        "vocab_size": target.vocab_size,
+    }
+    if config.block is not None:
+        return _block_head(config, config.block, checkpoint, norm, shared)
     return Eagle3Head(
-        fc=fc,
         fc_norms=_fc_norms(config, checkpoint, norm, num_taps, target_width),
-        embedding=_embedding(checkpoint, target, width),
         hidden_norm=norm(f"{first}.hidden_norm"),
-        blocks=blocks,
-        norm=norm("norm"),
-        head=head,
-        target_ids=_target_ids(config, checkpoint, vocab_size, target.vocab_size, target.device),
-        vocab_size=target.vocab_size,
         norm_before_residual=config.norm_before_residual,
         norm_output=config.norm_output,
+        **shared,
     )
+
+
+def _block_head(
+    config: HeadConfig,
+    block: BlockConfig,
+    checkpoint: Checkpoint,
+    norm: Callable[..., Norm],
+    shared: dict[str, Any],
+) -> BlockHead:
+    num_embeddings, width = shared["embedding"].shape
+    if not 0 <= block.mask_token_id < num_embeddings:
+        raise HeadError(
+            f"its mask token is {block.mask_token_id}, but there are {num_embeddings} embeddings"
+        )
+    markov = None
+    if block.markov is not None:
+        name = "markov_head"
+        previous = checkpoint.tensor(f"{name}.markov_w1.weight")
+        rank = previous.shape[1]
+        _check_shape(f"{name}.markov_w1.weight", previous, (config.layers.vocab_size, rank))
+        markov = MarkovHead(
+            embedding=previous,
+            output=_linear(checkpoint, f"{name}.markov_w2", config.draft_vocab_size, rank),
+            gate=_linear(checkpoint, f"{name}.gate_proj", rank, width + rank)
+            if block.markov == "gated"
+            else None,
+            joint=_linear(checkpoint, f"{name}.joint_proj", 3 * rank, 2 * rank + width)
+            if block.markov == "rnn"
+            else None,
+        )
+    confidence = None
+    if block.has_confidence and "confidence_head.proj.weight" in checkpoint:
+        weight = checkpoint.tensor("confidence_head.proj.weight").float()
+        widths = {width} if markov is None else {width, width + markov.embedding.shape[1]}
+        if weight.shape not in {(1, size) for size in widths}:
+            _check_shape("confidence_head.proj.weight", weight, (1, max(widths)))
+        has_bias = "confidence_head.proj.bias" in checkpoint
+        bias = checkpoint.tensor("confidence_head.proj.bias") if has_bias else weight.new_zeros(1)
+        confidence = ConfidenceHead(weight[0], bias.float())
+    return BlockHead(
+        hidden_norm=norm("hidden_norm"),
+        context_kv=[_kv_part(each) for each in shared["blocks"]],
+        block_size=block.size,
+        mask_token_id=block.mask_token_id,
+        predicts_from_anchor=block.predicts_from_anchor,
+        embedding_scale=block.embedding_scale,
+        markov=markov,
+        confidence=confidence,
+        **shared,
+    )
+
+
+def _kv_part(block: Block) -> Linear:
+    """What the mixer's qkv computes of keys and values, over the same memory."""
+    weight, bias = block.mixer.qkv
+    assert isinstance(weight, Dense)
+    attention = block.mixer.attention
+    first = attention.num_heads * attention.head_dim
+    return Linear(Dense(weight.matrix[first:]), None if bias is None else bias[first:])
+
+
+def _linear(checkpoint: Checkpoint, name: str, num_outputs: int, num_inputs: int) -> Linear:
+    made = checkpoint.linear(name)
+    _check_shape(f"{name}.weight", made.weight, (num_outputs, num_inputs))
+    return made
+
+
+def _output_head(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Linear:
+    """The head's own, unless it has none: then the target's."""
+    width = config.layers.hidden_size
+    if "lm_head.weight" in checkpoint or config.block is None:
+        return _linear(checkpoint, "lm_head", config.draft_vocab_size, width)
+    if (config.draft_vocab_size, width) != target.output_head.weight.shape:
+        size, target_width = target.output_head.weight.shape
+        raise HeadError(
+            f"it has no lm_head of its own, and the target's is {size} x {target_width} where the "
+            f"head's must be {config.draft_vocab_size} x {width}"
+        )
+    return target.output_head
+
+
+def _blocks(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    first: str,
+    norm: Callable[..., Norm],
+    device: torch.device,
+) -> list[Block]:
+    layers, block = config.layers, config.block
+    rotary = LlamaRotaryEmbedding(layers)
+    rope = Rope(rotary.inv_freq.float().to(device), rotary.attention_scaling)
+    names = [first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]
+    reads_both = block is None  # of EAGLE-3's first layer: [e; a]
+    return [
+        _block(
+            config,
+            checkpoint,
+            rope,
+            name,
+            norm,
+            input_width=layers.hidden_size * (2 if reads_both and i == 0 else 1),
+            window=_window(config) if block is None else block.windows[i],
+            causal=block is None or block.causal[i],
+        )
+        for i, name in enumerate(names)
+    ]
 
 
 def _block(
@@ -115,7 +217,10 @@ def _block(
     rope: Rope,
     name: str,
     norm: Callable[..., Norm],
+    *,
     input_width: int,
+    window: int | None,
+    causal: bool,
 ) -> Block:
     layers: Any = config.layers
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
@@ -149,7 +254,8 @@ def _block(
             head_dim=head_dim,
             value_dim=head_dim,
             scale=head_dim**-0.5,
-            window=_window(config),
+            window=window,
+            causal=causal,
         ),
         rope=rope,
         head_norms=(

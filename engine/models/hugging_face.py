@@ -20,6 +20,8 @@ from outrider.kernels.model.rope import store
 from .admission import UnsupportedModelError
 from .attention import PagedAttention, PassContext
 from .network import Network, Pass
+from .packed_modules import PackedLinear
+from .weights import Dense, Linear, Packed
 
 # Not "flash", "sdpa", "flex", "paged|" or "/" in it: transformers gives each of these a meaning.
 _NAME = "outrider_{}"
@@ -52,6 +54,14 @@ class HuggingFaceModel(Network):
     def input_embedding(self) -> Tensor:
         weight: Tensor = self.model.get_input_embeddings().get_parameter("weight")
         return weight
+
+    @property
+    def output_head(self) -> Linear:
+        layer: Any = self.model.get_output_embeddings()
+        if isinstance(layer, PackedLinear):
+            shape = (self.vocab_size, self.input_embedding.shape[1])
+            return Linear(Packed(layer.packed_weight, shape), layer.bias)
+        return Linear(Dense(layer.weight), layer.bias)
 
     def tap(self, layers: Sequence[int]) -> None:
         last = len(self.attentions) - 1

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..state.batch import BatchRows
 from .attention import PagedAttention, PassContext
+from .weights import Linear
 
 
 class Pass(NamedTuple):
@@ -37,6 +38,11 @@ class Network(ABC):
     @abstractmethod
     def input_embedding(self) -> Tensor:
         """What token ids are looked up in. Shape: [V, hidden]."""
+
+    @property
+    @abstractmethod
+    def output_head(self) -> Linear:
+        """What gives the logits of normalised states, for heads that share it."""
 
     @property
     @abstractmethod

@@ -10,8 +10,8 @@ from outrider.kernels._dispatch import uses_triton
 from ..api import ReportProgress
 from ..config import EngineConfig
 from ..state.slots import Slots
-from .eagle3 import Eagle3Head
-from .head_config import head_kind
+from .head import Head
+from .head_config import HeadError, head_kind
 from .head_loading import load_head
 from .paged_layers import PagedLayers
 from .paged_model import PagedModel
@@ -57,13 +57,14 @@ class ModelPair:
             batch_invariant=config.batch_invariant,
         )
         self.draft: PagedModel | None = None
-        self.head: Eagle3Head | None = None
+        self.head: Head | None = None
         self._models: dict[str, PagedLayers] = {"target": self.target}
         if proposer == "draft_model" and config.draft is not None:
             progress = partial(report, "loading the draft")
             if head_kind(config.draft.path):
                 network = self.target.network
                 self.head = load_head(config.draft, network, config.target.path, progress)
+                _check_num_drafts(self.head, config)
                 self._models["head"] = self.head
             else:
                 self.draft = PagedModel(config.draft, device, progress, is_draft=True)
@@ -127,3 +128,12 @@ class ModelPair:
                 f"GiB, which the GPU does not have; lower cache.num_pages, if it is set, or "
                 f"engine.gpu_memory_utilization ({error})"
             ) from None
+
+
+def _check_num_drafts(head: Head, config: EngineConfig) -> None:
+    k, most = config.speculation.num_speculative_tokens, head.max_drafts
+    if config.draft is not None and most is not None and k > most:
+        raise HeadError(
+            f"num_speculative_tokens is {k}, but the {head.kind} head {config.draft.path} drafts "
+            f"{most} tokens at most; lower it"
+        )

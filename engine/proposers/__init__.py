@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 from ..config import EngineConfig
 from ..logit_edits import LogitEdits
+from ..models.block_head import BlockHead
 from ..models.pair import ModelPair
 from ..state.slots import Slots
 from .base import NoProposer, Proposer
+from .block import BlockProposer
 from .eagle3 import Eagle3Proposer
 from .ngram import NgramProposer
 from .top1 import Top1Proposer
@@ -20,9 +22,14 @@ def _draft_model(
     config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
 ) -> Proposer:
     stops_early = config.speculation.adaptive and slots.device.type == "cpu"
+    adaptive = config.speculation.adaptive
+    if isinstance(pair.head, BlockHead):
+        return BlockProposer(
+            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
+        )
     if pair.head is not None:
         return Eagle3Proposer(
-            pair.head, pair.target, slots, edits, pair.vocab_size, stops_early=stops_early
+            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
         )
     if pair.draft is None:
         raise ValueError(

@@ -10,6 +10,8 @@ from torch import Tensor
 from outrider.kernels.verify.slot_rows import read_slots, write_draft
 from outrider.kernels.verify.verify import draft_sample
 
+from ..logit_edits import LogitEdits, RequestRows
+from ..scheduling.plan import ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
 from ..state.ragged import aligned
 from ..state.slots import Slots
@@ -20,6 +22,10 @@ from .base import SAMPLING_KINDS, DraftDistributions
 MIN_LIKELIHOOD = 0.1
 
 Kind = tuple[bool, bool]  # an entry of SAMPLING_KINDS
+# Of draft j of these slots: its logits and, of drafts that come with one, the confidence [N] that
+# it stands if those before it do. Which rows of the call before they are follows, and their last
+# drafts; None for the first.
+LogitsOf = Callable[[int, np.ndarray, np.ndarray, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class Draws:
@@ -76,6 +82,63 @@ class Draws:
         integers = uploaded(self.pack(np.zeros(0, dtype=np.int64), 0, 2), device)
         for kind in SAMPLING_KINDS:
             yield partial(self.draw, integers, kind, logits, kept)
+
+
+def draw_in_turn(
+    scheduled: list[ScheduledRequest],
+    logits_of: LogitsOf,
+    draw: Callable[[np.ndarray, int, Tensor], Tensor],
+    edits: LogitEdits,
+    *,
+    stops_early: bool,
+) -> None:
+    """Draw up to k_i drafts for each sequence, one a turn, and lower k_i to how many there are.
+
+    The host edits the logits of requests that want it. With `stops_early` it looks at each draft: a
+    sequence gets no further one once those it has are unlikely to stand, by the head's confidence
+    or else by what whoever drafts gives them. `draw(slots, j, logits)` returns the drafts: [N].
+    """
+    slots_np = slots_of(scheduled)
+    wanted_np = np.array([s.num_drafts for s in scheduled])
+    num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
+    seqs_np = np.arange(len(scheduled))  # that are still drafted for
+    kept_np, last = seqs_np, None
+    for j in range(int(wanted_np.max())):
+        logits, confidence = logits_of(j, slots_np[seqs_np], kept_np, last)
+        kept_np = np.arange(len(seqs_np))
+        if stops_early and confidence is not None:
+            chance_np[seqs_np] *= confidence.cpu().numpy()
+            kept_np = (chance_np[seqs_np] >= MIN_LIKELIHOOD).nonzero()[0]
+            if len(kept_np) == 0:
+                break
+            seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
+        logits = _edited(edits, logits, slots_np[seqs_np], j)
+        token_ids = draw(slots_np[seqs_np], j, logits)
+        num_drawn_np[seqs_np] += 1
+        goes_on_np = wanted_np[seqs_np] > j + 1
+        if stops_early and confidence is None and goes_on_np.any():
+            chance_np[seqs_np] *= likelihood(logits, token_ids)
+            goes_on_np &= chance_np[seqs_np] >= MIN_LIKELIHOOD
+        if not goes_on_np.any():
+            break
+        on_np = goes_on_np.nonzero()[0]
+        seqs_np, kept_np = seqs_np[on_np], kept_np[on_np]
+        last = token_ids[uploaded(on_np, token_ids.device)]
+    for each, num_drawn in zip(scheduled, num_drawn_np.tolist(), strict=True):
+        each.num_drafts = num_drawn
+
+
+def _edited(edits: LogitEdits, logits: Tensor, slots_np: np.ndarray, j: int) -> Tensor:
+    """Logits as the requests of the rows want them, behind so many drafts. Shape: [N, V'].
+
+    Rounding is no harm: drafts are drawn from what is then there, and that is what is kept.
+    """
+    edited_np = edits.asked_by(slots_np)
+    if not edited_np.any():
+        return logits
+    rows = RequestRows.one_each(slots_np, np.full_like(slots_np, j)).take(edited_np)
+    edited = edits.apply(logits, rows).to(logits.dtype)
+    return logits.index_copy(0, uploaded(rows.first_rows_np, logits.device), edited)
 
 
 def likelihood(logits: Tensor, token_ids: Tensor) -> np.ndarray:

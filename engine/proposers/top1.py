@@ -13,11 +13,10 @@ from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
-from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
-from .draws import MIN_LIKELIHOOD, Draws, likelihood
+from .draws import Draws, draw_in_turn
 
 
 class Top1Proposer(Proposer):
@@ -79,9 +78,7 @@ class Top1Proposer(Proposer):
     def _propose(self, plan: Plan) -> None:
         drafting, logits = self._catch_up(plan)
         if drafting:
-            num_drawn_np = self._draft_for(drafting, logits)
-            for scheduled, num_drawn in zip(drafting, num_drawn_np.tolist(), strict=True):
-                scheduled.num_drafts = num_drawn
+            self._draft_for(drafting, logits)
 
     def _catch_up(self, plan: Plan) -> tuple[list[ScheduledRequest], Tensor]:
         """Compute what the draft has not seen, in one ragged batch.
@@ -122,49 +119,34 @@ class Top1Proposer(Proposer):
                 request.num_draft_computed_tokens = request.least_tokens + first + num_unseen
         return drafting, logits
 
-    def _draft_for(self, scheduled: list[ScheduledRequest], logits: Tensor) -> np.ndarray:
+    def _draft_for(self, scheduled: list[ScheduledRequest], logits: Tensor) -> None:
         """Draw up to k_i drafts for each sequence, writing them behind its known tokens.
 
-        Shape: logits [B, V'], behind the known tokens; returns how many were drawn: [B].
+        Shape: logits [B, V'], behind the known tokens.
         """
-        slots_np = slots_of(scheduled)
-        num_drafts_np = np.array([s.num_drafts for s in scheduled])
-        num_drawn_np, likelihood_np = np.zeros_like(num_drafts_np), np.ones(len(scheduled))
-        seqs_np = np.arange(len(scheduled))  # that are still drafted for
         kind = sampling_kind(scheduled)
-        for j in range(int(num_drafts_np.max())):
-            self._edit(logits, slots_np, np.full_like(slots_np, j))
+
+        def logits_of(
+            j: int, slots_np: np.ndarray, kept_np: np.ndarray, last: Tensor | None
+        ) -> tuple[Tensor, None]:
+            if j == 0:
+                return logits, None
+            ones_np = np.ones_like(slots_np)
+            return self._forward(slots_np, (j - 1) * ones_np, ones_np, ones_np), None
+
+        def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
             size = padded_size(len(slots_np), self._sizes)
             integers_np = self._draws.pack(slots_np, j, size)
-            token_ids = self._phase(integers_np, (size, *kind), logits, *self.distributions)
-            num_drawn_np[seqs_np] += 1
-            goes_on_np = num_drafts_np[seqs_np] > j + 1
-            if self._stops_early and goes_on_np.any():
-                likelihood_np[seqs_np] *= likelihood(logits, token_ids)
-                goes_on_np &= likelihood_np[seqs_np] >= MIN_LIKELIHOOD
-            if not goes_on_np.any():
-                break
-            seqs_np, slots_np = seqs_np[goes_on_np], slots_np[goes_on_np]
-            ones_np = np.ones_like(slots_np)
-            logits = self._forward(slots_np, j * ones_np, ones_np, ones_np)
-        return num_drawn_np
+            drawn = self._phase(integers_np, (size, *kind), logits, *self.distributions)
+            return drawn[: len(slots_np)]
+
+        draw_in_turn(scheduled, logits_of, draw, self._edits, stops_early=self._stops_early)
 
     def _draw(self, integers: Tensor, shape: Shape, logits: Tensor, *kept: Tensor) -> Tensor:
         """Draw one draft a row of a batch of the shape (rows, filters, samples): `Draws.draw`."""
         size, filters, samples = shape
         kind = bool(filters), bool(samples)
         return self._draws.draw(integers, kind, logits[:size], DraftDistributions(*kept))
-
-    def _edit(self, logits: Tensor, slots_np: np.ndarray, drafts_np: np.ndarray) -> None:
-        """In place, if the requests of the rows want it. Shape: [N, V'], drafts_np [N] before them.
-
-        Rounding is no harm: drafts are drawn from what is then there, and that is what is kept.
-        """
-        edited_np = self._edits.asked_by(slots_np)
-        if edited_np.any():
-            rows = RequestRows.one_each(slots_np, drafts_np).take(edited_np)
-            edited = self._edits.apply(logits, rows).to(logits.dtype)
-            logits[uploaded(rows.first_rows_np, logits.device)] = edited
 
     def _forward(
         self,

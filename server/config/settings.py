@@ -57,7 +57,7 @@ class DraftSettings(_ModelSettings):
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="As target.model, with the same tokenizer; or an EAGLE-3 head made for the "
+        description="As target.model, with the same tokenizer; or a head made for the "
         "target. Unset: the best that is known for the target, if speculation.proposer is auto.",
     )
     head_layers: tuple[int, ...] | None = Field(

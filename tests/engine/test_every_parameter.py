@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from block_heads import save_tiny_block_head
 from distributions import bound, of_limit, pearson, total_variation
 from engines import engine_config, run, tokens
 from grammars import stands_for
@@ -38,7 +39,7 @@ K = 3
 SEATS = 240
 BASE = SamplingParams(max_tokens=4)
 RULES: tuple[Verification, ...] = ("token", "block", "match")
-PROPOSERS = ["draft_model", "ngram", "head"]
+PROPOSERS = ["draft_model", "ngram", "head", "dspark"]
 ALONE: dict[str, dict[str, Any]] = {
     "nothing": {},
     "temperature": {"temperature": 0.6},
@@ -92,7 +93,15 @@ def engines(
     head = save_tiny_head(
         tmp_path_factory.mktemp("head"), target, boundaries=(0, 1, 2), draft_vocab=3, scale=0.2
     )
-    drafts = {"draft_model": draft, "head": head}
+    dspark = save_tiny_block_head(
+        tmp_path_factory.mktemp("dspark"),
+        target,
+        boundaries=(0, 1, 2),
+        markov="vanilla",
+        draft_vocab=3,
+        scale=0.2,
+    )
+    drafts = {"draft_model": draft, "head": head, "dspark": dspark}
 
     def make(proposer: str) -> Engine:
         config = engine_config(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_heads import save_tiny_block_head
 from engines import engine_config
 from heads import save_tiny_head, tensors_of
 from safetensors.torch import save_file
@@ -95,7 +96,7 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "its RoPE is dynamic"),
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
-        ({"architectures": ["DFlashDraftModel"]}, "a head of kind dflash; of heads, eagle3 ones"),
+        ({"architectures": ["MedusaModel"]}, "of kind medusa; of heads, eagle3, dflash, dspark"),
     ],
 )
 def test_a_bad_config_is_told_at_load(
@@ -106,6 +107,76 @@ def test_a_bad_config_is_told_at_load(
     with pytest.raises(HeadError, match=says) as raised:
         load(target, head)
     assert str(target) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("markov_head.markov_w1.weight", lambda t: t[:40].contiguous(), "w1.weight is 40 x 6"),
+        ("markov_head.markov_w2.weight", lambda t: t[:, :4].contiguous(), "w2.weight is 97 x 4"),
+        ("markov_head.gate_proj.weight", None, "no tensor 'markov_head.gate_proj.weight'"),
+        ("confidence_head.proj.weight", lambda t: t[:, :9].contiguous(), "is 1 x 9; by its"),
+        ("hidden_norm.weight", None, "no tensor 'hidden_norm.weight'"),
+        ("layers.1.self_attn.k_proj.weight", lambda t: t[:8].contiguous(), "is 56 x 32"),
+    ],
+)
+def test_a_bad_tensor_of_a_block_head_is_told_at_load(
+    name: str, value: Any, says: str, target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_block_head(tmp_path / "head", target, markov="gated", confidence="token")
+    load(target, head)
+    change(head, name, value)
+    with pytest.raises(HeadError, match=says) as raised:
+        load(target, head)
+    assert str(target) in str(raised.value)
+    assert str(head) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mask_token_id": None}, "names no mask token"),
+        ({"mask_token_id": 97}, "its mask token is 97, but there are 97 embeddings"),
+        ({"target_layer_ids": None}, "names no layers of the target"),
+        ({"target_layer_ids": [1, 6]}, "behind layers 2, 7, but the target has 6"),
+        ({"target_layer_ids": [1]}, "for 1 hidden states of this target"),
+        ({"block_size": 0}, "its block_size is 0, which leaves no row"),
+        ({"block_size": 3}, "num_speculative_tokens is 4, but the dspark head .* drafts 3 tokens"),
+        ({"markov_head_type": "tree"}, "its Markov head is of type tree"),
+        ({"draft_vocab_size": 50}, "no lm_head of its own, and the target's is 97 x 32 where"),
+        ({"vocab_size": 90, "draft_vocab_size": 97}, "of 90 tokens, the target has 97"),
+        ({"dflash_config": {"selector_rank": 256}}, "of kind dflash2; of heads"),
+        ({"dflash_config": {"projector_type": "domino"}}, "of kind domino; of heads"),
+    ],
+)
+def test_a_bad_config_of_a_block_head_is_told_at_load(
+    changes: dict[str, Any], says: str, target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_block_head(tmp_path / "head", target, markov="vanilla", nested=False)
+    edit(head, **changes)
+    with pytest.raises(HeadError, match=says):
+        load(target, head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({"architectures": ["DFlashDraftModel"], "block_size": 16}, 15),
+        ({"architectures": ["DFlashDraftModel"], "block_size": None}, 15),
+        ({"architectures": ["Qwen3DSparkModel"], "block_size": 7}, 7),
+        ({"speculators_model_type": "dflash", "block_size": None}, 7),
+        ({"speculators_model_type": "dspark", "block_size": 8}, 7),
+        ({"speculators_model_type": "dspark", "sample_from_anchor": True, "block_size": 8}, 8),
+    ],
+)
+def test_each_format_counts_the_rows_of_a_block_in_its_own_way(
+    changes: dict[str, Any], most: int, target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_block_head(tmp_path / "head", target)
+    edit(head, **({"architectures": []} | changes))
+    engine = Engine(engine_config(target, head))
+    assert engine.worker.pair.head is not None
+    assert engine.worker.pair.head.max_drafts == most
 
 
 def test_a_head_for_a_wider_target_is_refused(

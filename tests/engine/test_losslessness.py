@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from block_heads import save_tiny_block_head
 from distributions import bound, chi_squared, total_variation
 from engines import engine_config, run, sampling_config, tokens
 from heads import save_tiny_head
@@ -29,7 +30,9 @@ PARAMS = {
 # Every parameter with one proposer, both proposers with one; the deep cases see what is rarer.
 SOME = [*((name, "draft_model") for name in PARAMS), ("token", "ngram")]
 SOME += [("token", "head"), ("block", "head"), ("top_p", "head")]
-EVERY = [(name, proposer) for name in PARAMS for proposer in ("draft_model", "ngram", "head")]
+SOME += [("token", "dflash"), ("block", "dspark"), ("top_p", "dspark")]
+PROPOSERS = ("draft_model", "ngram", "head", "dflash", "dspark")
+EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,10 @@ def test_the_joint_over_many_steps_is_the_targets(
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     if proposer == "head":  # of three tokens of the four: the last is left to the residual
         draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=3, scale=0.2)
+        proposer = "draft_model"
+    if proposer in ("dflash", "dspark"):
+        markov = {"markov": "vanilla", "draft_vocab": 3} if proposer == "dspark" else {}
+        draft = save_tiny_block_head(tmp_path, target, boundaries=(0, 1, 2), scale=0.15, **markov)
         proposer = "draft_model"
     engine = Engine(sampling_config(target, draft, proposer))
     truth = joint(target, PROMPT, params)

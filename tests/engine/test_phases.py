@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_heads import save_tiny_block_head
 from engines import GREEDY, engine_config, prompts, run, tokens
 from heads import save_tiny_head
 from tiny_models import DEVICE, VOCAB
@@ -61,7 +62,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_Recorded]:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "head", "head, ahead"])
+@pytest.mark.parametrize(
+    "proposer", ["draft_model", "ngram", "head", "head, ahead", "dflash", "dspark"]
+)
 def test_padding_changes_nobodys_output(
     tiny_model: Tiny, recorded: type[_Recorded], proposer: str, tmp_path: Path
 ) -> None:
@@ -70,6 +73,10 @@ def test_padding_changes_nobodys_output(
     is_ahead = proposer == "head, ahead"
     if proposer.startswith("head"):
         draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=60)
+        proposer = "draft_model"
+    if proposer in ("dflash", "dspark"):
+        markov = "vanilla" if proposer == "dspark" else None
+        draft = save_tiny_block_head(tmp_path, target, boundaries=(0, 1, 2), markov=markov)
         proposer = "draft_model"
     config = engine_config(target, draft, k=2, proposer=proposer, max_num_seqs=6)
     mixed = prompts([3, 40, 1, 17, 8], VOCAB)

@@ -122,6 +122,7 @@ class PlainHead:
         self.told = json.loads((path / "config.json").read_text())
         self.w = tensors_of(path)
         self.embedding = self.w.get("embed_tokens.weight", target_embedding)
+        self.boundaries: list[int] = self.told["eagle_aux_hidden_state_layer_ids"]
         layers = self.told.get("transformer_layer_config", self.told)
         first = "midlayer" if "midlayer.hidden_norm.weight" in self.w else "layers.0"
         self.layers = [first, *(f"layers.{i}" for i in range(1, layers["num_hidden_layers"]))]

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: their formulas, and what they leave behind of every kind of step."""
+"""Heads: their formulas, and what they leave behind of every kind of step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_heads import PlainBlockHead, save_tiny_block_head
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from heads import PlainHead, save_tiny_head, tensors_of
 from safetensors.torch import save_file
@@ -15,7 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.proposers.eagle3 import Eagle3Proposer
+from outrider.engine.models.head_config import head_kind
+from outrider.engine.proposers import block, draws
+from outrider.engine.proposers.block import BlockProposer
+from outrider.engine.proposers.head import HeadProposer
 
 Tiny = Callable[..., Path]
 K = 3
@@ -29,6 +33,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "narrow": {"hidden_size": 24, "boundaries": (0, 3, 5)},
     "last-layer": {"boundaries": (6,), "pickled": True},
 }
+BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash-speculators": {"speculators": True, "draft_vocab": 50},
+    "dflash-from-anchor": {"from_anchor": True, "nested": False, "own_embedding": True},
+    "dflash-windows": {"windows": (None, 7), "num_layers": 2},
+    "dflash-open-windows": {"windows": (7, 7), "is_causal": False, "head_norms": False},
+    "dspark": {"markov": "vanilla", "nested": False, "own_head": True, "own_embedding": True},
+    "dspark-speculators": {"markov": "vanilla", "speculators": True, "draft_vocab": 50},
+    "dspark-gated": {"markov": "gated", "confidence": "token", "boundaries": (0, 3)},
+    "dspark-rnn": {"markov": "rnn", "confidence": "states", "from_anchor": False},
+}
+# One of each kind of proposer, for what hangs on the kind alone.
+KINDS = {"eagle3": {"draft_vocab": 50}, "dflash": {}, "dspark": BLOCK_VARIANTS["dspark"]}
 
 
 @pytest.fixture
@@ -41,14 +58,24 @@ def head(tmp_path: Path, target: Path) -> Tiny:
     return lambda **options: save_tiny_head(tmp_path / "head", target, **options)
 
 
+@pytest.fixture(params=KINDS)
+def any_head(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Path:
+    save = save_tiny_head if request.param == "eagle3" else save_tiny_block_head
+    return save(tmp_path / "head", target, **KINDS[request.param])
+
+
 class Truth:
     """What a head is to compute, by the formulas and transformers' hidden states."""
 
     def __init__(self, target: Path, head: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        self.head = PlainHead(head, self.model.get_input_embeddings().weight.detach())
-        told = self.head.told["eagle_aux_hidden_state_layer_ids"]
-        self.boundaries: list[int] = told
+        embedding = self.model.get_input_embeddings().weight.detach()
+        self.head: PlainHead | PlainBlockHead
+        if head_kind(head) == "eagle3":
+            self.head = PlainHead(head, embedding)
+        else:
+            self.head = PlainBlockHead(head, embedding, self.model.lm_head.weight.detach())
+        self.boundaries = self.head.boundaries
 
     @torch.inference_mode()
     def states(self, token_ids: list[int]) -> torch.Tensor:
@@ -69,7 +96,7 @@ class Truth:
 def check_drafts(engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on hold what every draft is drawn from to the formulas; returns k_i of each."""
     proposer = engine.worker.proposer
-    assert isinstance(proposer, Eagle3Proposer)
+    assert isinstance(proposer, HeadProposer)
     propose = proposer.propose  # what it raises would be taken for a failure to draft
     checked: list[int] = []
 
@@ -102,12 +129,15 @@ MIXED = [
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *BLOCK_VARIANTS])
 def test_drafts_are_drawn_from_the_formulas(
-    variant: str, is_ahead: bool, target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+    variant: str, is_ahead: bool, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind prompts in chunks, and after every number of accepted drafts."""
-    path = head(**VARIANTS[variant])
+    if variant in VARIANTS:
+        path = save_tiny_head(tmp_path, target, **VARIANTS[variant])
+    else:
+        path = save_tiny_block_head(tmp_path, target, **BLOCK_VARIANTS[variant])
     engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
     engine.lag = int(is_ahead)
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
@@ -138,10 +168,10 @@ LATER = {"same": HIT, "longer": [*HIT, 5, 6, 7], "other": [*HIT[:20], 90, 91, 92
 
 @pytest.mark.parametrize("name", LATER)
 def test_drafts_behind_a_cached_prefix_are_drawn_from_the_formulas(
-    name: str, target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+    name: str, target: Path, any_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the page's last row was computed with another token behind it."""
-    path = head(draft_vocab=50)
+    path = any_head
     engine = Engine(engine_config(target, path, k=K, page_size=4))
     run(engine, [HIT], replace(SAMPLED, max_tokens=6))
     before = engine.stats().cached_tokens
@@ -164,9 +194,9 @@ def test_samples_of_one_prompt_share_its_pages(
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
 def test_a_preempted_sequence_is_drafted_for_again(
-    is_ahead: bool, target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+    is_ahead: bool, target: Path, any_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = head(draft_vocab=50)
+    path = any_head
     engine = Engine(engine_config(target, path, k=K, num_pages=30))
     engine.lag = int(is_ahead)
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
@@ -176,10 +206,10 @@ def test_a_preempted_sequence_is_drafted_for_again(
 
 
 def test_a_k_of_zero_leaves_no_gap(
-    target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
+    target: Path, any_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody drafts for a while; then drafts are drawn from all that was said meanwhile."""
-    path = head()
+    path = any_head
     engine = Engine(engine_config(target, path, k=K))
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     engine.submit([NewRequest(request_id="0", prompt_token_ids=HIT, params=SAMPLED)])
@@ -229,11 +259,11 @@ def test_a_bad_row_of_the_head_is_no_draft(
 
 
 @pytest.mark.parametrize("variant", ["in-turn", "ahead", "no-cache"])
-def test_match_gives_the_same_tokens_with_any_k(variant: str, target: Path, head: Tiny) -> None:
-    config = engine_config(target, head(draft_vocab=70), k=K, prefix_caching=variant != "no-cache")
+def test_match_gives_the_same_tokens_with_any_k(variant: str, target: Path, any_head: Path) -> None:
+    config = engine_config(target, any_head, k=K, prefix_caching=variant != "no-cache")
     engine = Engine(config)
     engine.lag = int(variant == "ahead")
-    params = SamplingParams(max_tokens=20, seed=3, temperature=0.8, verification="match")
+    params = SamplingParams(max_tokens=20, seed=3, temperature=1.5, verification="match")
     answers = [
         tokens(run(engine, [HIT], replace(params, num_speculative_tokens=k))[0])
         for k in (0, 1, 2, 3)
@@ -273,11 +303,73 @@ def test_a_head_that_knows_the_next_token_is_always_right(tiny_model: Tiny, tmp_
     assert stats.drafted_per_position[0] > 20
 
 
-def test_a_rehearsal_for_nobody_leaves_nothing_behind(target: Path, head: Tiny) -> None:
-    engine = Engine(engine_config(target, head(draft_vocab=60), k=K, max_num_seqs=4))
+def test_a_rehearsal_for_nobody_leaves_nothing_behind(target: Path, any_head: Path) -> None:
+    engine = Engine(engine_config(target, any_head, k=K, max_num_seqs=4))
     max_model_len = engine.info.max_model_len
     engine.worker.allocate(1)
     engine.worker.rehearse()
     engine.allocate(512, max_model_len)
     (outputs,) = run(engine, [HIT], GREEDY)
     assert tokens(outputs) == generate(target, HIT, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("confidence", ["states", "token"])
+def test_drafts_that_the_confidence_head_doubts_are_not_made(
+    confidence: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft is made while the chance that all of them stand is large enough, as the head says."""
+    path = save_tiny_block_head(tmp_path, target, markov="gated", confidence=confidence)
+    engine, truth = Engine(engine_config(target, path, k=K)), Truth(target, path)
+    proposer, slots = engine.worker.proposer, engine.worker.slots
+    assert isinstance(proposer, BlockProposer)
+    assert isinstance(truth.head, PlainBlockHead)
+    plain, propose, cut = truth.head, proposer.propose, []
+    monkeypatch.setattr(draws, "MIN_LIKELIHOOD", 0.3)
+    proposer._stops_early = True
+
+    def checking(plan: Any) -> None:
+        wanted = [s.num_drafts for s in plan.sampled]
+        n = [int(slots.num_tokens[s.slot]) for s in plan.sampled]
+        propose(plan)
+        for scheduled, k, known in zip(plan.sampled, wanted, n, strict=True):
+            if k == 0 or proposer._holders[scheduled.slot] is None:
+                continue
+            ids = slots.token_ids[scheduled.slot].tolist()
+            tokens, drafts = ids[:known], ids[known : known + k]
+            chance = plain.confidence(truth.states(tokens), tokens, drafts).cumprod(0)
+            assert scheduled.num_drafts == int((chance >= 0.3).sum())
+            cut.append(scheduled.num_drafts < k)
+
+    monkeypatch.setattr(proposer, "propose", checking)
+    run(engine, prompts([21, 3, 9], VOCAB), SAMPLED)
+    assert True in cut
+    assert False in cut
+
+
+def test_confidence_cuts_what_was_drawn_at_once(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: all drafts of the batch are there before the host looks at the confidence."""
+    path = save_tiny_block_head(tmp_path, target, markov="vanilla", confidence="token")
+    expected = [generate(target, prompt, GREEDY.max_tokens) for prompt in (HIT, HIT[:5])]
+    monkeypatch.setattr(block, "MIN_ROWS_TO_CUT", 2)
+    monkeypatch.setattr(block, "MIN_LIKELIHOOD", 0.3)
+    counts = []
+    for adaptive in (False, True):
+        engine = Engine(engine_config(target, path, k=K))
+        engine.worker.proposer._adaptive = adaptive
+        assert [tokens(o) for o in run(engine, [HIT, HIT[:5]], GREEDY)] == expected
+        counts.append(engine.stats().drafted_per_position)
+    assert counts[1][0] > 0
+    assert sum(counts[1]) / counts[1][0] < sum(counts[0]) / counts[0][0]
+
+
+def test_a_blocks_drafts_do_not_hang_on_how_many_a_neighbour_has(
+    target: Path, tmp_path: Path
+) -> None:
+    engine = Engine(engine_config(target, save_tiny_block_head(tmp_path, target), k=4))
+    mixed = prompts([9, 12, 15], VOCAB)
+    short = replace(SAMPLED, num_speculative_tokens=2)
+    alone = run(engine, mixed[:1], short)[0]
+    beside = run(engine, mixed, [short, SAMPLED, replace(SAMPLED, num_speculative_tokens=1)])[0]
+    assert tokens(alone) == tokens(beside)

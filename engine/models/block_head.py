@@ -1,0 +1,156 @@
+"""A head that drafts a whole block in one pass: DFlash, and DSpark over it.
+
+The target's states g_t are the head's context. Each layer keeps keys and values of
+
+    c_t = hidden_norm(fc(g_t))
+
+as if c_t were its normalised input: RoPE(k_norm(W_k c_t), t) and W_v c_t. The rows of a block at
+positions n, n + 1, … embed the last known token x_n, the anchor, and the mask token behind it. They
+attend to the context before n and to the whole block, also to the rows behind them. What they leave
+in the pages is overwritten once the target has computed their positions.
+
+The row of a mask predicts the token at its own position; of heads that predict from the anchor each
+row predicts the one behind it. A Markov head (DSpark) adds to a draft's logits what follows from
+the token before it, so that q_i depends on x_{i-1} alone:
+
+    logits_i = lm_head(h_i) + W2 latent_i,    e = W1[x_{i-1}]
+    vanilla: latent = e
+    gated:   latent = sigmoid(W_g [h_i; e]) * e
+    rnn:     gate, candidate, output = W_j [s; e; h_i]
+             s = sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(candidate),  latent = tanh(output)
+
+A confidence head says how likely draft i stands if those before it do: sigmoid(w . [h_i; e] + b).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.rope import rope_and_store
+
+from .attention import PassContext
+from .head import Head
+from .weights import Linear, packed
+
+
+class MarkovHead(NamedTuple):
+    """What the token before a draft adds to its logits."""
+
+    embedding: Tensor  # [V, r], by the target's ids
+    output: Linear  # of [V', r]
+    gate: Linear | None = None  # of [r, hidden + r]
+    joint: Linear | None = None  # of [3 r, 2 r + hidden]
+
+    def step(self, h: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The latent of a draft and the state behind it; a state of None begins a block.
+
+        Shape: h [N, hidden], previous [N, r], state [N, r] -> [N, r] each
+        """
+        if self.gate is not None:
+            gate = torch.sigmoid(self.gate(torch.cat((h, previous), -1)))
+            return gate * previous, previous
+        if self.joint is None:
+            return previous, previous
+        state = torch.zeros_like(previous) if state is None else state
+        gate, candidate, output = self.joint(torch.cat((state, previous, h), -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+    def changed(self, change: Callable[[Linear], Linear]) -> "MarkovHead":
+        return self._replace(output=change(self.output))
+
+
+class ConfidenceHead(NamedTuple):
+    """How likely a draft stands if those before it do."""
+
+    weight: Tensor  # [hidden] or, if it reads the token before, [hidden + r]; float32
+    bias: Tensor  # [1]
+
+    def __call__(self, h: Tensor, previous: Tensor | None) -> Tensor:
+        """Shape: h [N, hidden], previous [N, r] -> [N] float32."""
+        if previous is not None and len(self.weight) > h.shape[1]:
+            h = torch.cat((h, previous), -1)
+        return torch.sigmoid(h.float() @ self.weight + self.bias)
+
+
+class BlockHead(Head):
+    """A head over its target's states that drafts a block of tokens in one pass."""
+
+    def __init__(
+        self,
+        *,
+        hidden_norm: Norm,
+        context_kv: Sequence[Linear],
+        block_size: int,
+        mask_token_id: int,
+        predicts_from_anchor: bool,
+        embedding_scale: float,
+        markov: MarkovHead | None,
+        confidence: ConfidenceHead | None,
+        **layers: Any,
+    ) -> None:
+        """`layers` are those of Head; `context_kv` the keys' and values' part of each mixer's qkv;
+        `block_size` counts the rows of a block in training, the anchor's included.
+        """
+        super().__init__(**layers)
+        self.kind = "dflash" if markov is None else "dspark"
+        self.hidden_norm = hidden_norm
+        self.context_kv = list(context_kv)
+        self.mask_token_id = mask_token_id
+        # Rows of a block in front of the first that predicts a draft.
+        self.num_leading_rows = 0 if predicts_from_anchor else 1
+        self.max_drafts = block_size - self.num_leading_rows
+        self.embedding_scale = embedding_scale
+        self.markov = markov
+        self.confidence = confidence
+
+    @property
+    def weight_bytes(self) -> int:
+        markov = 0 if self.markov is None else self.markov.output.weight.num_bytes
+        return super().weight_bytes + markov
+
+    def bytes_read(self, num_drafts: int) -> int:
+        if num_drafts == 0:
+            return 0
+        again = 0 if self.markov is None else self.markov.output.weight.num_bytes
+        return self.weight_bytes + (num_drafts - 1) * again
+
+    def pack(self, *, rounds: bool) -> None:
+        super().pack(rounds=rounds)
+        change = partial(packed, rounds=rounds)
+        self.context_kv = [change(linear) for linear in self.context_kv]
+        if self.markov is not None:
+            self.markov = self.markov.changed(change)
+
+    def read(self, taps: Tensor, context: PassContext) -> None:
+        """Keep keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""
+        c = rms_norm(self.fc(taps.flatten(1)), self.hidden_norm)
+        for block, kv in zip(self.blocks, self.context_kv, strict=True):
+            mixer = block.mixer
+            rope_and_store(
+                kv(c),
+                *context.rotary(mixer.rope, c.dtype),
+                *mixer.attention.bound_pages,
+                context.batch.slot_mapping,
+                0,
+                *(mixer.head_norms or (None, None)),
+            )
+
+    def __call__(self, input_ids: Tensor, context: PassContext) -> Tensor:
+        """The rows of blocks, in front of the last norm. Shape: [T] -> [T, hidden]."""
+        x = F.embedding(input_ids, self.embedding)
+        if self.embedding_scale != 1.0:
+            x *= self.embedding_scale
+        normed: Tensor | None = None
+        for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
+            normed = block(x, normed, next_norm, context)
+        return x
+
+    def states(self, x: Tensor) -> Tensor:
+        """h of rows that predict. Shape: [N, hidden]."""
+        return rms_norm(x, self.norm)

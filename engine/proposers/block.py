@@ -1,0 +1,163 @@
+"""A head that drafts a block in one pass (DFlash, DSpark), each sequence's of its own k_i.
+
+A sequence of n + 1 known tokens gets the rows n to n + k_i, or one fewer if its head predicts from
+the anchor. How far its block goes hangs on its own k_i alone, not on those of its neighbours.
+
+Without a Markov head no draft depends on the ones before it, so all are drawn at once. With one,
+they are drawn one after another from logits that are computed at once.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models.attention import PassContext
+from ..models.block_head import BlockHead
+from ..scheduling.plan import ScheduledRequest
+from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
+from ..state.host_copy import uploaded
+from ..state.phase import Shape
+from ..state.ragged import aligned
+from .base import DraftDistributions
+from .draws import MIN_LIKELIHOOD, LogitsOf
+from .head import HeadProposer
+
+# On a GPU. Fewer rows take the target as long, which reads its weights for them, and the host would
+# wait for nothing.
+MIN_ROWS_TO_CUT = 128
+
+
+class BlockProposer(HeadProposer[BlockHead]):
+    """A block of rows a sequence; what a confidence head holds for unlikely is not proposed."""
+
+    @property
+    def _rows_at_once(self) -> int:
+        return self._slots.max_num_seqs * self._slots.max_drafts
+
+    def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
+        batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
+        self._head.read(taps, PassContext(batch))
+        return batch.positions
+
+    def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
+        confidence = super()._draft_together(scheduled)
+        num_rows = sum(s.num_drafts + 1 for s in scheduled)
+        is_cut = self._adaptive and num_rows >= MIN_ROWS_TO_CUT
+        if is_cut and self._head.confidence is not None:
+            chance_np = confidence[:, : len(scheduled)].cpu().numpy().cumprod(0)
+            num_likely_np = (chance_np >= MIN_LIKELIHOOD).sum(0)
+            for each, num_likely in zip(scheduled, num_likely_np.tolist(), strict=True):
+                each.num_drafts = min(each.num_drafts, num_likely)
+        return confidence
+
+    def _draft(
+        self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor
+    ) -> Tensor:
+        """Returns the confidence in each draft if there is a head for it. Shape: [k, N]."""
+        size, k, filters, samples = shape
+        batch_shape = self._shape(size, k)
+        batch_len = packed_len(batch_shape)
+        block = self._computed(integers[:batch_len], batch_shape, k)
+        draws = integers[batch_len:].view(2, -1)
+        kind = bool(filters), bool(samples)
+        kept = DraftDistributions(kept_logits, kept_state)
+        if self._draws_at_once:
+            return self._draws.draw(draws, kind, self._widened(block.logits.flatten(0, 1)), kept)
+        told, last, width = [], None, aligned(size)
+        for j in range(k):
+            logits, confidence = block.at(j, last)
+            its_draws = draws[:, j * width : (j + 1) * width]
+            last = self._draws.draw(its_draws, kind, self._widened(logits), kept)
+            told.append(last if confidence is None else confidence)
+        return torch.stack(told)
+
+    @property
+    def _draws_at_once(self) -> bool:
+        return self._head.markov is None and self._head.confidence is None
+
+    def _pack(
+        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
+    ) -> np.ndarray:
+        """The rows of the blocks, then the draws, draft by draft."""
+        width = size if self._draws_at_once else aligned(size)
+        draws = np.zeros((2, aligned(k * width)), dtype=np.int64)
+        draws[0] = self._slots.dummy
+        for j in range(k):
+            goes_on_np = slots_np[: np.count_nonzero(num_drafts_np > j)]
+            draws[0, j * width : j * width + len(goes_on_np)] = goes_on_np
+            draws[1, j * width : (j + 1) * width] = j
+        rows = self._rows_of(slots_np, num_drafts_np)
+        packed = rows.packed(self._shape(size, k), self._slots.dummy)
+        return np.concatenate((packed, draws.ravel()))
+
+    def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
+        device = self._slots.device
+        rows = self._rows_of(slots_np, num_drafts_np)
+        packed = uploaded(rows.packed(rows.shape, self._slots.dummy), device)
+        block = self._computed(packed, rows.shape, int(num_drafts_np.max()))
+
+        def logits_of(
+            j: int, slots_np: np.ndarray, kept_np: np.ndarray, last: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            if j > 0:
+                block.keep(uploaded(kept_np, device))
+            logits, confidence = block.at(j, last)
+            return self._widened(logits), confidence
+
+        return logits_of
+
+    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
+        return size, size * (k + self._head.num_leading_rows), 0
+
+    def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
+        """The anchor, which is the last known token, and the masks behind it."""
+        zeros_np = np.zeros_like(slots_np)
+        num_rows_np = num_drafts_np + self._head.num_leading_rows
+        return HostBatch.build(slots_np, zeros_np - 1, num_rows_np, zeros_np)
+
+    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> "_Block":
+        """The blocks of a batch packed to this shape."""
+        head, slots = self._head, self._slots
+        batch = ForwardBatch.unpack(packed, shape, slots)
+        is_anchor = batch.positions + 1 == slots.num_tokens[batch.slot_of_row]
+        x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), PassContext(batch))
+        # Of draft j of each sequence; what lies beyond its k_i is drawn from for nobody.
+        offset = torch.arange(k, device=x.device)[:, None] + head.num_leading_rows
+        rows = (batch.cu_seqlens_q[:-1] + offset).clamp_max(len(x) - 1)
+        h = head.states(x[rows.flatten()])
+        logits = head.head(h).view(*rows.shape, -1)
+        anchors = slots.token_ids[batch.slots, slots.num_tokens[batch.slots] - 1].long()
+        return _Block(head, h.view(*rows.shape, -1), logits, anchors)
+
+
+class _Block:
+    """The drafts of a block for N sequences, of which fewer and fewer go on."""
+
+    def __init__(self, head: BlockHead, h: Tensor, logits: Tensor, anchors: Tensor) -> None:
+        """Shape: h [k, N, hidden]; logits [k, N, V'], of the draft alone; anchors [N]."""
+        self._head, self._h, self.logits = head, h, logits
+        self._anchors = anchors
+        self._seqs: Tensor | None = None  # [N'], that go on; None: all
+        self._state: Tensor | None = None  # [N', r], the Markov head's
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with these rows of those that there are. Shape: [N']."""
+        self._seqs = kept if self._seqs is None else self._seqs[kept]
+        self._state = None if self._state is None else self._state[kept]
+
+    def at(self, j: int, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits of draft j behind these tokens, None for the first, and the confidence in it.
+
+        Shape: last [N'] -> [N', V'], [N']
+        """
+        h, logits = self._h[j], self.logits[j]
+        if self._seqs is not None:
+            h, logits = h[self._seqs], logits[self._seqs]
+        previous, markov = None, self._head.markov
+        if markov is not None:
+            previous = F.embedding(self._anchors if last is None else last, markov.embedding)
+            latent, self._state = markov.step(h, previous, self._state)
+            logits = logits + markov.output(latent)
+        confidence = self._head.confidence
+        return logits, None if confidence is None else confidence(h, previous)

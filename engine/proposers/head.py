@@ -1,0 +1,205 @@
+"""A head reads the target's hidden states, then runs ahead, each sequence for its own k_i.
+
+Every pass of the target leaves its hidden states. Once the step's tokens are verified, the head
+computes a row for each of the pass: what it leaves in the pages is of true states and true tokens,
+whether or not anybody is drafted for. Of rows behind a rejected draft it is garbage, like the
+target's own, and overwritten.
+
+So a head is never behind: what it has not read in the step that computed it, it can never read. A
+sequence with such a gap, which only an error leaves, decodes plainly.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..api import ReportProgress
+from ..logit_edits import LogitEdits, RequestRows
+from ..models.head import Head
+from ..models.network import Pass
+from ..models.paged_model import PagedModel
+from ..request import Request
+from ..scheduling.plan import Plan, ScheduledRequest, slots_of
+from ..state.host_copy import uploaded
+from ..state.phase import Phase, Shape, padded_size, padded_sizes
+from ..state.slots import Slots
+from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
+from .draws import Draws, LogitsOf, draw_in_turn
+
+AnyHead = TypeVar("AnyHead", bound=Head)
+
+
+class HeadProposer(Proposer, Generic[AnyHead]):
+    """Drafts one line of tokens a sequence from a head, under the request's own sampling.
+
+    Positions count from the tokens that the device knows, so that drafts can be launched before the
+    host has read what they follow. All are drawn in one phase on the device, unless the host has to
+    edit logits, or with `adaptive`, on a CPU, looks at each: a sequence then gets no further draft
+    once those it has are unlikely to stand. That hangs on the drafts before it alone.
+    """
+
+    def __init__(
+        self,
+        head: AnyHead,
+        target: PagedModel,
+        slots: Slots,
+        edits: LogitEdits,
+        vocab_size: int,
+        *,
+        adaptive: bool = False,
+    ) -> None:
+        self._head = head
+        self._target = target
+        self._slots = slots
+        self._edits = edits
+        self._adaptive = adaptive
+        self._stops_early = adaptive and slots.device.type == "cpu"
+        self._draws = Draws(slots, vocab_size, head.vocab_size, head.dtype)
+        self.distributions: DraftDistributions = self._draws.distributions
+        # [most rows of logits at once, V] by the target's ids; where the draft has no token, -inf
+        num_wide = self._rows_at_once if head.target_ids is not None else 0
+        self._wide = torch.full(
+            (num_wide, head.vocab_size), -torch.inf, dtype=head.dtype, device=slots.device
+        )
+        # By slot: the sequence that can be drafted for there, and its epoch.
+        self._holders: list[tuple[Request, int] | None] = [None] * (slots.max_num_seqs + 1)
+        self._gaps: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # epochs that have one
+        self._reads = Phase(self._read, slots.device)
+        self._drafts = Phase(self._draft, slots.device)
+        self._sizes: list[int] = []  # captured, ascending
+
+    @property
+    @abstractmethod
+    def _rows_at_once(self) -> int:
+        """The most rows of logits that are computed at once."""
+
+    @abstractmethod
+    def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
+        """Compute the rows of a pass of the target.
+
+        Shape: taps [T, num_taps, target's hidden], rows those of BatchRows.
+        """
+
+    @abstractmethod
+    def _pack(
+        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
+    ) -> np.ndarray:
+        """The integers of `_draft` for sequences of which those with more drafts come first."""
+
+    @abstractmethod
+    def _draft(
+        self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor
+    ) -> Tensor:
+        """Draw up to k drafts a sequence; shape is (sequences, k, filters, samples).
+
+        Shape: integers, see `_pack`; kept_logits, kept_state as in DraftDistributions.
+        """
+
+    @abstractmethod
+    def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
+        """The logits of these sequences' drafts, one draft after another."""
+
+    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
+        return self._draws.warm_ups()
+
+    def rehearse(self) -> None:
+        assert self._target.last_pass is not None
+        shape, computed = self._target.last_pass
+        self._reads(_NOTHING, shape, *_tensors(computed))
+        nobody = np.zeros(0, dtype=np.int64)
+        size, k = self._slots.max_num_seqs, self._slots.max_drafts
+        packed = self._pack(nobody, nobody, size, k)
+        self._drafts(packed, (size, k, *SAMPLING_KINDS[0]), *self.distributions)
+        logits = self.distributions.logits.new_zeros(size, self._head.vocab_size)
+        self._edits.rehearse(logits, RequestRows.of_nobody(self._slots.dummy, size))
+
+    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
+        assert self._target.last_pass is not None
+        shape, computed = self._target.last_pass
+        self._reads(_NOTHING, shape, *_tensors(computed))
+
+    def capture(self, report: ReportProgress) -> None:
+        """Capture the reading of each pass of the target that is captured, and all drafting."""
+        passes = self._target.captured
+        for done, (shape, computed) in enumerate(passes.items()):
+            report("capturing the head's passes", done, len(passes))
+            self._reads.capture(_NOTHING, shape, _tensors(computed))
+        sizes = padded_sizes(self._slots.max_num_seqs)
+        nobody = np.zeros(0, dtype=np.int64)
+        for done, size in enumerate(sizes):
+            report("capturing the head's drafts", done, len(sizes))
+            for kind in SAMPLING_KINDS:
+                for k in range(self._slots.max_drafts, 0, -1):
+                    packed = self._pack(nobody, nobody, size, k)
+                    self._drafts.capture(packed, (size, k, *kind), tuple(self.distributions))
+        self._sizes = sizes[::-1]
+
+    def _propose(self, plan: Plan) -> None:
+        together: list[ScheduledRequest] = []
+        one_by_one: list[ScheduledRequest] = []
+        edited_np = self._edits.asked_by(slots_of(plan.scheduled))
+        for scheduled, is_edited in zip(plan.scheduled, edited_np.tolist(), strict=True):
+            if self._holders[scheduled.slot or 0] != (scheduled.request, scheduled.epoch):
+                scheduled.num_drafts = 0
+            if scheduled.num_drafts > 0:
+                (one_by_one if is_edited or self._stops_early else together).append(scheduled)
+        if together:
+            together.sort(key=lambda scheduled: -scheduled.num_drafts)  # who goes on is in front
+            self._draft_together(together)
+        if one_by_one:
+            self._draft_one_by_one(one_by_one)
+
+    def _follow(self, plan: Plan) -> None:
+        """Compute a row for each that the target computed in this step."""
+        assert self._target.last_pass is not None
+        shape, computed = self._target.last_pass
+        try:
+            self._reads(_NOTHING, shape, *_tensors(computed))
+        except Exception:
+            self._gaps.update((s.request, s.epoch) for s in plan.scheduled)
+            raise
+        finally:
+            for scheduled in plan.scheduled:
+                request, epoch = scheduled.request, scheduled.epoch
+                is_held = scheduled.samples and self._gaps.get(request) != epoch
+                self._holders[scheduled.slot or 0] = (request, epoch) if is_held else None
+
+    def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
+        """Draw k_i drafts for each sequence on the device; returns what `_draft` does."""
+        num_drafts_np = np.array([s.num_drafts for s in scheduled])
+        size, k = padded_size(len(scheduled), self._sizes), int(num_drafts_np.max())
+        packed = self._pack(slots_of(scheduled), num_drafts_np, size, k)
+        return self._drafts(packed, (size, k, *sampling_kind(scheduled)), *self.distributions)
+
+    def _draft_one_by_one(self, scheduled: list[ScheduledRequest]) -> None:
+        """Draw up to k_i drafts for each sequence, while the host looks at each or edits them."""
+        slots_np, device = slots_of(scheduled), self._slots.device
+        line = self._line(slots_np, np.array([s.num_drafts for s in scheduled]))
+        kind = sampling_kind(scheduled)
+
+        def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
+            draws = uploaded(self._draws.pack(slots_np, j, len(slots_np)), device)
+            return self._draws.draw(draws, kind, logits, self.distributions)
+
+        draw_in_turn(scheduled, line, draw, self._edits, stops_early=self._stops_early)
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """By the target's ids, valid until the next call. Shape: [N, V'] -> [N, V]."""
+        if self._head.target_ids is None:
+            return logits
+        return self._wide[: len(logits)].index_copy_(1, self._head.target_ids, logits)
+
+
+_NOTHING = np.zeros(2, dtype=np.int64)
+
+
+def _tensors(computed: Pass) -> tuple[Tensor, ...]:
+    """What the head reads of a pass."""
+    assert computed.taps is not None
+    assert computed.rows is not None
+    return computed.taps, *computed.rows

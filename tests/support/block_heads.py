@@ -1,0 +1,236 @@
+"""Tiny random heads on disk that draft blocks (DFlash, DSpark), and their formulas."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from heads import EPS, HEAD_DIM, INNER, NUM_HEADS, NUM_KV_HEADS, THETA, rotated, tensors_of
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+MASK = 2
+
+
+def save_tiny_block_head(
+    path: Path,
+    target: Path,
+    *,
+    boundaries: tuple[int, ...] = (1, 2, 4),
+    speculators: bool = False,
+    draft_vocab: int | None = None,
+    num_layers: int = 2,
+    block_size: int = 5,
+    markov: str | None = None,
+    rank: int = 6,
+    confidence: str | None = None,  # "states" or, with the token before, "token"
+    from_anchor: bool | None = None,
+    windows: tuple[int | None, ...] | None = None,
+    is_causal: bool | None = None,
+    nested: bool = True,
+    own_embedding: bool = False,
+    own_head: bool = False,
+    head_norms: bool = True,
+    seed: int = 0,
+    scale: float = 0.3,
+) -> Path:
+    """A head of random weights for a tiny target: DSpark with a Markov head, else DFlash."""
+    told = AutoConfig.from_pretrained(target)
+    vocab, width = told.vocab_size, told.hidden_size
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    size = draft_vocab or vocab
+    tensors = {"fc.weight": matrix(width, len(boundaries) * width)}
+    tensors |= {"norm.weight": norm(width), "hidden_norm.weight": norm(width)}
+    if draft_vocab is not None:
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+    if draft_vocab is not None or own_head:
+        tensors["lm_head.weight"] = matrix(size, width)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = matrix(vocab, width)
+    for i in range(num_layers):
+        shapes = {
+            "self_attn.q_proj": (NUM_HEADS * HEAD_DIM, width),
+            "self_attn.k_proj": (NUM_KV_HEADS * HEAD_DIM, width),
+            "self_attn.v_proj": (NUM_KV_HEADS * HEAD_DIM, width),
+            "self_attn.o_proj": (width, NUM_HEADS * HEAD_DIM),
+            "mlp.gate_proj": (INNER, width),
+            "mlp.up_proj": (INNER, width),
+            "mlp.down_proj": (width, INNER),
+        }
+        tensors |= {f"layers.{i}.{name}.weight": matrix(*s) for name, s in shapes.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"layers.{i}.{name}.weight"] = norm(width)
+        if head_norms:
+            names = ("q_norm", "k_norm")
+            tensors |= {f"layers.{i}.self_attn.{n}.weight": norm(HEAD_DIM) for n in names}
+    own: dict[str, Any] = {"mask_token_id": MASK}
+    if markov is not None:
+        tensors["markov_head.markov_w1.weight"] = matrix(vocab, rank) / scale
+        tensors["markov_head.markov_w2.weight"] = matrix(size, rank)
+        for name, outputs, inputs in (
+            ("gate_proj", rank, width + rank),
+            ("joint_proj", 3 * rank, 2 * rank + width),
+        ):
+            if name == {"gated": "gate_proj", "rnn": "joint_proj"}.get(markov):
+                tensors[f"markov_head.{name}.weight"] = matrix(outputs, inputs)
+                tensors[f"markov_head.{name}.bias"] = matrix(outputs)
+        own |= {"markov_rank": rank, "markov_head_type": markov}
+    if confidence is not None:
+        inputs = width + (rank if confidence == "token" else 0)
+        tensors["confidence_head.proj.weight"] = matrix(1, inputs)
+        tensors["confidence_head.proj.bias"] = matrix(1)
+        own |= {"enable_confidence_head": True, "confidence_head_with_markov": inputs > width}
+    if from_anchor is not None:
+        own["sample_from_anchor"] = from_anchor
+    if is_causal is not None:
+        own["is_causal"] = is_causal
+    layers: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": INNER,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": num_layers,
+        "vocab_size": vocab,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "hidden_act": "silu",
+        "model_type": "qwen3",
+    }
+    if windows is not None:
+        types = ("full_attention", "sliding_attention")
+        layers["layer_types"] = [types[window is not None] for window in windows]
+        layers["sliding_window"] = max(window or 0 for window in windows)
+    kind = "dflash" if markov is None else "dspark"
+    config: dict[str, Any]
+    if speculators:
+        own |= {"block_size": block_size, "aux_hidden_state_layer_ids": list(boundaries)}
+        own["draft_vocab_size"] = size
+        config = {"speculators_model_type": kind, "transformer_layer_config": layers} | own
+    else:
+        own["target_layer_ids"] = [b - 1 for b in boundaries]
+        name = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[kind]
+        config = {"architectures": [name], "block_size": block_size, **layers}
+        if draft_vocab is not None:
+            config["draft_vocab_size"] = size
+        config |= {"dflash_config": own} if nested else own
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+class PlainBlockHead:
+    """The formulas over the whole context at once, without a cache."""
+
+    def __init__(self, path: Path, target_embedding: Tensor, target_head: Tensor) -> None:
+        told = json.loads((path / "config.json").read_text())
+        self.own = told | told.get("dflash_config", {})
+        self.layers = told.get("transformer_layer_config", told)
+        self.w = tensors_of(path)
+        self.embedding = self.w.get("embed_tokens.weight", target_embedding)
+        self.head = self.w.get("lm_head.weight", target_head)
+        ids = self.own.get("target_layer_ids")
+        self.boundaries: list[int] = (
+            self.own["aux_hidden_state_layer_ids"] if ids is None else [i + 1 for i in ids]
+        )
+        is_native_dspark = "DSpark" in "".join(told.get("architectures", []))
+        self.from_anchor = self.own.get("sample_from_anchor", is_native_dspark)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        weight = self.w[f"{name}.weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        bias = self.w.get(f"{name}.bias")
+        y = x @ self.w[f"{name}.weight"].T
+        return y if bias is None else y + bias
+
+    def states(self, g: Tensor, anchor: int, k: int) -> Tensor:
+        """h of the rows that predict drafts 1 to k. Shape: g [n, m, H] -> [k, H]."""
+        c = self.norm("hidden_norm", self.linear("fc", g.flatten(1)))
+        num_rows = k if self.from_anchor else k + 1
+        x = self.embedding[[anchor] + [MASK] * (num_rows - 1)]
+        for i in range(self.layers["num_hidden_layers"]):
+            z = self.norm(f"layers.{i}.input_layernorm", x)
+            x = x + self.attention(i, c, z)
+            z = self.norm(f"layers.{i}.post_attention_layernorm", x)
+            gate, up = (self.linear(f"layers.{i}.mlp.{n}_proj", z) for n in ("gate", "up"))
+            x = x + self.linear(f"layers.{i}.mlp.down_proj", torch.nn.functional.silu(gate) * up)
+        return self.norm("norm", x)[-k:]
+
+    def attention(self, i: int, c: Tensor, z: Tensor) -> Tensor:
+        name, n, rows = f"layers.{i}.self_attn", len(c), len(z)
+        q = self.linear(f"{name}.q_proj", z).view(rows, -1, HEAD_DIM)
+        k, v = (
+            torch.cat([self.linear(f"{name}.{each}_proj", part) for part in (c, z)])
+            for each in "kv"
+        )
+        k, v = k.view(n + rows, -1, HEAD_DIM), v.view(n + rows, -1, HEAD_DIM)
+        if f"{name}.q_norm.weight" in self.w:
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        q = rotated(torch.cat((q.new_zeros(n, *q.shape[1:]), q)))[n:]
+        k = rotated(k)
+        group = NUM_HEADS // NUM_KV_HEADS
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) * HEAD_DIM**-0.5
+        types = self.layers.get("layer_types") or ["full_attention"] * (i + 1)
+        is_sliding = types[i] == "sliding_attention"
+        seen = torch.ones(rows, n + rows, dtype=torch.bool)
+        ahead = torch.arange(n + rows) - torch.arange(n, n + rows)[:, None]
+        if self.own.get("is_causal", is_sliding):
+            seen &= ahead <= 0
+        if is_sliding:
+            seen &= ahead > -self.layers["sliding_window"]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
+        return self.linear(f"{name}.o_proj", out.flatten(1))
+
+    def draft_logits(self, g: Tensor, tokens: list[int], drafts: list[int], vocab: int) -> Tensor:
+        """In front of each of k drafts, the last of them unused.
+
+        Shape: g [n, m, H] or more, tokens [n + 1] -> [k, V].
+        """
+        k = len(drafts)
+        h = self.states(g[: len(tokens) - 1], tokens[-1], k)
+        logits = h @ self.head.T + self.markov(h, [tokens[-1], *drafts[:-1]])
+        if "d2t" not in self.w:
+            return logits
+        wide = torch.full((k, vocab), -torch.inf)
+        wide[:, torch.arange(len(self.w["d2t"])) + self.w["d2t"]] = logits
+        return wide
+
+    def markov(self, h: Tensor, previous: list[int]) -> Tensor:
+        """What the token before each row adds. Shape: [k, V']."""
+        if not self.own.get("markov_rank"):
+            return torch.zeros(1)
+        name, kind = "markov_head", self.own["markov_head_type"]
+        added, state = [], torch.zeros(self.own["markov_rank"])
+        for row, token in zip(h, previous, strict=True):
+            e = self.w[f"{name}.markov_w1.weight"][token]
+            if kind == "gated":
+                e = self.linear(f"{name}.gate_proj", torch.cat((row, e))).sigmoid() * e
+            if kind == "rnn":
+                joint = self.linear(f"{name}.joint_proj", torch.cat((state, e, row)))
+                gate, candidate, output = joint.chunk(3)
+                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+                e = output.tanh()
+            added.append(self.w[f"{name}.markov_w2.weight"] @ e)
+        return torch.stack(added)
+
+    def confidence(self, g: Tensor, tokens: list[int], drafts: list[int]) -> Tensor:
+        """That each of k drafts stands. Shape: as draft_logits -> [k]."""
+        h = self.states(g[: len(tokens) - 1], tokens[-1], len(drafts))
+        if self.own["confidence_head_with_markov"]:
+            previous = [tokens[-1], *drafts[:-1]]
+            h = torch.cat((h, self.w["markov_head.markov_w1.weight"][previous]), -1)
+        return self.linear("confidence_head.proj", h).squeeze(-1).sigmoid()
