@@ -16,10 +16,11 @@ ended, as a fixed set of prompts is timed: sequences whose drafts stand more oft
 the rest is decoded in smaller batches, which plain decoding never does. The best k is best by
 tokens/s. "Prefill too" is to the end as well, the clock started before the prompts.
 
-DRAFT is a model or a head. With --tokens-a-step that many tokens stand in a step on the average,
-each draft with the same chance, whatever draft and target say: it times a head of random weights,
-whose drafts nobody would accept. Nothing else changes: drafts are drawn and verified as ever, and
-then the verdict is replaced. Such tables say so in their first line.
+DRAFT is a model or a head; --k and --best-of must not go beyond what a head drafts. With
+--tokens-a-step that many tokens stand in a step on the average, each draft with the same chance,
+whatever draft and target say: it times a head of random weights, whose drafts nobody would accept.
+Nothing else changes: drafts are drawn and verified as ever, and then the verdict is replaced. Such
+tables say so in their first line.
 
 The floor is that of the weights that a step reads once. Draft, target and verify are the GPU's time
 for their graphs in steps of a full batch, measured in a second pass over the same text with a pause
@@ -227,7 +228,13 @@ def main() -> None:
     engine = build(args)
     target_bytes = engine.worker.scorer._model.network.weight_bytes
     draft, head = engine.worker.pair.draft, engine.worker.pair.head
-    draft_bytes = draft.network.weight_bytes if draft else head.weight_bytes if head else 0
+
+    def bytes_of(k: int) -> int:
+        """What so many drafts read of the weights."""
+        if head is not None:
+            return head.bytes_read(k)
+        return k * draft.network.weight_bytes if draft else 0
+
     info = engine.info
     if args.tokens_a_step:
         print(f"SET ACCEPTANCE: {args.tokens_a_step} tokens a step, whatever the models say")
@@ -252,7 +259,7 @@ def main() -> None:
                 measure[k].decode(args.new_tokens)
                 parts = measure[k].parts(args.new_tokens)
                 step_s = measure[k].step_s
-                floor_ms = (target_bytes + k * draft_bytes) / args.tb_per_s / 1e9
+                floor_ms = (target_bytes + bytes_of(k)) / args.tb_per_s / 1e9
                 spent = "  ".join(f"{1e3 * parts[part]:7.2f}" for part in PARTS)
                 print(
                     f"{batch:5d} {temperature:4.1f}  {k:2d}{' best' if k in best else '     '}"

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models import builtin, resolve, store
+from ..models.known_drafts import KNOWN_DRAFTS
 from ..models.store import ModelError
 from .config import ConfigOption, SetOption, settings_or_exit
 from .progress import ProgressDisplay
@@ -50,6 +51,20 @@ def list_models() -> None:
         )
     Console().print(table)
     typer.echo(f"\nin {store.home()}")
+
+
+@models_app.command("drafts")
+def list_drafts() -> None:
+    """List the drafts that are known, the best of each target first: models and heads."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("TARGET", no_wrap=True)
+    table.add_column("DRAFT", no_wrap=True)
+    table.add_column("WHAT IT IS", no_wrap=True)
+    table.add_column("K", justify="right")
+    for known in KNOWN_DRAFTS:
+        k = str(known.num_speculative_tokens)
+        table.add_row(known.family, known.model, known.kind, k)
+    Console().print(table)
 
 
 @models_app.command("fetch")

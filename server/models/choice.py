@@ -40,12 +40,12 @@ def choose(settings: Settings, directory: Path, config: Any) -> Choice:
     known = known_draft(target)
     if known is None:
         return without_draft(settings, f"no draft is known for {target.name}")
-    chosen = _with(settings, known.proposer, known.num_speculative_tokens)
+    chosen = _with(settings, "draft_model", known.num_speculative_tokens)
     draft = settings.draft.model_copy(update={"model": known.model})
     return Choice(
         chosen.model_copy(update={"draft": draft}),
-        f"draft: {known.model} ({known.family}), the best that is known for {target.name}; "
-        "--draft takes another, --no-draft none",
+        f"draft: {known.model} ({known.kind} for {known.family}), the best that is known for "
+        f"{target.name}; --draft takes another, --no-draft none",
     )
 
 

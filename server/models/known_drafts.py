@@ -1,7 +1,7 @@
 """Drafts that are known to suit a target: what `outrider serve MODEL` takes without --draft.
 
 The first entry that matches is taken, so what suits one model alone (a head trained for it, say)
-stands above what suits its whole family.
+stands above what suits its whole family. Further heads of the same target are there to be named.
 """
 
 import re
@@ -30,11 +30,11 @@ class KnownDraft:
 
     model: str
     num_parameters: int
-    family: str  # in words, for the line that gives the reason
+    family: str  # of the targets, in words
     name: str = ""  # a pattern that the target's name has; "": any
     model_type: str = ""  # "": any
     vocab_sizes: frozenset[int] = frozenset()  # of the targets, rows of padding included; none: any
-    proposer: str = "draft_model"  # a head trained for its target has a proposer of its own
+    kind: str = "draft model"
     num_speculative_tokens: int = 4
 
     def suits(self, target: Target) -> bool:
@@ -49,13 +49,18 @@ class KnownDraft:
 _LLAMA_3 = frozenset({128_256})
 _GEMMA_3 = frozenset({262_144, 262_208})
 _QWEN_2 = frozenset({151_936, 152_064})
+# One model, in words and as its name ends.
+_QWEN_3_8B = "Qwen3 8B", "qwen3-8b"
+_QWEN_3_14B = "Qwen3 14B", "qwen3-14b"
+_QWEN_3_32B = "Qwen3 32B", "qwen3-32b"
+_LLAMA_31_8B = "Llama 3.1 8B Instruct", r"(meta-)?llama-3\.1-8b-instruct"
 _SMOLLM_2 = frozenset({49_152})
 
 KNOWN_DRAFTS: Sequence[KnownDraft] = (
     KnownDraft(
         model=DEFAULT_DRAFT,
         num_parameters=17_000_000,
-        family="made for this target",
+        family=DEFAULT_TARGET,
         name=f"^{re.escape(DEFAULT_TARGET)}$",
         num_speculative_tokens=6,
     ),
@@ -74,6 +79,28 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         name="smollm2",
         model_type="llama",
         vocab_sizes=_SMOLLM_2,
+    ),
+    *(
+        KnownDraft(
+            model=model,
+            num_parameters=int(billions * 1e9),
+            family=family,
+            # A directory or a quantised checkpoint of it, too, but no fine-tuned model.
+            name=rf"(^|/){name}(-fp8|-awq|-gptq)?$",
+            kind=f"{kind} head",
+            num_speculative_tokens=k,
+        )
+        for (family, name), model, kind, billions, k in (
+            (_QWEN_3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4, 4),
+            (_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6, 4),
+            (_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8, 4),
+            (_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45, 4),
+            # The Qwen ones were trained on answers without thinking.
+            (_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75, 7),
+            (_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05, 7),
+            (_QWEN_3_14B, "deepseek-ai/dspark_qwen3_14b_block7", "DSpark", 2.5, 7),
+            (_LLAMA_31_8B, "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "DFlash", 1.05, 7),
+        )
     ),
     KnownDraft(
         model="Qwen/Qwen3-0.6B",

@@ -90,7 +90,7 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
                 progress=progress,
             )
             if head_kind(draft):  # it has its target's tokenizer; the engine checks the rest
-                _check_head(draft)
+                _check_head(draft, config, settings.draft)
             else:
                 draft_vocabulary = _vocabulary(
                     _config(draft, settings.draft), _tokenizer(draft, settings.draft)
@@ -172,10 +172,17 @@ def _told(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterator
         raise kind(f"{key} = {model!r}: {error}") from error
 
 
-def _check_head(directory: Path) -> None:
-    """Refuse before minutes of loading a head that is not known here."""
+def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
+    """Refuse before minutes of loading a head that is not known here or of another target."""
     try:
-        HeadConfig.load(directory)
+        head = HeadConfig.load(directory)
+        if settings.head_layers is None:
+            head.boundaries_of(target.num_hidden_layers)
+        if head.layers.vocab_size != target.vocab_size:
+            raise HeadError(
+                f"it was made for a vocabulary of {head.layers.vocab_size} tokens, the target has "
+                f"{target.vocab_size}"
+            )
     except HeadError as error:
         raise ModelError(str(error)) from None
 

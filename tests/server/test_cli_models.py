@@ -52,6 +52,15 @@ def test_the_example_describes_every_setting_at_its_default(home: Path) -> None:
         assert description in " ".join(printed.replace("\n# ", " ").split())
 
 
+def test_drafts_that_are_known_are_listed_with_their_kinds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = outrider("models", "drafts").stdout.splitlines()
+    assert any("Qwen3 8B" in line and "EAGLE-3 head" in line for line in lines)
+    assert any(f"{DEFAULT_DRAFT} " in line and "draft model" in line for line in lines)
+
+
 def test_wrong_settings_exit_with_2_and_one_line() -> None:
     result = outrider("config", "--set", "server.prot=1")
     assert result.exit_code == 2

@@ -35,7 +35,14 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
         (target("smollm2-135m-instruct", "llama", 49_152, 0.134), "smollm2-135m-instruct-draft"),
         (target("HuggingFaceTB/SmolLM2-360M", "llama", 49_152, 0.36), known_drafts.DEFAULT_DRAFT),
         (target("SmolLM2-1.7B.gguf", "llama", 49_152, 1.7), "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        (target("Qwen/Qwen3-8B", "qwen3", 151_936, 8.2), "Qwen/Qwen3-0.6B"),
+        (target("Qwen/Qwen3-8B", "qwen3", 151_936, 8.2), "RedHatAI/Qwen3-8B-speculator.eagle3"),
+        (target("/m/Qwen3-8B-FP8", "qwen3", 151_936, 8.2), "RedHatAI/Qwen3-8B-speculator.eagle3"),
+        (target("me/Qwen3-8B-tuned", "qwen3", 151_936, 8.2), "Qwen/Qwen3-0.6B"),
+        (target("Qwen/Qwen3-4B", "qwen3", 151_936, 4.0), "Qwen/Qwen3-0.6B"),
+        (
+            target("meta-llama/Llama-3.1-8B-Instruct", "llama", 128_256, 8.0),
+            "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+        ),
         (target("/models/mine", "qwen3", 151_936, 32.8), "Qwen/Qwen3-0.6B"),
         (target("Qwen/Qwen3-0.6B", "qwen3", 151_936, 0.6), None),
         (target("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152_064, 7.6), "Qwen/Qwen2.5-0.5B-Instruct"),
@@ -67,7 +74,8 @@ def test_the_pairs_of_our_configs_are_known() -> None:
     """What the table and configs/ say of a target agrees."""
     sizes = {"qwen3": 151_936, "qwen2": 152_064, "llama": 128_256, "gemma3_text": 262_208}
     checked = 0
-    for name in ("qwen3-8b", "qwen3-32b", "qwen2.5-coder-7b", "llama-3.1-8b", "gemma-3-27b"):
+    heads = ("qwen3-8b-eagle3", "qwen3-14b-eagle3", "qwen3-32b-eagle3", "llama-3.1-8b-eagle3")
+    for name in (*heads, "qwen2.5-coder-7b", "gemma-3-27b"):
         settings = load_settings(Path(name), environ={})
         kinds = [kind for kind in sizes if kind[:4] in settings.target.model.lower()]
         kind = "qwen2" if "2.5" in name else kinds[0]
@@ -75,7 +83,14 @@ def test_the_pairs_of_our_configs_are_known() -> None:
         assert found is not None
         assert found.model == settings.draft.model
         checked += 1
-    assert checked == 5
+    assert checked == 6
+
+
+def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
+    known = {(draft.model, draft.num_speculative_tokens) for draft in KNOWN_DRAFTS}
+    for name in ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash"):
+        settings = load_settings(Path(name), environ={})
+        assert (settings.draft.model, settings.speculation.num_speculative_tokens) in known
 
 
 def test_no_draft_suits_a_target_of_its_own_size() -> None:
@@ -124,7 +139,10 @@ def test_the_known_draft_is_loaded_with_its_k_and_the_reason_is_told(
     assert config.draft is not None
     assert config.draft.path == str(models / "draft") == pair.settings.draft.model
     assert config.speculation.num_speculative_tokens == 7
-    assert f"draft: {models / 'draft'} (tiny), the best that is known for" in caplog.text
+    assert (
+        f"draft: {models / 'draft'} (draft model for tiny), the best that is known for"
+        in caplog.text
+    )
 
 
 def test_what_the_settings_say_goes_first(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,15 +134,35 @@ def test_a_head_needs_no_tokenizer_and_no_setting_but_its_name(
 
 
 def test_a_head_may_come_pickled(models: Path, tmp_path: Path) -> None:
-    head = save_tiny_head(tmp_path / "head", models / "target", pickled=True)
+    head = save_tiny_head(tmp_path / "head", models / "target", boundaries=(0, 1, 2), pickled=True)
     assert prepare_pair(settings_for(models, str(head))).draft == head
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "layers", "says"),
+    [((1, 2, 7), None, "behind layers 1, 2, 7"), ((1, 2, 7), "[1,2,3]", None)],
+)
+def test_a_head_of_a_deeper_target_is_refused_before_anything_is_loaded(
+    models: Path,
+    tmp_path: Path,
+    boundaries: tuple[int, ...],
+    layers: str | None,
+    says: str | None,
+) -> None:
+    head = save_tiny_head(tmp_path / "head", models / "target", boundaries=boundaries)
+    settings = settings_for(models, str(head), *([f"draft.head_layers={layers}"] if layers else []))
+    if says is None:
+        assert prepare_pair(settings).draft == head
+        return
+    with pytest.raises(ModelError, match=rf"draft\.model = .*{says}"):
+        prepare_pair(settings)
 
 
 def test_a_head_of_an_unknown_kind_is_refused_before_anything_is_loaded(
     models: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path / "head", models / "target")
-    told = json.loads((head / "config.json").read_text()) | {"architectures": ["DFlashDraftModel"]}
+    told = json.loads((head / "config.json").read_text()) | {"architectures": ["MedusaModel"]}
     (head / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ModelError, match=r"draft\.model = .*head of kind dflash"):
+    with pytest.raises(ModelError, match=r"draft\.model = .*head of kind medusa"):
         prepare_pair(settings_for(models, str(head)))
