@@ -54,6 +54,12 @@ class Head(PagedLayers):
         return [block.mixer.attention for block in self.blocks]
 
     @property
+    def weight_formats(self) -> str:
+        linears = [linear for block in self.blocks for linear in block.linears]
+        formats = {linear.weight.format for linear in (*linears, self.fc, self.head)}
+        return ", ".join(sorted(formats - {""}))
+
+    @property
     def weight_bytes(self) -> int:
         """What a pass reads of the weights; `fc` is read once a step."""
         linears = [linear for block in self.blocks for linear in block.linears]

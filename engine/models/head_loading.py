@@ -40,8 +40,8 @@ def load_head(
     """
     folder = Path(config.path)
     with _told(f"the head {config.path} cannot draft for {target_path}"):
-        if config.quantization is not None:
-            raise HeadError("a head's weights stay as they are; leave draft.quantization out")
+        if config.quantization not in (None, "fp8"):
+            raise HeadError(f"draft.quantization is {config.quantization!r}; it may be fp8")
         if config.dtype != "auto" and DTYPES.get(config.dtype) != target.dtype:
             raise HeadError(
                 f"its dtype is set to {config.dtype}, but a head computes in its target's, which "
@@ -52,7 +52,11 @@ def load_head(
             head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
         boundaries = head_config.boundaries_of(len(target.attentions))
         checkpoint = Checkpoint(
-            folder, target.dtype, target.device, progress or (lambda done, total: None)
+            folder,
+            target.dtype,
+            target.device,
+            progress or (lambda done, total: None),
+            rounds=config.quantization is not None,
         )
         head = _build(head_config, checkpoint, target, len(boundaries))
         try:

@@ -13,10 +13,13 @@ from block_heads import save_tiny_block_head
 from engines import engine_config
 from heads import save_tiny_head, tensors_of
 from safetensors.torch import save_file
-from tiny_models import VOCAB
+from tiny_models import DEVICE, VOCAB
 
+from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
+from outrider.engine.models.head_loading import load_head
+from outrider.engine.models.loading import load_network
 
 Tiny = Callable[..., Path]
 
@@ -248,13 +251,23 @@ def test_rope_is_the_heads_own(target: Path, tmp_path: Path) -> None:
     assert HeadConfig.load(head).draft_vocab_size == VOCAB
 
 
-def test_the_weights_of_a_head_are_not_quantised(target: Path, tmp_path: Path) -> None:
-    head = save_tiny_head(tmp_path / "head", target)
-    config = engine_config(target, head)
-    assert config.draft is not None
-    draft = replace(config.draft, quantization="fp8")
-    with pytest.raises(HeadError, match=r"stay as they are; leave draft\.quantization out"):
-        Engine(replace(config, draft=draft))
+def test_a_head_can_be_rounded_to_fp8(target: Path, tmp_path: Path) -> None:
+    path = save_tiny_head(tmp_path, target)
+    config = ModelConfig(path=str(target), dtype="float32")
+    network = load_network(config, DEVICE)[0]
+    quantised = replace(config, path=str(path), quantization="fp8", dtype="auto")
+    head = load_head(quantised, network, config.path)
+    plain = {name: tensor.to(DEVICE) for name, tensor in tensors_of(path).items()}
+    for linear, name in (
+        (head.fc, "fc"),
+        (head.head, "lm_head"),
+        (head.blocks[0].mlp.down, "midlayer.mlp.down_proj"),
+    ):
+        weight, meant = linear.weight.dequantised(), plain[f"{name}.weight"]
+        error = (weight - meant).abs() / meant.abs().amax(1, keepdim=True)
+        assert 1e-3 < error.max() < 0.05
+    with pytest.raises(HeadError, match=r"draft\.quantization is 'int3'; it may be fp8"):
+        load_head(replace(quantised, quantization="int3"), network, config.path)
 
 
 def test_the_layers_that_it_reads_can_be_set(target: Path, tmp_path: Path) -> None:
