@@ -1,1 +1,1 @@
-"""The HTTP front end: text in, text out, over one engine process."""
+"""The HTTP front end: text in, text out, in front of one engine process."""

@@ -11,7 +11,7 @@ UNSUPPORTED = (
 def main() -> None:
     if sys.platform == "win32":
         sys.exit(UNSUPPORTED)
-    # Only now: much of what it brings in is not there on Windows.
+    # Imported only now: much of what it needs does not exist on Windows.
     from .cli import app
 
     app()

@@ -1,4 +1,4 @@
-"""From a generation to its answer, whatever the API: as a whole, or as a stream of events."""
+"""Turns a generation into an answer of any API: as a whole, or as a stream of events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
 class Answer(ABC):
-    """One request's answer, and how much of it there is; a subclass writes it as its API does."""
+    """One request's answer, and counts of it so far; a subclass writes it as its API does."""
 
     def __init__(self, service: Service, body: ChoiceFields, prompts: list[list[int]]) -> None:
         self._service = service
@@ -27,14 +27,14 @@ class Answer(ABC):
         self._samples: list[Sample] = []
         self._ids_as_texts = body.return_tokens_as_token_ids
         self._num_prompt_tokens = sum(map(len, prompts))
-        # Of each sequence, so far: all its tokens, and those of its reasoning.
+        # For each sequence, so far: all its tokens, and the tokens of its reasoning.
         self._completion_tokens = [0] * (len(prompts) * body.num_samples)
         self._reasoning_tokens = [0] * (len(prompts) * body.num_samples)
         self._cached_tokens = [0] * len(prompts)
 
     @abstractmethod
     def _events(self, generation: Generation) -> AsyncIterator[str]:
-        """The answer as server-sent events, the one that says that all went well among them."""
+        """The answer as server-sent events, including the final one that reports success."""
 
     @abstractmethod
     async def _whole(self, generation: Generation) -> str:
@@ -42,10 +42,10 @@ class Answer(ABC):
 
     @abstractmethod
     def _failed(self, error: APIError) -> str:
-        """The event that ends a stream which cannot go on."""
+        """The event that ends a stream after an error."""
 
     async def respond(self, http: Request, samples: list[Sample]) -> Response:
-        """Generate, as a stream or as a whole, for as long as the client stays."""
+        """Generate, as a stream or as a whole; stops if the client disconnects."""
         self._samples = samples
         service = self._service
         generation = await Generation.start(
@@ -62,7 +62,7 @@ class Answer(ABC):
             whole = await while_connected(http.receive, self._whole(generation))
         except ClientDisconnect:
             http.scope["state"]["outcome"] = "disconnected"
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has gone: nobody reads it
         finally:
             await generation.aclose()
         return Response(whole, media_type="application/json")
@@ -70,7 +70,7 @@ class Answer(ABC):
     def _count(self, delta: Delta) -> None:
         self._completion_tokens[delta.index] = delta.completion_tokens
         self._reasoning_tokens[delta.index] = delta.reasoning_tokens
-        # The samples of one prompt find its pages in the cache because of each other.
+        # Samples after the first find the prompt in the cache only because of the first.
         if delta.index % self._num_samples == 0:
             self._cached_tokens[delta.index // self._num_samples] = delta.cached_tokens
 
@@ -83,7 +83,7 @@ class Answer(ABC):
         return sum(self._cached_tokens)
 
     def _facts(self, generation: Generation) -> dict[str, float]:
-        """What the access log tells of the answer, as far as it has come."""
+        """What the access log says about the answer so far."""
         drafts = [sample.acceptance for sample in self._samples]
         facts: dict[str, float] = {
             "prompt_tokens": self._num_prompt_tokens,
@@ -99,7 +99,7 @@ class Answer(ABC):
         return facts
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """A token beside its logprob, as OpenAI's chats and responses show it."""
+        """A token with its logprob, as in OpenAI's chats and responses."""
         return {
             "token": self._token_text(token_id),
             "logprob": max(logprob, MIN_LOGPROB),

@@ -1,4 +1,4 @@
-"""How much memory a request may need at most, told from its fields before anything runs."""
+"""The most memory that a request may need, computed from its fields before anything runs."""
 
 import json
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from ..http.errors import APIError, invalid_value
 from .protocol import ChoiceFields
 
-# Bytes of an HTTP process and an engine together, rounded up from what they were measured to take:
-TOKEN_BYTES = 256  # a token that is drawn, with its text
-PROMPT_TOKEN_BYTES = 64  # a token of the prompt, or an id or a bias in a list of the request's
+# Bytes in the HTTP process and the engine together, measured and rounded up:
+TOKEN_BYTES = 256  # a generated token, with its text
+PROMPT_TOKEN_BYTES = 64  # a token of the prompt, or an id or bias in a list of the request
 ECHOED_TOKEN_BYTES = 256
-ALTERNATIVE_BYTES = 512  # an id and its logprob, as the engine tells them and as JSON
+ALTERNATIVE_BYTES = 512  # an id and its logprob, in the engine's output and as JSON
 LOGPROB_BYTES = 1024  # a token's own logprob, and the list of its alternatives
 TRACED_TOKEN_BYTES = 1024  # a token or a draft in a trace, with its text
-ARGUMENT_BYTES = 32  # a byte of JSON that a logits processor is made with
+ARGUMENT_BYTES = 32  # one byte of JSON in a logits processor's arguments
 
 
 def check_answer_size(
@@ -56,7 +56,7 @@ def check_answer_size(
 
 
 def _told_bytes(num_alternatives: int | None) -> int:
-    """What is told of one token; None: nothing."""
+    """Bytes of the logprobs of one token; None: none are reported."""
     return 0 if num_alternatives is None else LOGPROB_BYTES + num_alternatives * ALTERNATIVE_BYTES
 
 

@@ -43,18 +43,18 @@ class _ChatAnswer(ChoicesAnswer):
         super().__init__(service, body, [turn.prompt.token_ids], id_prefix="chatcmpl")
         self._body = body
         self._calls_one_by_name = turn.calls.named
-        self._num_calls = [0] * body.n  # that have been told of
-        self._calls_free_text = [False] * body.n  # the last of them
+        self._num_calls = [0] * body.n  # calls reported so far
+        self._calls_free_text = [False] * body.n  # whether the last one takes a free text
         if body.return_token_ids:
             self._head["prompt_token_ids"] = turn.prompt.token_ids
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
         if not self._body.stream:
             for name in ("prompt_logprobs", "prompt_token_ids"):
-                self._head.setdefault(name, None)  # as vLLM's clients look for them
+                self._head.setdefault(name, None)  # vLLM's clients expect the fields
             return ChatCompletion(object="chat.completion", choices=choices, **self._head)
         chunk = ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self._head)
-        self._head.pop("prompt_token_ids", None)  # told once
+        self._head.pop("prompt_token_ids", None)  # sent only once
         return chunk
 
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[ChatChoice | ChatChunkChoice]:
@@ -70,7 +70,7 @@ class _ChatAnswer(ChoicesAnswer):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        # As OpenAI has it: who names the one tool to call learns nothing from the reason.
+        # As OpenAI does: a client that named the tool to call learns nothing from the reason.
         if delta.finish_reason == "stop" and delta.num_calls and not self._calls_one_by_name:
             fields["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
@@ -78,9 +78,9 @@ class _ChatAnswer(ChoicesAnswer):
         if self._include_trace:
             fields["trace"] = self._trace(delta)
         if not self._body.stream:
-            fields.setdefault("token_ids", None)  # as vLLM's clients look for it
+            fields.setdefault("token_ids", None)  # vLLM's clients expect the field
             return [ChatChoice(message=_message(said), **fields)]
-        # A chunk for the role and one for each call: clients look for no more than one in it.
+        # One chunk for the role and one for each call: clients read only one of them from a chunk.
         if first:
             said.insert(0, {"role": "assistant", "content": ""})
         last: list[dict[str, Any]] = []
@@ -99,7 +99,7 @@ class _ChatAnswer(ChoicesAnswer):
     def _said(self, index: int, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """What the parts add to the message: texts, and calls one by one."""
         said: list[dict[str, Any]] = []
-        pieces: list[str] = []  # of what is said last
+        pieces: list[str] = []  # of the last text
         for part in parts:
             match part:
                 case Text():
@@ -118,7 +118,7 @@ class _ChatAnswer(ChoicesAnswer):
         told = [{name: _joined(value) for name, value in each.items()} for each in said]
         for each in told:
             if "reasoning_content" in each:
-                each["reasoning"] = each["reasoning_content"]  # clients look for one or the other
+                each["reasoning"] = each["reasoning_content"]  # clients read one or the other
         return told
 
     def _new_call(self, index: int, start: CallStart, pieces: list[str]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class _ChatAnswer(ChoicesAnswer):
 
 
 def _joined(value: list[Any]) -> str | list[ToolCallChunk]:
-    """What is said, from its pieces: a text, or one call."""
+    """Joins pieces: a text, or one call."""
     if not value or isinstance(value[0], str):
         return "".join(value)
     (call,) = value
@@ -163,7 +163,7 @@ def _joined(value: list[Any]) -> str | list[ToolCallChunk]:
 
 
 def _message(said: list[dict[str, Any]]) -> ChatMessage:
-    """The parts of a message as one; without content, it has calls."""
+    """Joins the parts of a message; one without content has calls."""
     texts: dict[str, list[str]] = {}
     calls: list[ToolCallChunk] = []
     for part in said:

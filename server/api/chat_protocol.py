@@ -22,7 +22,7 @@ from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
 
 
 class TextPart(APIRequest):
-    """The one kind of content part that a model of text can read."""
+    """The only kind of content part that a text model can read."""
 
     ignored_fields: ClassVar = frozenset({"prompt_cache_breakpoint"})
 
@@ -34,7 +34,7 @@ TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
 
 
 def _content_kind(value: object) -> str | None:
-    """Tell the two apart, so that wrong content is reported once, not once a kind."""
+    """Which of the two it is, so that wrong content is reported once, not once for each kind."""
     if isinstance(value, str):
         return "<text>"
     return "<parts>" if isinstance(value, list) else None
@@ -50,14 +50,14 @@ Content = Annotated[
 ]
 
 
-# What an assistant may have said in place of content, as clients repeat it.
+# What an assistant may have sent instead of content; clients send it back.
 SAYING = frozenset({"refusal", "reasoning", "reasoning_content"})
-# Others are up to the template of the model.
+# Other roles are up to the model's template.
 ROLES: list[JsonValue] = ["system", "developer", "user", "assistant", "tool"]
 
 
 class Message(APIRequest):
-    """A turn of the conversation; what else it has goes to the template as it is."""
+    """A turn of the conversation; any other field goes to the template unchanged."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -88,9 +88,9 @@ class Message(APIRequest):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """With its content as one text, which every template of a model of text can take."""
+        """The message with its content as one text, which every text model's template accepts."""
         message = self.model_dump(exclude_unset=True)
-        if message.get("reasoning"):  # as answers have it, too; templates know the other name
+        if message.get("reasoning"):  # answers have both names; templates know only the other one
             message.setdefault("reasoning_content", message["reasoning"])
         if self.content is None:
             message["content"] = message.get("refusal") or ""  # many templates write it in any case
@@ -101,11 +101,11 @@ class Message(APIRequest):
     def unknown_fields(
         self, path: str = "", ignored: frozenset[str] = frozenset()
     ) -> Iterator[UnknownField]:
-        yield from self._unknown_inside(path)  # the rest is the template's to know
+        yield from self._unknown_inside(path)  # other fields are the template's business
 
 
 class ChatFields(APIRequest):
-    """What becomes the prompt of a chat."""
+    """The fields that make up the prompt of a chat."""
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list, max_length=MAX_TOOLS)
@@ -125,25 +125,25 @@ class ChatFields(APIRequest):
 
     @property
     def has_two_ends(self) -> bool:
-        """Whether both kinds of end are asked for, one of them not just by default."""
+        """Whether both ways of ending the prompt are asked for, and not just by a default."""
         asked = "add_generation_prompt" in self.model_fields_set
         return asked and self.add_generation_prompt and self.continue_final_message
 
 
 class ChatCompletionRequest(ChoiceFields, ChatFields):
     max_completion_tokens: Int | None = Field(default=None, ge=1)
-    max_tokens: Int | None = Field(default=None, ge=1)  # the older name of the same
+    max_tokens: Int | None = Field(default=None, ge=1)  # older name of max_completion_tokens
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    include_reasoning: bool = True  # where it is told apart
+    include_reasoning: bool = True  # if reasoning can be told from content
     echo: bool = False
     reasoning_effort: str | None = None
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: the turn of the assistant that it goes on with."""
+        """What the answer begins with: the assistant's turn that it continues."""
         last = self.messages[-1]
         text = last.for_template().get("content") if last.role == "assistant" else None
         return str(text or "") if self.echo else ""
@@ -156,7 +156,7 @@ class ChatCompletionRequest(ChoiceFields, ChatFields):
         return effort | self.chat_template_kwargs
 
 
-# An answer may have hundreds of thousands of these: a model of pydantic takes ten times the memory.
+# An answer may have hundreds of thousands of these: a pydantic model takes ten times the memory.
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
     token: str
@@ -192,7 +192,7 @@ class ToolCall(APIResponse):
 
 
 class ToolCallChunk(ToolCall):
-    """What a stream adds to a call: all but the rest of its arguments comes first."""
+    """What a stream adds to a call; only the first chunk has more than arguments."""
 
     index: int
 

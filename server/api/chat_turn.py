@@ -1,4 +1,4 @@
-"""The next turn of a conversation: what chats, responses and messages ask of the model alike."""
+"""The next turn of a conversation, which chats, responses and messages all ask for."""
 
 import asyncio
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class ChatPrompt(NamedTuple):
 
 
 class ChatTurn(NamedTuple):
-    """What is to be generated; the samples' deltas have the parts of the answer."""
+    """What to generate; the deltas of the samples carry the parts of the answer."""
 
     prompt: ChatPrompt
     calls: Calls
@@ -30,7 +30,7 @@ class ChatTurn(NamedTuple):
 
 
 async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Request) -> ChatTurn:
-    """Make a prompt of the conversation, and samples that read the answer; raises APIError."""
+    """Turn the conversation into a prompt, and samples that read the answer; raises APIError."""
     service.check_request(body, http, num_prompts=1)
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
@@ -48,7 +48,7 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
     prompt = prompt._replace(token_ids=kept)
     room_tokens = max(1, service.engine_info.max_model_len - len(kept))
     grammar = await _grammar(service, body, calls)
-    # Off the event loop, because a model's own response template goes over the prompt.
+    # Off the event loop, because a model's own response template reads the whole prompt.
     readers = await asyncio.to_thread(
         _readers, service, body, prompt, calls, follows_grammar=grammar is not None
     )
@@ -76,7 +76,7 @@ def _readers(
     *,
     follows_grammar: bool,
 ) -> list[MessageReader]:
-    """One for each answer."""
+    """One reader for each answer."""
 
     def parser() -> MessageParser | None:
         if calls.input_grammar is not None:
@@ -98,16 +98,16 @@ def _readers(
 
 
 def _shown_special_ids(service: Service, readers: list[MessageReader]) -> frozenset[int]:
-    """Special tokens that are part of the text, as the answer is taken apart by them."""
+    """Special tokens that must appear in the text, because the readers look for them."""
     if not readers[0].parses:
         return frozenset()
     return service.tokenizer.special_ids_of(service.message_format.delimiters)
 
 
 async def _grammar(service: Service, body: ChatCompletionRequest, calls: Calls) -> str | None:
-    """What the answer must follow; raises APIError.
+    """The grammar of the answer; raises APIError.
 
-    A call that is required goes before a format, which clients send for what follows the calls.
+    A required call takes precedence over a format, which clients send for the turn after the calls.
     """
     if calls.input_grammar is not None:
         return await service.grammars.check("tools", calls.input_grammar)

@@ -1,4 +1,4 @@
-"""Answers that are lists of choices: those of OpenAI's completions and chats."""
+"""Answers that are lists of choices: OpenAI's completions and chats."""
 
 import json
 import secrets
@@ -33,32 +33,32 @@ OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of thi
 
 
 class ChoicesAnswer(Answer):
-    """A subclass says what a choice looks like."""
+    """A subclass defines what a choice looks like."""
 
     def __init__(
         self, service: Service, body: ChoiceFields, prompts: list[list[int]], *, id_prefix: str
     ) -> None:
         super().__init__(service, body, prompts)
-        # What all parts of the answer begin with.
+        # The fields that every part of the answer begins with.
         self._head: dict[str, Any] = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": service.model_name,
             "system_fingerprint": service.fingerprint,
         }
-        self._n = body.n  # of each prompt's sequences, so many are in the answer
+        self._n = body.n  # how many of each prompt's sequences are in the answer
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
         self._include_obfuscation = body.include_obfuscation
         asked = body.speculation.metrics
         self._include_metrics = service.settings.speculation_metrics if asked is None else asked
         self._include_trace = body.speculation.trace
-        self._begun: set[int] = set()  # choices of which something has been said
+        self._begun: set[int] = set()  # choices of which something was sent
 
     @abstractmethod
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[APIResponse]:
-        """One choice, or what a stream adds to it, chunk by chunk; `first` where nothing was said
-        of it before."""
+        """One choice, or what a stream adds to it, chunk by chunk; `first` if nothing of it was
+        sent before."""
 
     @abstractmethod
     def _answer(self, choices: list[Any]) -> GenerationResponse:
@@ -69,7 +69,7 @@ class ChoicesAnswer(Answer):
             choices = self._next_choices(delta)
             for choice in choices[:-1]:
                 yield self._chunk(choice)
-            self._count(delta)  # its tokens come with the last of its chunks
+            self._count(delta)  # its tokens are counted with its last chunk
             for choice in choices[-1:]:
                 yield self._chunk(choice)
         if self._include_usage:
@@ -108,7 +108,7 @@ class ChoicesAnswer(Answer):
         return whole.to_json()
 
     def _chosen(self, deltas: list[Delta]) -> list[Delta]:
-        """The n best of each prompt's samples, by the mean logprob of their tokens."""
+        """The n best samples of each prompt, by the mean logprob of their tokens."""
         if self._num_samples == self._n:
             return deltas
         chosen: list[Delta] = []
@@ -118,7 +118,7 @@ class ChoicesAnswer(Answer):
         return [replace(delta, index=index) for index, delta in enumerate(chosen)]
 
     def _prompt_logprobs(self, delta: Delta, num_top: int) -> PromptLogprobs:
-        """Of the prompt's tokens, each with its best alternatives; the first has none."""
+        """The prompt's tokens, each with its best alternatives; the first token has none."""
         prompt = self._prompts[delta.index // self._n]
         told: PromptLogprobs = [None]
         for token_id, entry in zip(prompt[1:], delta.prompt_logprobs, strict=True):
@@ -137,7 +137,7 @@ class ChoicesAnswer(Answer):
         return told
 
     def _trace(self, delta: Delta) -> list[TracedStep]:
-        """The steps that the delta came in."""
+        """The steps that produced the delta."""
         source = self._service.engine_info.proposer
         return [step.traced(source, self._token_text) for step in delta.steps]
 
@@ -150,13 +150,13 @@ class ChoicesAnswer(Answer):
     def _event(self, chunk: GenerationResponse) -> str:
         if not self._include_obfuscation:
             return server_sent(chunk.to_json())
-        # All chunks of about the same size: how many tokens a step brought is nobody else's affair.
+        # Obfuscated chunks are all about the same size, which hides how many tokens a step brought.
         chunk.obfuscation = ""
         chunk.obfuscation = _padding(-len(chunk.to_json().encode()) % OBFUSCATION_BLOCK_BYTES)
         return server_sent(chunk.to_json())
 
     def _add_metrics(self, answer: GenerationResponse) -> None:
-        """Of requests with one sequence, which they can be told of."""
+        """Add metrics, which only requests with a single sequence have."""
         if self._include_metrics and len(self._samples) == 1:
             k = self._service.engine_info.num_speculative_tokens
             if metrics := self._samples[0].acceptance.metrics(k):
@@ -185,5 +185,5 @@ def _mean_logprob(delta: Delta) -> float:
 
 
 def _padding(num_chars: int) -> str:
-    """Random, because what is all alike would be compressed away."""
+    """Random text, since compression would remove equal characters."""
     return secrets.token_hex(num_chars // 2 + 1)[:num_chars]

@@ -67,7 +67,7 @@ def _check(body: CompletionRequest) -> None:
 async def _gaps(
     service: Service, body: CompletionRequest, prompts: list[list[int]], suffix: str
 ) -> list[list[int]]:
-    """Prompts for what is between each of these and the suffix; raises APIError."""
+    """Prompts for the text between each of these and the suffix; raises APIError."""
     if service.fill_in_the_middle is None:
         raise unsupported(
             "suffix",
@@ -83,7 +83,7 @@ class _CompletionAnswer(ChoicesAnswer):
     def __init__(self, service: Service, body: CompletionRequest, prompts: list[list[int]]) -> None:
         super().__init__(service, body, prompts, id_prefix="cmpl")
         self._body = body
-        # Of each prompt, what goes before the text of its choices, and its tokens there.
+        # For each prompt, the text echoed before its choices, and the tokens of that text.
         self._echo = [""] * len(prompts)
         self._echoed_tokens: list[list[Token]] = [[] for _ in prompts]
         if body.echo:
@@ -106,7 +106,7 @@ class _CompletionAnswer(ChoicesAnswer):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
-        if not self._stream:  # as vLLM's clients look for them
+        if not self._stream:  # vLLM's clients expect these fields
             choice.token_ids = choice.prompt_token_ids = choice.prompt_logprobs = None
         if self._body.return_token_ids:
             choice.token_ids = [token.id for token in delta.tokens]
@@ -119,7 +119,7 @@ class _CompletionAnswer(ChoicesAnswer):
         return [choice]
 
     def _logprobs(self, delta: Delta, *, first: bool) -> CompletionLogprobs:
-        """Of the new tokens, behind those of the prompt where it is echoed."""
+        """Logprobs of the new tokens, after those of the prompt if it is echoed."""
         tokens: list[Token] = []
         if self._body.echo and first:
             echoed = self._echoed_tokens[delta.index // self._n]
@@ -143,9 +143,9 @@ class _CompletionAnswer(ChoicesAnswer):
         )
 
     def _alternatives(self, token: Token) -> dict[str, float] | None:
-        """By text, the token itself first; ids stand for texts that several tokens have.
+        """Logprobs by text, the token itself first; by id if several tokens have the same text.
 
-        Clients call a token greedy if no value here is above its own.
+        Clients consider a token greedy if no value here is above its own.
         """
         if token.logprobs is None:
             return None
@@ -161,7 +161,7 @@ class _CompletionAnswer(ChoicesAnswer):
 def _decoded(
     service: Service, prompt: list[int], skipped_ids: frozenset[int]
 ) -> tuple[str, list[Token]]:
-    """A prompt's text, and where in it each of its tokens begins."""
+    """A prompt's text, and the offset at which each of its tokens begins."""
     detokenizer = Detokenizer(service.tokenizer, [], skipped_ids=skipped_ids)
     tokens, pieces, num_chars = [], [], 0
     for token_id in prompt:

@@ -1,4 +1,4 @@
-"""What fields of requests are made of: types that check and bound what comes."""
+"""The types of request fields, which check and bound the values."""
 
 import difflib
 import functools
@@ -29,12 +29,12 @@ MAX_INT = 2**63 - 1
 MAX_BAD_WORD_CHARS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_LOGITS_PROCESSORS = 16
-MAX_NAME_CHARS = 64  # of an unknown field, that are shown
+MAX_NAME_CHARS = 64  # shown of an unknown field's name
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def _whole_number(value: object) -> object:
-    """JSON knows one kind of number, of any size: 16.0 is an integer, and 2**64 none of ours."""
+    """JSON has one kind of number, of any size: accept 16.0 as an integer, and refuse 2**64."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and value > MAX_INT:
@@ -45,17 +45,17 @@ def _whole_number(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
-# -1: as many as this server tells of.
+# -1: as many as this server reports.
 NumLogprobs = Annotated[int, BeforeValidator(_whole_number), Field(ge=-1, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-# Lists and dicts stop at their first wrong item: a body of 4 MB has room for millions, and each
-# error that pydantic collects takes a kilobyte. Named, because a bare FailFast cannot be part of a
-# union.
+# Lists and dicts stop at the first wrong item: a body of 4 MB may hold millions of them, and each
+# error that pydantic collects takes a kilobyte. It has a name because a bare FailFast cannot be
+# part of a union.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 
 
 def _whole_numbers(value: object) -> object:
-    """As `_whole_number`, for lists so long that a call for each item would be felt."""
+    """Like `_whole_number`, for lists so long that a call for each item would be slow."""
     if isinstance(value, list) and float in set(map(type, value)):
         return [_whole_number(item) for item in value]
     return value
@@ -72,7 +72,7 @@ StopStrings = TypeAliasType(
 
 
 def _token_key(key: object) -> object:
-    """Keys of JSON objects are texts, also those that are token ids."""
+    """Keys of JSON objects are strings, even if they are token ids."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
@@ -97,9 +97,9 @@ BadWords = TypeAliasType(
 )
 
 
-# Tags of unions stand in angle brackets: error messages leave them out of a field's path.
+# Tags of unions are in angle brackets, so that error messages can leave them out of a path.
 def _prompt_kind(value: object) -> str | None:
-    """Judge by the first element, so that a wrong prompt is reported once, not once a kind."""
+    """Decide by the first element, so that a wrong prompt is reported once, not for each kind."""
     if isinstance(value, str):
         return "<text>"
     if not isinstance(value, list):
@@ -125,7 +125,7 @@ Prompt = Annotated[
 
 
 def _describe_fields(schema: dict[str, Any]) -> None:
-    """Null is as good as leaving a field out; and limits of optional numbers have names in JSON."""
+    """Allow null for fields that may be left out, and name the limits of optional numbers."""
     for name, field in schema.get("properties", {}).items():
         variants = field.get("anyOf", [])
         for variant in variants:
@@ -140,7 +140,7 @@ class UnknownField(NamedTuple):
     """A field that no part of the API knows, by its path in the body."""
 
     path: str
-    nearest: str | None  # of the names that are known in its place
+    nearest: str | None  # the known name that is most similar
 
 
 class APIRequest(BaseModel):
@@ -150,7 +150,7 @@ class APIRequest(BaseModel):
         extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_describe_fields
     )
 
-    # Fields that others know in such an object, and that ask for nothing here.
+    # Fields that other servers know in such an object, and that have no effect here.
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     # Fields that would change the answer, with the values that ask for nothing.
     refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -162,7 +162,7 @@ class APIRequest(BaseModel):
             return data
         given = {key: value for key, value in data.items() if value is not None}
         if cls.model_config["extra"] == "forbid":
-            # Not left to pydantic, which would tell of each of a million unknown fields.
+            # Not left to pydantic, which would report each of a million unknown fields.
             for unknown in unknown_names(given, _known_names(cls)):
                 raise ValueError(f"no such field: {unknown.path}{did_you_mean(unknown)}")
         return given
@@ -170,7 +170,7 @@ class APIRequest(BaseModel):
     def unknown_fields(
         self, path: str = "", ignored: frozenset[str] = frozenset()
     ) -> Iterator[UnknownField]:
-        """What was sent in this object, which is at `path`, or inside it, and nobody knows."""
+        """The unknown fields in this object, which is at `path`, and in the objects inside it."""
         ignored |= self.ignored_fields
         yield from unknown_names(self.model_extra or (), _known_names(type(self)), ignored, path)
         yield from self._unknown_inside(path)
@@ -191,7 +191,7 @@ def unknown_names(
     ignored: frozenset[str] = frozenset(),
     path: str = "",
 ) -> Iterator[UnknownField]:
-    """Those of the given names that are neither known nor ignored, fit to be told: escaped, cut."""
+    """The given names that are neither known nor ignored, escaped and cut so that they are safe."""
     for name in given:
         if name not in known and name not in ignored:
             nearest = difflib.get_close_matches(name[:MAX_NAME_CHARS], known, n=1)
@@ -208,5 +208,5 @@ def _known_names(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _shown(name: str) -> str:
-    """A name of the client's own making, safe in headers and log lines."""
+    """A name that a client made up, made safe for headers and log lines."""
     return name if _PLAIN_NAME.fullmatch(name) else ascii(cut(name, MAX_NAME_CHARS))

@@ -1,4 +1,4 @@
-"""From the engine's tokens to text: what every endpoint that generates is built on."""
+"""Turns the engine's tokens into text; every endpoint that generates is built on this."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ class TextOptions:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     detokenize: bool = True
-    skipped_ids: frozenset[int] = frozenset()  # special tokens that are no text
+    skipped_ids: frozenset[int] = frozenset()  # special tokens, which do not appear in the text
     spaces_between_special: bool = True
 
 
@@ -41,9 +41,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What has been added to one sequence: text, and the tokens that it came from.
+    """What was added to one sequence: text, and the tokens that it came from.
 
-    Every API's answer is made of these. In a chat, `parts` are what the text says.
+    The answers of all APIs are made of these. In a chat, `parts` is the text taken apart.
     """
 
     index: int
@@ -53,18 +53,18 @@ class Delta:
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None
     completion_tokens: int  # of this sequence, so far
-    reasoning_tokens: int  # of these, those that its reasoning was written with
-    num_calls: int  # of tools, so far
-    cached_tokens: int  # of its prompt
+    reasoning_tokens: int  # how many of these are reasoning
+    num_calls: int  # tool calls so far
+    cached_tokens: int  # prompt tokens found in the cache
     prompt_logprobs: Sequence[TokenLogprobs]  # from the prompt's second token on, if asked for
-    steps: list[Step]  # that brought the tokens, if a trace was asked for
+    steps: list[Step]  # the steps that produced the tokens, if a trace was asked for
 
 
 class Sample:
-    """One sequence of a request, on its way from token ids to text.
+    """One sequence of a request, which it turns from token ids into text.
 
-    A stop string ends it behind the token that completes the string: tokens that the same step
-    brought after it are dropped, so that a speculative step ends where a plain one would.
+    A stop string ends it after the token that completes the string. Later tokens of the same step
+    are dropped, so that a speculative step ends where plain decoding would.
     """
 
     def __init__(
@@ -93,18 +93,18 @@ class Sample:
         self._num_reasoning_tokens = 0
         self._num_chars = 0
         self._num_steps = 0
-        self._pending: list[Token] = []  # taken, but their text is held back
+        self._pending: list[Token] = []  # tokens whose text is held back
         self._pending_steps: list[Step] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def take(self, output: RequestOutput) -> Delta | None:
-        """Add a step's tokens; None where they have nothing to show yet."""
+        """Add a step's tokens; None if there is nothing to show yet."""
         num_accepted_before = self.acceptance.num_accepted_tokens
         self.acceptance.observe(output)
         self.queue_s = output.queue_s
         self._prompt_logprobs += output.prompt_logprobs or ()
         shown: list[str] = []
-        texts: list[str] = []  # of each token
+        texts: list[str] = []  # one for each token
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
         last = len(output.token_ids) - 1
         for position, (token_id, entry) in enumerate(zip(output.token_ids, logprobs, strict=True)):
@@ -219,7 +219,7 @@ class Generation:
         return self._clock.first_token_s
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas of all samples, as they come; raises APIError or EngineUnavailableError."""
+        """Deltas of all samples as they arrive; raises APIError or EngineUnavailableError."""
         unfinished = len(self._samples)
         async for output in self._outputs:
             if output.finish_reason == "error":
@@ -248,7 +248,7 @@ class Generation:
             raise internal_error("The engine ended this request before it was finished.")
 
     async def aclose(self) -> None:
-        """Abort what the engine still has of this request."""
+        """Abort the sequences of this request that still run."""
         if self._timer is not None:
             self._timer.cancel()
         for sample in self._samples.values():
@@ -265,7 +265,7 @@ class Generation:
 
 
 class _Clock:
-    """Measures when tokens come."""
+    """Measures when tokens arrive."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics

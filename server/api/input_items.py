@@ -1,4 +1,4 @@
-"""Items: what conversations of OpenAI's responses are made of, and what they mean as a chat."""
+"""Items, of which conversations in OpenAI's responses are made, and their meaning as a chat."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
@@ -43,7 +43,7 @@ ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFa
 
 
 def _kind(value: object) -> str | None:
-    """Tell the two apart, so that what is wrong is reported once, not once a kind."""
+    """Which of the two it is, so that an error is reported once, not once for each kind."""
     if isinstance(value, str):
         return "<plain>"
     return "<list>" if isinstance(value, list) else None
@@ -60,7 +60,7 @@ TextOrParts = Annotated[
 
 
 class Item(APIRequest):
-    """A piece of a conversation; those of earlier answers are sent as they came."""
+    """A piece of a conversation; clients send items of earlier answers back unchanged."""
 
     ignored_fields: ClassVar = frozenset(
         {"id", "status", "phase", "caller", "namespace", "created_by", "encrypted_content"}
@@ -135,9 +135,9 @@ InputItems = TypeAliasType(
 
 
 def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: what an assistant said and did in a row is one turn."""
+    """Items as messages of a chat; consecutive texts and calls of the assistant are one turn."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # of the assistant, that may go on
+    turn: dict[str, Any] | None = None  # the assistant's turn, if more may follow
 
     def assistant() -> dict[str, Any]:
         nonlocal turn
@@ -150,7 +150,7 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
         match item:
             case MessageItem(role="assistant"):
                 if "tool_calls" in assistant():
-                    turn = None  # what is said behind calls is a turn of its own
+                    turn = None  # a text after calls begins a new turn
                 assistant()["content"] += text_of(item.content)
             case ReasoningItem():
                 if turn is not None and (turn["content"] or "tool_calls" in turn):

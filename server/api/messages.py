@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak."""
+"""POST /v1/messages and /v1/messages/count_tokens, for Anthropic's clients."""
 
 import json
 import uuid
@@ -30,9 +30,9 @@ from .service import Service
 from .streaming import server_sent
 from .translation import renamed_fields
 
-# What clients know by other names than chats do.
+# Fields that have other names here than in chats.
 FIELDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
-# How a block grows, by its type: the type of the delta, and the name of what it brings.
+# How a block grows, by its type: the type of the delta, and the name of its field.
 GROWTH = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -52,7 +52,7 @@ async def create_message(service: Service, body: MessagesRequest, http: Request)
 async def count_tokens(
     service: Service, body: CountTokensRequest, http: Request
 ) -> CountTokensResponse:
-    """The tokens of the prompt that a messages request would make."""
+    """Count the tokens of the prompt that a messages request would make."""
     service.check_fields(body, body.model, http)
     with renamed_fields(FIELDS):
         chat = body.as_chat()
@@ -95,7 +95,7 @@ class _MessagesAnswer(Answer):
         return server_sent(json.dumps(error.anthropic_body()), "error")
 
     def _added(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add to the content, and tell the events that say so."""
+        """Add to the content; returns the events that report it."""
         for part in delta.parts:
             yield from self._add(part)
         if delta.finish_reason is not None:
@@ -166,7 +166,7 @@ class _MessagesAnswer(Answer):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """What arguments say; of those that were cut off, what had been said."""
+    """Parses arguments; if they were cut off, as much as there is."""
     try:
         value = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:

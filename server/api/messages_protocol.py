@@ -13,7 +13,7 @@ from .tools import MAX_TOOLS
 from .translation import chat_request
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-CACHING = frozenset({"cache_control"})  # prefixes are cached here without being marked
+CACHING = frozenset({"cache_control"})  # ignored: all prefixes are cached here
 
 
 class TextBlock(APIRequest):
@@ -31,7 +31,7 @@ class ThinkingBlock(APIRequest):
 
 
 class RedactedThinkingBlock(APIRequest):
-    """What nobody but its author can read."""
+    """Encrypted reasoning that only its author can read."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -50,7 +50,7 @@ TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast()])
 
 
 def _content_kind(value: object) -> str | None:
-    """Tell the two apart, so that wrong content is reported once, not once a kind."""
+    """Which of the two it is, so that wrong content is reported once, not once for each kind."""
     if isinstance(value, str):
         return "<text>"
     return "<blocks>" if isinstance(value, list) else None
@@ -102,7 +102,7 @@ class AnthropicMessage(APIRequest):
     content: Annotated[Annotated[str, Tag("<text>")] | Annotated[Blocks, Tag("<blocks>")], _BY_KIND]
 
     def turns(self) -> Iterator[dict[str, Any]]:
-        """As messages of a chat: each result of a tool is one."""
+        """The turn as messages of a chat; each result of a tool is one message."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -137,7 +137,7 @@ def text_of(content: str | list[TextBlock]) -> str:
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
-    """Tools that the service runs itself have a type of theirs, and are not offered here."""
+    """Refuse tools that Anthropic runs itself: they have a type, and are not offered here."""
     match value:
         case {"type": str(kind)} if kind != "custom":
             return value
@@ -177,7 +177,7 @@ class OutputConfig(APIRequest):
 
 
 class ConversationFields(APIRequest):
-    """What becomes the prompt."""
+    """The fields that make up the prompt."""
 
     ignored_fields: ClassVar = CACHING | {
         "container",
@@ -212,7 +212,7 @@ class ConversationFields(APIRequest):
         return self.thinking.type != "disabled"
 
     def chat_fields(self) -> dict[str, Any]:
-        """What it says in the words of a chat completion."""
+        """The same fields as a chat completion names them."""
         turns = [turn for message in self.messages for turn in message.turns()]
         system = text_of(self.system)
         last = turns[-1]
@@ -225,7 +225,7 @@ class ConversationFields(APIRequest):
             "include_reasoning": self.thinks,
             "chat_template_kwargs": {"enable_thinking": self.thinks},
             "reasoning_effort": self.output_config.effort,
-            # The answer goes on with a turn that has begun.
+            # The answer continues a turn that has begun.
             "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,
         }
         if self.output_config.format is not None:
@@ -260,7 +260,7 @@ class CountTokensResponse(APIResponse):
 
 
 class MessagesUsage(APIResponse):
-    input_tokens: int  # that were not found in the cache
+    input_tokens: int  # without those found in the cache
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int

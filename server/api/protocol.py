@@ -32,19 +32,19 @@ class StreamOptions(APIRequest):
 
 
 class Speculation(APIRequest):
-    """Speculation for one request: it changes how fast the answer comes, not what it is."""
+    """Speculation for one request. It changes how fast the answer comes, not what it is."""
 
     model_config = ConfigDict(extra="forbid")
 
     enabled: bool = True
     num_speculative_tokens: Int | None = Field(default=None, ge=0)
     verification: Verification | None = None
-    metrics: bool | None = None  # tell how many drafts were accepted; None: as the server is set
-    trace: bool = False  # tell of each step what it drafted, and what became of it
+    metrics: bool | None = None  # report how many drafts were accepted; None: the server's setting
+    trace: bool = False  # report the drafts of each step, and which were accepted
 
 
 class LogitsProcessor(APIRequest):
-    """A processor that the operator has registered, and what it is made with."""
+    """A processor that the operator has registered, and its arguments."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ LogitsProcessors = TypeAliasType(
 
 
 class SamplingFields(APIRequest):
-    """How tokens are drawn: what every API takes."""
+    """How tokens are drawn. All APIs have these fields."""
 
     model: str | None = None
     stream: bool = False
@@ -96,7 +96,7 @@ class SamplingFields(APIRequest):
 
 
 class ChoiceFields(SamplingFields):
-    """What completions and chats have in common, which are answered with choices."""
+    """The fields that completions and chats share; both are answered with choices."""
 
     n: Int = Field(default=1, ge=1)
     stream_options: StreamOptions | None = None
@@ -116,7 +116,7 @@ class ChoiceFields(SamplingFields):
 
     @property
     def num_samples(self) -> int:
-        """Sequences that each prompt is continued by."""
+        """How many sequences to generate for each prompt."""
         return self.n
 
     @property
@@ -169,13 +169,13 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every answer that is not a success."""
+    """The body of every answer that is not a success."""
 
     error: ErrorBody
 
 
 class APIResponse(BaseModel):
-    """Written without the fields that were never set; None that was set is null."""
+    """Fields that were never set are left out; a field that was set to None is null."""
 
     def to_json(self) -> str:
         return self.model_dump_json(exclude_unset=True)
@@ -200,7 +200,7 @@ class Usage(APIResponse):
 class SpeculationMetrics(APIResponse):
     """How the drafts of a sequence fared; steps without drafts are not counted."""
 
-    mean_acceptance_length: float  # tokens a step, the recovered or bonus token among them
+    mean_acceptance_length: float  # tokens a step, including the recovered or bonus token
     draft_acceptance_rate: float
     acceptance_histogram: list[int]  # [k + 1], index j: steps that accepted j drafts
     num_spec_steps: int
@@ -220,7 +220,7 @@ class GenerationResponse(APIResponse):
     object: str
     created: int
     model: str
-    system_fingerprint: str | None = None  # of what may change the answer of the same request
+    system_fingerprint: str | None = None  # changes if the same request may be answered otherwise
     choices: list[Any]
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
@@ -228,30 +228,30 @@ class GenerationResponse(APIResponse):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprob:  # of which an answer may have hundreds of thousands
+class PromptLogprob:  # an answer may have hundreds of thousands of these
     logprob: float
     rank: int  # 1 is the most likely
     decoded_token: str
 
 
-# By position, the prompt's token and the alternatives asked for, by token id; nothing tells of the
-# first token.
+# For each position of the prompt, its token and the alternatives asked for, by token id; None for
+# the first token.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
 
 
-# An answer may have hundreds of thousands of these, too.
+# An answer may have hundreds of thousands of these as well.
 @dataclass(frozen=True, slots=True)
 class DraftedToken:
-    token: str  # by itself, as `logprobs` names it
+    token: str  # by itself, as in `logprobs`
     token_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class TracedToken(DraftedToken):
-    text: str  # what it added to the text: nothing until a character is whole
+    text: str  # what it added to the text: nothing until a character is complete
     kind: TokenKind
 
 
@@ -259,10 +259,10 @@ class TracedStep(APIResponse):
     """One step of the engine, as one sequence saw it."""
 
     step: int  # 1 is the sequence's first
-    source: str | None  # of the drafts: the proposer's name
+    source: str | None  # the proposer that made the drafts
     drafts: list[DraftedToken]
     num_accepted: int
-    tokens: list[TracedToken]  # that it brought
+    tokens: list[TracedToken]  # the tokens that it produced
 
 
 class CompletionLogprobs(APIResponse):

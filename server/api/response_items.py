@@ -1,4 +1,4 @@
-"""The output of a response, item by item, and the events that say how it grows."""
+"""The output of a response, item by item, and the events that report how it grows."""
 
 import uuid
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ Event = tuple[str, dict[str, Any]]
 
 
 class OutputItems:
-    """Grows by the parts of an answer; each call tells the events of what it added."""
+    """Grows by the parts of an answer; each call returns the events for what it added."""
 
     def __init__(self, *, short_ids: bool) -> None:
-        self._short_ids = short_ids  # of calls
-        self.items: list[dict[str, Any]] = []  # that are complete
-        self._item: dict[str, Any] | None = None  # that is open
-        self._pieces: list[str] = []  # of its text
-        self._logprobs: list[dict[str, Any]] = []  # of its text
+        self._short_ids = short_ids  # for calls
+        self.items: list[dict[str, Any]] = []  # the complete items
+        self._item: dict[str, Any] | None = None  # the item that is still growing
+        self._pieces: list[str] = []  # of the growing item's text
+        self._logprobs: list[dict[str, Any]] = []  # of the growing item's text
 
     def add(self, part: Part, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """`logprobs` are those of the text that came; what is added takes them out."""
+        """`logprobs` are those of newly arrived text; the text that is added consumes them."""
         match part:
             case Text():
                 if not self._is_open("reasoning" if part.reasoning else "message"):
@@ -35,7 +35,7 @@ class OutputItems:
                 yield from self._grow(part.text, [])
 
     def close(self, status: Status = "completed") -> Iterator[Event]:
-        """Complete the item that is open."""
+        """Complete the growing item."""
         item, self._item = self._item, None
         if item is None:
             return

@@ -1,4 +1,4 @@
-"""Responses that are kept for a while, so that later ones can go on from them."""
+"""Responses that are kept for a while, so that later ones can continue from them."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from .responses_protocol import ResponseObject
 class StoredResponse:
     response: ResponseObject
     input_items: list[dict[str, Any]]  # of its own request
-    conversation: list[Item]  # all that came before it, and its output
-    key: str | None  # digest of the API key that it belongs to
+    conversation: list[Item]  # everything before it, and its output
+    key: str | None  # digest of the API key that owns it
     num_bytes: int
 
 
 class ResponseStore:
-    """The responses used last, up to so many bytes; in the memory of this process."""
+    """The most recently used responses, up to a number of bytes, in the memory of this process."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -30,7 +30,7 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def get(self, response_id: str, key: str | None) -> StoredResponse | None:
-        """None also for a response that belongs to another key."""
+        """The response; None if there is none, or if it belongs to another key."""
         stored = self._stored.get(response_id)
         if stored is None or stored.key != key:
             return None
@@ -38,7 +38,7 @@ class ResponseStore:
         return stored
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep it, and let go of those used least; of one that is too large, keep nothing."""
+        """Keep it, and drop the least recently used; one that is too large is not kept at all."""
         if stored.num_bytes > self._max_bytes:
             return
         self._stored[stored.response.id] = stored
@@ -48,7 +48,7 @@ class ResponseStore:
             self._num_bytes -= oldest.num_bytes
 
     def delete(self, response_id: str, key: str | None) -> bool:
-        """Whether there was one."""
+        """Delete the response; returns whether there was one."""
         if self.get(response_id, key) is None:
             return False
         self._num_bytes -= self._stored.pop(response_id).num_bytes

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what has been kept of earlier ones."""
+"""POST /v1/responses, and the responses that have been stored."""
 
 import json
 import time
@@ -32,7 +32,7 @@ from .service import Service
 from .streaming import server_sent
 from .translation import renamed_fields
 
-# What clients know by other names than chats do.
+# Fields that have other names here than in chats.
 FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -40,7 +40,7 @@ FIELDS = {
     "reasoning_effort": "reasoning",
     "logprobs": "include",
 }
-ITEM_BYTES = 1024  # that an item takes beside its JSON
+ITEM_BYTES = 1024  # memory of an item, besides its JSON
 _ITEMS: TypeAdapter[Any] = TypeAdapter(InputItems)
 
 
@@ -49,7 +49,7 @@ async def create_response(
 ) -> Response:
     """Answer a responses request, as a stream or as a whole."""
     service.check_fields(body, body.model, http)
-    body = service.sampling_defaults.fill(body)  # the response tells of them
+    body = service.sampling_defaults.fill(body)  # the response reports them
     earlier: list[Item] = []
     if body.previous_response_id is not None:
         earlier = _previous(store, body.previous_response_id, request_key(http)).conversation
@@ -86,12 +86,12 @@ def _not_kept(param: str | None, response_id: str) -> APIError:
 
 
 def stored_response(store: ResponseStore, response_id: str, http: Request) -> ResponseObject:
-    """Raises APIError if it is not kept, or belongs to another key."""
+    """Raises APIError if the response is not stored, or belongs to another key."""
     return _kept(store, response_id, http).response
 
 
 def stored_input_items(store: ResponseStore, response_id: str, http: Request) -> ResponseItemList:
-    """The items of its request; raises APIError as above."""
+    """The items of the request; raises APIError like `stored_response`."""
     items = _kept(store, response_id, http).input_items
     ids = [item["id"] for item in items]
     return ResponseItemList(
@@ -104,7 +104,7 @@ def stored_input_items(store: ResponseStore, response_id: str, http: Request) ->
 
 
 def delete_response(store: ResponseStore, response_id: str, http: Request) -> None:
-    """Raises APIError as above."""
+    """Raises APIError like `stored_response`."""
     if not store.delete(response_id, request_key(http)):
         raise _not_kept(None, response_id)
 
@@ -142,7 +142,7 @@ class _Keeper:
 
 
 def _input_item(item: Item) -> dict[str, Any]:
-    """An item as it is told of later: with an id, and text as a part."""
+    """An item in the form in which it can be fetched later: with an id, and text as a part."""
     told: dict[str, Any] = {"id": f"item_{uuid.uuid4().hex}", "type": "message"}
     told |= item.model_dump(exclude_unset=True)
     if isinstance(content := told.get("content"), str):
@@ -192,7 +192,7 @@ class _ResponsesAnswer(Answer):
         return self._event("response.failed", self._told())
 
     def _added(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add to the output, and tell the events that say so."""
+        """Add to the output; returns the events that report it."""
         self._count(delta)
         logprobs = self._logprobs(delta) if self._with_logprobs else []
         for part in delta.parts:

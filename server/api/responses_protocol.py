@@ -18,7 +18,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
-    """Tools that OpenAI runs itself have a type of theirs, and are not offered here."""
+    """Refuse tools that OpenAI runs itself: they have a type of their own."""
     match value:
         case {"type": "function" | "custom", "name": str(name)} if name:
             return value
@@ -101,7 +101,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def items(self) -> list[Item]:
-        """What is new of the conversation."""
+        """The new part of the conversation."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return list(self.input)
@@ -111,7 +111,7 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in self.include or self.top_logprobs != 0
 
     def as_chat(self, earlier: Iterable[Item]) -> ChatCompletionRequest:
-        """The chat that goes on from `earlier` items with these."""
+        """The chat that continues `earlier` items with the items of this request."""
         messages = chat_messages([*earlier, *self.items])
         if self.instructions:
             messages.insert(0, {"role": "developer", "content": self.instructions})
@@ -140,7 +140,7 @@ class ResponsesRequest(SamplingFields):
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with its fields where a chat has them."""
+    """A tool in the form that chats use."""
     if tool["type"] == "function":
         names = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in names if tool.get(name) is not None}

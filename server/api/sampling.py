@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's sampling parameters."""
+"""Turns a request's fields into the engine's sampling parameters."""
 
 import secrets
 
@@ -10,22 +10,22 @@ from .protocol import SamplingFields
 
 _MASK = 2**64 - 1
 
-# The limit of a smaller top_p is the best token alone, and no vocabulary is so large and flat
-# that this would let in a second one.
+# A smaller top_p still means the best token alone, and no vocabulary is so large and flat that
+# this one lets in a second.
 MIN_TOP_P = 1e-7
-MAX_LOGIT_BIAS = 100.0  # bans or forces already; OpenAI's range
+MAX_LOGIT_BIAS = 100.0  # OpenAI's range; enough to ban or force a token
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The 64-bit seed of one of n samples: the first has the request's own.
+    """The 64-bit seed of one of n samples. The first sample has the request's own seed.
 
-    The others take SplitMix64's output function (Steele et al., OOPSLA 2014) of both numbers.
+    The others get SplitMix64's output function (Steele et al., OOPSLA 2014) of both numbers.
     """
     return seed if sample == 0 else _mix(_mix(seed) ^ sample)
 
 
 def request_seed(seed: int | None) -> int:
-    """A request's seed as an unsigned number; a new one if it has none."""
+    """A request's seed as an unsigned number; a random one if it has none."""
     return secrets.randbits(64) if seed is None else seed & _MASK
 
 
@@ -74,10 +74,10 @@ def sampling_params(
 
 
 def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of words, at the start of a text and behind a space.
+    """Token sequences of words, at the start of a text and after a space.
 
-    vLLM takes the second form only where it is as long as the first, which lets a word through
-    that is one token behind a space and several without. Raises APIError for a word without tokens.
+    vLLM uses the second form only if it is as long as the first. That lets a word through which is
+    one token after a space, but several otherwise. Raises APIError for a word without tokens.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -88,7 +88,7 @@ def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...
         if not bare:
             raise invalid_value("bad_words", f"The bad word {cut(word)!r} has no tokens.")
         sequences[bare] = None
-        if spaced[-len(bare) :] != bare:  # else the first form bans it already
+        if spaced[-len(bare) :] != bare:  # otherwise the first form bans it already
             sequences[spaced] = None
     return tuple(sequences)
 

@@ -1,4 +1,4 @@
-"""Sampling parameters of requests that leave them out: the model's own, as vLLM has it."""
+"""Default sampling parameters: those that the model recommends, as in vLLM."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ Fields = TypeVar("Fields", bound=SamplingFields)
 
 
 class SamplingDefaults(BaseModel):
-    """What is read of a generation_config.json; None: our own default counts."""
+    """The fields of generation_config.json that are used; None: our own default applies."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -28,11 +28,11 @@ class SamplingDefaults(BaseModel):
 
     @property
     def _of_fields(self) -> dict[str, float]:
-        """Those that are fields of a request; `max_tokens` depends on the prompt's length."""
+        """The defaults that are request fields; `max_tokens` is none: it depends on the prompt."""
         return self.model_dump(exclude_none=True, exclude={"max_tokens"})
 
     def fill(self, fields: Fields) -> Fields:
-        """The fields, with these defaults in place of those that were left out."""
+        """The fields, with these defaults for the ones that were left out."""
         update = {
             name: value
             for name, value in self._of_fields.items()
@@ -51,7 +51,7 @@ NEUTRAL = SamplingDefaults()
 def sampling_defaults(source: str, target: Path) -> SamplingDefaults:
     """`source` is the setting server.generation_config, `target` the model's directory.
 
-    Raises ModelError if there is no such file, or if it says what cannot be.
+    Raises ModelError if there is no such file, or if it has impossible values.
     """
     if source == "outrider":
         return NEUTRAL

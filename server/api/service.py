@@ -1,4 +1,4 @@
-"""What all endpoints that generate share: the engine, the tokenizer, the limits."""
+"""Shared by all endpoints that generate: the engine, the tokenizer, the limits."""
 
 import asyncio
 import ctypes
@@ -37,15 +37,15 @@ from .sampling_defaults import SamplingDefaults
 from .unknown_fields import check_unknown_fields
 
 VERSION = importlib.metadata.version("outrider")
-# Below this many characters, tokenizing is quicker than handing it to a thread.
+# Shorter texts are tokenized faster than they are handed to a thread.
 INLINE_CHARS = 2048
-# Above so many, texts are tokenized one after the other: each takes a hundred times its size.
+# Longer texts are tokenized one at a time: each takes a hundred times its size in memory.
 LARGE_CHARS = 2**18
 
 
 def give_memory_back() -> None:
-    """Of what a large text took, glibc would keep half a gigabyte for the next one."""
-    with suppress(AttributeError):  # other libraries have no such call
+    """Return freed memory to the system: after a large text, glibc would keep half a gigabyte."""
+    with suppress(AttributeError):  # only glibc has this call
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -56,12 +56,12 @@ class Service:
     metrics: Metrics
     message_format: MessageFormat
     grammars: GrammarChecker
-    model_names: tuple[str, ...]  # that requests may give; answers have the first
+    model_names: tuple[str, ...]  # names that requests may use; answers use the first
     settings: ServerSettings
     sampling_defaults: SamplingDefaults
-    priority_keys: frozenset[str] | None  # digests of keys that may set it; None: no keys at all
+    priority_keys: frozenset[str] | None  # digests of keys that may set `priority`; None: no keys
     fill_in_the_middle: FillInTheMiddle | None
-    large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one
+    large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to tokenize a large text
 
     @property
     def model_name(self) -> str:
@@ -69,30 +69,30 @@ class Service:
 
     @property
     def engine_info(self) -> EngineInfo:
-        """Raises EngineUnavailableError until the engine has been up."""
+        """The engine's info; raises EngineUnavailableError until the engine was ready once."""
         if self.client.info is None:
             raise EngineUnavailableError(self.client.status_reason or "The engine is starting.")
         return self.client.info
 
     @property
     def fingerprint(self) -> str:
-        """Stands for what may change the answer of the same request: program, model, arithmetic."""
+        """Identifies all that may change a request's answer: program, model, arithmetic."""
         info = self.engine_info
         parts = (VERSION, self.model_name, info.device, info.target_dtype, info.draft_dtype)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
     def check_model(self, given: str | None) -> None:
-        """Raise APIError for another model's name; without one, there is no doubt."""
+        """Raise APIError for the name of another model; a request need not give a name."""
         if given and given not in self.model_names:
             raise model_not_found(given, self.model_name)
 
     def check_fields(self, body: APIRequest, model: str | None, http: Request) -> None:
-        """Refuse another model's name and what is not served; raises APIError."""
+        """Refuse the name of another model, and fields that are not served; raises APIError."""
         self.check_model(model)
         check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
 
     def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
-        """Refuse what can be told before there are prompts, and set what is left to the server;
+        """Refuse what can be refused before there are prompts, and fill in the server's defaults;
         raises APIError."""
         self.check_fields(fields, fields.model, http)
         if fields.priority and not self._may_set_priority(http):
@@ -139,7 +139,7 @@ class Service:
             raise invalid_value("stream_options", "stream_options needs stream: true.")
 
     def num_logprobs(self, given: int | None, param: str) -> int | None:
-        """So many alternatives beside each token; -1 asks for as many as there may be."""
+        """How many alternatives to report for each token; -1 asks for as many as allowed."""
         most = self.settings.max_logprobs
         if given is not None and given > most:
             raise invalid_value(
@@ -156,10 +156,10 @@ class Service:
         add_special_tokens: bool,
         must_fit: str | None = None,
     ) -> list[list[int]]:
-        """Token ids of texts, off the event loop where it would hold others up; ids as they are.
+        """Token ids of texts; ids are returned unchanged. Long texts do not block the event loop.
 
-        `must_fit` names the field that they come from: raises APIError at once if a text is longer
-        than any that fits into the context.
+        `must_fit` names the field that the texts come from: then APIError is raised at once if one
+        is longer than any text that fits into the context.
         """
         if must_fit is not None:
             self._check_length(prompts, param=must_fit)
@@ -184,7 +184,7 @@ class Service:
                 give_memory_back()
 
     def truncate(self, fields: ChoiceFields, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens of a prompt that the request wants kept: the last ones, or the first."""
+        """The tokens of a prompt that the request wants to keep: the last ones, or the first."""
         limit = fields.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.engine_info.max_model_len - max(1, max_tokens))
@@ -283,11 +283,11 @@ class Service:
         return self.priority_keys is None or request_key(http) in self.priority_keys
 
     def _cache_salt(self, fields: ChoiceFields, key: str | None) -> str:
-        """What requests must have in common to share cached prefixes."""
+        """Only requests with the same salt share cached prefixes."""
         given = fields.cache_salt or ""
         if key is None or self.settings.share_cache_between_keys:
             return given
-        return f"{key}:{given}"  # digests are of one length: no key can name another's salt
+        return f"{key}:{given}"  # digests have one length, so no key can imitate another's salt
 
     def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
         vocab_size = self.engine_info.vocab_size
@@ -302,7 +302,7 @@ class Service:
     def _check_length(self, prompts: list[str] | list[list[int]], *, param: str) -> None:
         max_model_len = self.engine_info.max_model_len
         for prompt in prompts:
-            tokens = len(prompt) // self.tokenizer.longest_token  # at least
+            tokens = len(prompt) // self.tokenizer.longest_token  # a lower bound
             if isinstance(prompt, str) and tokens > max_model_len:
                 raise ContextLengthError(
                     max_model_len=max_model_len,
@@ -315,7 +315,7 @@ class Service:
     def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:
         if not prompt:
             raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
-        max_tokens = max(1, max_tokens)  # the engine draws one in any case
+        max_tokens = max(1, max_tokens)  # the engine always draws one
         if len(prompt) + max_tokens > self.engine_info.max_model_len:
             raise ContextLengthError(
                 max_model_len=self.engine_info.max_model_len,

@@ -1,4 +1,4 @@
-"""Work that ends with its client, awaited as a whole or sent as server-sent events."""
+"""Work that stops when its client disconnects: awaited as a whole, or sent as events."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await the work; if the client leaves first, cancel it and raise ClientDisconnect.
+    """Await the work; if the client disconnects first, cancel it and raise ClientDisconnect.
 
-    The request's body must have been read.
+    The body of the request must have been read already.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(receive))
@@ -40,16 +40,16 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def server_sent(data: str, name: str | None = None) -> str:
-    """One event, as it is sent; its data has no line breaks, as JSON has none."""
+    """One event as it is sent. The data must have no line breaks; JSON has none."""
     return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
 
 
 class EventStream(Response):
     """Server-sent events.
 
-    A failure under way is told by a last event, which `failed` makes: what says that all went well
-    must be one of `events`. `close` is awaited at the end in every case, also if the client leaves
-    before the first event is asked for.
+    If the work fails, `failed` makes the last event; so an event that reports success must be one
+    of `events`. `close` is always awaited at the end, even if the client disconnects before the
+    first event.
     """
 
     media_type = "text/event-stream"

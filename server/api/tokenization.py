@@ -26,7 +26,7 @@ class TokenizePrompt(TokenizeOptions):
 
 
 class TokenizeChat(TokenizeOptions, ChatFields):
-    """A chat, as /v1/chat/completions would make a prompt of it."""
+    """A chat, turned into a prompt as /v1/chat/completions does it."""
 
 
 def _tokenize_kind(value: object) -> str:
@@ -77,14 +77,14 @@ async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Re
         )
         return answer.to_json().encode()
 
-    # Off the event loop, because a body has room for millions of tokens.
+    # Off the event loop, because a body may hold millions of tokens.
     return Response(await asyncio.to_thread(write), media_type="application/json")
 
 
 async def detokenize(
     service: Service, body: DetokenizeRequest, http: Request
 ) -> DetokenizeResponse:
-    """The text of token ids, special tokens among it."""
+    """The text of token ids, including special tokens."""
     service.check_fields(body, body.model, http)
     service.check_token_ids(body.tokens, "tokens")
     text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
@@ -92,5 +92,5 @@ async def detokenize(
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """What a tokenizer_config.json would tell about the target's tokenizer."""
+    """The target's tokenizer, described as in a tokenizer_config.json."""
     return service.tokenizer.info | {"model_max_length": service.engine_info.max_model_len}

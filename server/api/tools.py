@@ -10,13 +10,13 @@ from typing_extensions import TypeAliasType
 from ..grammar.tool_choice import INPUT
 from .fields import UnknownField, unknown_names
 
-MAX_TOOLS = 1024  # each of n answers has them in a table of its own
+MAX_TOOLS = 1024  # each of n answers has its own table of them
 TOOL_FIELDS = frozenset({"type", "function", "custom"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return", "format"})
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
-    """Checked, and otherwise left as it came: templates print tools with their keys in order."""
+    """Check a tool, and leave it as it is: templates print tools with their keys in order."""
     match value:
         case {"type": "function", "function": {"name": str(name), **rest}} if name:
             if isinstance(rest.get("parameters", {}), dict):
@@ -43,7 +43,7 @@ def _is_format(value: object) -> bool:
 
 
 def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
-    """A call of a function, with the object that its arguments say, as templates expect it."""
+    """A call of a function, with its arguments parsed into an object, as templates expect."""
     match value:
         case {"type": "custom", "custom": {"name": str(name), "input": str(text)}, **rest}:
             function = {"name": name, "arguments": {INPUT: text}}
@@ -63,12 +63,12 @@ def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(call: dict[str, Any]) -> object:
-    """Older clients leave it out."""
+    """The type of a call, which older clients leave out."""
     return "function" if call.get("type") is None else call["type"]
 
 
 def _schema(kind: str, *, required: list[str], name: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What the OpenAPI document tells of a dict that is passed on as it came."""
+    """The OpenAPI schema of a dict that is passed on unchanged."""
     return {
         "type": "object",
         "required": required,
@@ -132,7 +132,7 @@ GivenToolCall = Annotated[
                     "function",
                     required=["function"],
                     name={"type": "string"},
-                    arguments={"type": ["object", "string"]},  # the text of an object
+                    arguments={"type": ["object", "string"]},  # a string holds the object as JSON
                 ),
                 _schema(
                     "custom",

@@ -1,4 +1,4 @@
-"""The steps that an answer came in: what each of them drafted, and what became of it."""
+"""The steps that produced an answer: what each of them drafted, and what was accepted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Step:
     number: int  # 1 is the sequence's first
     draft_token_ids: list[int]
     num_accepted: int
-    token_ids: list[int]  # that it brought: accepted drafts, then one more
-    texts: list[str]  # that these added
+    token_ids: list[int]  # accepted drafts, then one more
+    texts: list[str]  # the text that each of these added
 
     def kind(self, position: int) -> TokenKind:
-        """What the token at this position of `token_ids` is."""
+        """The kind of the token at this position of `token_ids`."""
         if position < self.num_accepted:
             return "accepted"
         if not self.draft_token_ids:
@@ -25,7 +25,7 @@ class Step:
         return "bonus" if self.num_accepted == len(self.draft_token_ids) else "recovered"
 
     def traced(self, source: str | None, token_text: Callable[[int], str]) -> TracedStep:
-        """As the API tells it; `source` is what drafts."""
+        """The step as the API reports it; `source` is the proposer."""
         return TracedStep(
             step=self.number,
             source=source if self.draft_token_ids else None,

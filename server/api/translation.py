@@ -1,4 +1,4 @@
-"""Requests of other APIs as chat completions, which is what this server answers."""
+"""Turns requests of other APIs into chat completions, which this server answers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ from .protocol import SamplingFields
 def chat_request(
     fields: dict[str, Any], *, of: SamplingFields | None = None
 ) -> ChatCompletionRequest:
-    """A chat with these fields, and with those of the request that every API has.
+    """A chat with these fields, and with those fields of the request that all APIs share.
 
-    Raises RequestValidationError, which names fields as chats have them (see `renamed_fields`).
+    Raises RequestValidationError, which names fields as chats do (see `renamed_fields`).
     """
     common: dict[str, Any] = {}
     if of is not None:
@@ -35,7 +35,7 @@ def chat_request(
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors tell the fields of a chat by the names that the client knows."""
+    """Have errors name the fields of a chat as the client knows them."""
     try:
         yield
     except RequestValidationError as error:

@@ -1,4 +1,4 @@
-"""What becomes of fields that are not served: refused, ignored, or named as unknown."""
+"""What happens to fields that are not served: refused, ignored, or reported as unknown."""
 
 import logging
 from itertools import islice
@@ -10,9 +10,9 @@ from .fields import APIRequest, UnknownField, did_you_mean
 
 log = logging.getLogger("outrider.server.requests")
 
-MAX_NAMED = 8  # a body has room for a million
+MAX_NAMED = 8  # a body may hold a million
 
-# Parameters that are known and not served yet, with the values that ask for nothing.
+# Known parameters that are not served yet, with the values that have no effect.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),
@@ -35,9 +35,9 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
-# How other servers are asked to follow a grammar.
+# Parameters by which other servers are given a grammar.
 OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
-# OpenAI's own, about its accounts, its records and its caches: no answer here depends on them.
+# OpenAI's own, about its accounts, records and caches: no answer here depends on them.
 IGNORED = frozenset(
     {
         "metadata",
@@ -53,10 +53,10 @@ IGNORED = frozenset(
 
 
 def check_unknown_fields(body: APIRequest, http: Request, *, refuse: bool) -> None:
-    """Refuse what would change the answer if it were served; raises APIError.
+    """Refuse fields that would change the answer if they were served; raises APIError.
 
-    Of a field that nobody knows, the log tells, and a header of the answer (`RequestId` writes it);
-    or it is refused, too.
+    Unknown fields are logged and named in a header of the answer (written by `RequestId`); with
+    `refuse`, they are refused too.
     """
     for name, value in (body.model_extra or {}).items():
         if name.startswith("guided_") or name in OTHER_GRAMMARS:

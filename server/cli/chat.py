@@ -80,7 +80,7 @@ def chat_command(
 
 
 class Conversation:
-    """Turns so far, and how the next answer is asked for."""
+    """The turns so far, and the settings of the next request."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class Conversation:
         self._first = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._first)
         self._k = k
-        self._has_trace = True  # until the server says that it knows none
+        self._has_trace = True  # until the server answers that it does not know traces
 
     def command(self, line: str) -> None:
-        """Obey a line that begins with a slash."""
+        """Carry out a command: a line that begins with a slash."""
         name, _, value = line.partition(" ")
         if name == "/reset":
             self._messages = list(self._first)
@@ -107,7 +107,7 @@ class Conversation:
             self._console.print(HELP)
 
     def say(self, text: str) -> None:
-        """Ask, and show the answer as it comes. Raises RemoteError; then nothing was said."""
+        """Ask, and show the answer as it arrives. Raises RemoteError; then no turn was added."""
         messages = [*self._messages, {"role": "user", "content": text}]
         painter, answer, started_s, first_s = Painter(), list[str](), time.perf_counter(), 0.0
         with contextlib.suppress(KeyboardInterrupt):  # ends the answer, not the conversation
@@ -152,7 +152,7 @@ class Conversation:
             messages,
             **self._options,
             speculation=speculation or None,
-            # Tells which tokens a step brought, if there is no trace.
+            # Shows which tokens a step brought, if there is no trace.
             logprobs=None if self._has_trace else True,
         )
 

@@ -41,9 +41,9 @@ DraftOption = Annotated[
 def chosen(
     model: str | None, draft: str | None, config: Path | None
 ) -> tuple[Path | None, dict[str, object]]:
-    """The config file, and the flags, of a command that takes MODEL, --draft and --config.
+    """The config file and the flags of a command that takes MODEL, --draft and --config.
 
-    MODEL may be the config file: a path that ends in .toml, or the name of one of ours.
+    MODEL may itself be a config file: a path that ends in .toml, or the name of one of ours.
     """
     if config is None and model is not None and _is_config(model):
         return Path(model), {"draft.model": draft}
@@ -59,7 +59,7 @@ def _is_config(model: str) -> bool:
 def settings_or_exit(
     config: Path | None, assignments: list[str] | None, flags: dict[str, object] | None = None
 ) -> Settings:
-    """Load the settings of a command; where they are wrong, say why and exit with 2."""
+    """Load the settings of a command; if they are wrong, say why and exit with status 2."""
     try:
         return load_settings(config, assignments or (), flags)
     except SettingsError as error:
@@ -84,7 +84,7 @@ def config_command(
 def to_toml(settings: Settings, *, described: bool = False) -> str:
     """Settings as a TOML file that loads to the same settings; api keys are masked.
 
-    What is unset appears as a comment, since TOML has no null.
+    Unset keys appear as comments, since TOML has no null.
     """
     parts = []
     for section_name in Settings.model_fields:
@@ -102,7 +102,7 @@ def to_toml(settings: Settings, *, described: bool = False) -> str:
 
 
 def _to_toml(value: object) -> str:
-    """A scalar or list; JSON writes those as TOML does, but for the DEL character."""
+    """A scalar or list, written as JSON, which TOML can read except for the DEL character."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
@@ -116,7 +116,7 @@ def _comment(schema: dict[str, Any]) -> list[str]:
 
 
 def allowed_values(schema: dict[str, Any]) -> str:
-    """What a setting may be, in words, from its JSON schema; "" if its type says it all."""
+    """The allowed values of a setting in words, from its JSON schema; "" if its type says all."""
     schema = {
         key: value for part in schema.get("anyOf", []) for key, value in part.items()
     } | schema

@@ -34,12 +34,12 @@ def configure_logging(level: str, log_format: str, console: Console) -> None:
         handler = logging.StreamHandler(console.file)
         handler.setFormatter(LineFormatter(PLAIN_FORMAT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.captureWarnings(True)  # which may quote what clients send
+    logging.captureWarnings(True)  # warnings may quote what clients send
     logging.getLogger("outrider").setLevel(level.upper())
 
 
 def show_summary(settings: Settings, info: EngineInfo, url: str, console: Console) -> None:
-    """What came up: a table on a terminal, else log lines."""
+    """Show what was loaded: as a table on a terminal, otherwise as log lines."""
     rows = _summary(settings, info, url)
     if not console.is_terminal:
         for name, value in rows:
@@ -80,7 +80,7 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
 async def report_status(
     client: EngineClient, interval_s: float, say: Callable[[str], None] = log.info
 ) -> None:
-    """Say how it goes every few seconds, for as long as there is something going on."""
+    """Print the status every few seconds while requests are running."""
     before, before_s = client.stats, time.perf_counter()
     while True:
         await asyncio.sleep(interval_s)
@@ -91,7 +91,7 @@ async def report_status(
 
 
 def status_line(before: EngineStats, now: EngineStats, elapsed_s: float) -> str:
-    """The gauges of now, and what the counters gained since before."""
+    """The present gauges, and how much the counters have grown since `before`."""
     generated = (now.generation_tokens - before.generation_tokens) / elapsed_s
     prompt = (now.prompt_tokens - before.prompt_tokens) / elapsed_s
     drafted = sum(now.drafted_per_position) - sum(before.drafted_per_position)

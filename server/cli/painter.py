@@ -1,4 +1,4 @@
-"""Which character of an answer comes from which kind of token, for `outrider chat`."""
+"""Which kind of token each character of an answer comes from, for `outrider chat`."""
 
 import codecs
 from collections import Counter
@@ -11,22 +11,22 @@ STYLES = {
     "recovered": "yellow underline",
     "bonus": "bold cyan",
     "plain": "",
-    "own": "yellow",  # recovered, bonus or plain: a server that tells no trace does not say which
+    "own": "yellow",  # recovered, bonus or plain: without a trace, these cannot be told apart
 }
 
 
 class Painter:
-    """Takes the chunks of one answer, and gives its text in pieces with their kinds.
+    """Takes the chunks of one answer, and returns its text in pieces with their kinds.
 
-    The kinds come from the trace of a chunk's steps. A server without one tells the tokens of each
-    step at least: all but the last of them were drafted.
+    The kinds come from the trace of a chunk's steps. A server without traces still reports the
+    tokens of each step: all but the last of them were drafted.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.num_steps = 0
-        self._text = ""  # of tokens whose text the answer has not shown yet
-        self._kinds: list[str] = []  # of its characters
+        self._text = ""  # text of tokens that the answer has not shown yet
+        self._kinds: list[str] = []  # the kind of each of its characters
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, choice: dict[str, Any]) -> None:
@@ -39,8 +39,8 @@ class Painter:
                 self._kinds += [kind] * len(text)
 
     def paint(self, text: str) -> Iterator[tuple[str, str]]:
-        """Pieces of the text that the answer shows, each with its kind."""
-        start = self._text.find(text)  # in front of it may be tokens that are not shown
+        """The shown text in pieces, each with its kind."""
+        start = self._text.find(text)  # tokens before it may not be shown
         kinds = ["plain"] * len(text)
         if start >= 0:
             end = start + len(text)
@@ -53,7 +53,7 @@ class Painter:
             at += length
 
     def _steps(self, choice: dict[str, Any]) -> Iterator[list[tuple[str, str]]]:
-        """Of each step, what its tokens added to the text, and their kinds."""
+        """For each step, the text that its tokens added, and their kinds."""
         if "trace" in choice:
             for step in choice["trace"] or ():
                 yield [(token["text"], token["kind"]) for token in step["tokens"]]

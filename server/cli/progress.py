@@ -1,4 +1,4 @@
-"""Progress of long work, for people: bars on a terminal, plain lines elsewhere."""
+"""Shows the progress of long work: as bars on a terminal, otherwise as plain lines."""
 
 import sys
 from types import TracebackType
@@ -13,10 +13,10 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 
 class ProgressDisplay:
-    """A ReportProgress that shows one bar a stage, or one line a stage without a terminal."""
+    """A ReportProgress that shows one bar, or without a terminal one line, for each stage."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr)  # as it is now, before redirections
+        self._console = console or Console(file=sys.stderr)  # the present one, before redirections
         self._bars: Progress | None = None
         self._stages: dict[str, TaskID | None] = {}
 
@@ -41,7 +41,7 @@ class ProgressDisplay:
         return self._bars.add_task(stage, total=None)
 
     def _end_stages(self) -> None:
-        """Fill the bars so far: a stage that begins is the end of those before it."""
+        """Fill all bars: when a stage begins, those before it have ended."""
         if self._bars is not None:
             for task in self._bars.task_ids:
                 self._bars.update(task, total=1, completed=1)

@@ -1,4 +1,4 @@
-"""A running server, as `outrider chat` and `outrider bench` talk to it."""
+"""How `outrider chat` and `outrider bench` talk to a running server."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -20,16 +20,16 @@ ModelOption = Annotated[
     typer.Option(metavar="NAME", help="Model to ask. \\[default: the first one that is served]"),
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a first answer may wait in a queue
+TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a request may wait in a queue
 
 
 class RemoteError(RuntimeError):
-    """The server cannot be reached, or refuses; says why and what to do."""
+    """The server cannot be reached, or refuses; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Where to ask, as whom, and for which model."""
+    """Which server to ask, with which key, for which model."""
 
     url: str  # without /v1
     headers: dict[str, str]
@@ -73,7 +73,7 @@ def unreachable(url: str, error: Exception) -> RemoteError:
 
 
 def check(url: str, status: int, content: bytes) -> None:
-    """Raise RemoteError for an answer that is no success."""
+    """Raise RemoteError for an answer that is not a success."""
     if status >= 400:
         raise RemoteError(_refusal(url, status, content))
 
@@ -88,7 +88,7 @@ def _refusal(url: str, status: int, content: bytes) -> str:
 
 
 def chunk_of(line: str) -> dict[str, Any] | None:
-    """The chunk that a line of an event stream brings, if any. Raises RemoteError for an error."""
+    """The chunk in a line of an event stream, if any. Raises RemoteError for an error event."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
         return None

@@ -237,11 +237,11 @@ class ServerSettings(Section):
         return self
 
     def read_api_keys(self) -> list[str]:
-        """All keys; raises OSError, also if a file of them has none."""
+        """All API keys; raises OSError, also if a key file has none."""
         keys = [key.get_secret_value() for key in self.api_keys]
         return keys + read_key_file("api_key_file", self.api_key_file) + self.read_priority_keys()
 
     def read_priority_keys(self) -> list[str]:
-        """Those of them that may set `priority`; raises OSError, also if their file has none."""
+        """The keys that may set `priority`; raises OSError, also if their file has none."""
         keys = [key.get_secret_value() for key in self.priority_api_keys]
         return keys + read_key_file("priority_api_key_file", self.priority_api_key_file)

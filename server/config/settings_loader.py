@@ -19,12 +19,12 @@ ENV_PREFIX = "OUTRIDER_"
 
 
 class SettingsError(ValueError):
-    """Settings that cannot be used; says which, where they were given, and what is allowed."""
+    """Settings that cannot be used; the message says which, where they are, and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One value, as its source gave it."""
+    """One value, as given by its source."""
 
     value: object
     source: str
@@ -36,7 +36,7 @@ def load_settings(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Merge all sources, the strongest last given: file, environment, `--set`, flags.
+    """Merge all sources; later ones override earlier ones: file, environment, `--set`, flags.
 
     `config` is a file, or the name of one in configs/ without its suffix. `assignments` are
     `section.key=value` texts, `flags` map `section.key` to a value, where None means not given.
@@ -59,7 +59,7 @@ def load_settings(
 
 
 def setting_keys() -> dict[str, Any]:
-    """Every valid `section.key`, with its annotation, in the order of the models."""
+    """Every valid `section.key` with its type annotation, in the order of the settings classes."""
     return {
         f"{section}.{name}": field.annotation
         for section, model in Settings.model_fields.items()
@@ -73,7 +73,7 @@ def _section_fields(model: Any) -> dict[str, Any]:
 
 
 def shipped_configs() -> dict[str, Traversable]:
-    """The files of configs/, by name without suffix; they travel with the package."""
+    """The files of configs/, by name without suffix; they are part of the package."""
     files = importlib.resources.files("outrider.configs").iterdir()
     return {file.name.removesuffix(".toml"): file for file in files if file.name.endswith(".toml")}
 
@@ -115,7 +115,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
     given = {}
     for variable, text in environ.items():
         # Only names with a `__` are ours: a Kubernetes service called "outrider" puts
-        # OUTRIDER_PORT=tcp://... and the like into the environment of every pod beside it.
+        # OUTRIDER_PORT=tcp://... and the like into the environment of every pod around it.
         if variable.startswith(ENV_PREFIX) and "__" in variable:
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
             _check_key(key, f"environment variable {variable}")
@@ -151,7 +151,7 @@ def _check_key(key: str, source: str) -> None:
 
 def _unknown(given: str, valid: Iterable[str], kind: str) -> str:
     choices = list(valid)
-    # A right key in a wrong section is as likely as a misspelt one: compare the last part too.
+    # A correct key in a wrong section is as likely as a misspelt one: compare the last part too.
     same_name = [choice for choice in choices if choice.split(".")[-1] == given.split(".")[-1]]
     nearest = same_name or difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
     hint = f"did you mean `{nearest[0]}`?" if nearest else "`outrider config` prints all keys"

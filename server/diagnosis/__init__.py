@@ -1,1 +1,1 @@
-"""What `outrider doctor` looks at."""
+"""The checks of `outrider doctor`."""

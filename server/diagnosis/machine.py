@@ -20,18 +20,18 @@ from ..models import builtin, store
 from ..models.known_drafts import SUGGESTED
 
 LEAST_PYTHON = (3, 11)
-LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in its tensor cores
+LEAST_CAPABILITY = (8, 0)  # of a GPU: from here on tensor cores compute in bfloat16
 LEAST_DISK_GB = 2.0  # for the default pair and its download
-# Of a GPU's memory, or a CPU's free memory, what the weights of a pair may take: the rest is for
-# the KV cache and for what a step needs.
+# Share of a GPU's memory, or of a CPU's free memory, that the weights of a pair may take: the rest
+# is for the KV cache and for steps.
 WEIGHTS_SHARE_GPU, WEIGHTS_SHARE_CPU = 0.8, 0.5
-# Weights are read once a token: more than this would answer at walking pace from a CPU's memory.
+# Weights are read once for each token: more than this is too slow from a CPU's memory.
 MAX_CPU_WEIGHTS_GB = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at: `bad` keeps the server from running, `note` may matter."""
+    """The result of one check: `bad` keeps the server from running, `note` may matter."""
 
     name: str
     state: Literal["ok", "note", "bad"]
@@ -90,7 +90,7 @@ def torch_build() -> Finding:
 
 
 def nvidia_driver() -> str | None:
-    """The version of the driver, as nvidia-smi tells it; None: there is no NVIDIA GPU."""
+    """The driver's version, according to nvidia-smi; None if there is no NVIDIA GPU."""
     if (command := shutil.which("nvidia-smi")) is None:
         return None
     query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -119,7 +119,7 @@ def gpu() -> Finding:
 
 
 def compiler() -> Finding:
-    """What Triton needs to build the launchers of kernels: a C compiler and Python's headers."""
+    """Whether Triton can build kernel launchers: it needs a C compiler and Python's headers."""
     name = "compiler"
     if not torch.cuda.is_available():
         return Finding(name=name, state="ok", text="not needed: kernels run on a GPU only")
@@ -161,7 +161,7 @@ def memory() -> Finding:
 
 
 def disk() -> Finding:
-    """Where models go."""
+    """The disk that models are stored on."""
     home = store.home()
     folder = next(path for path in (home, *home.parents) if path.exists())
     free_gb = shutil.disk_usage(folder).free / 1e9
@@ -195,7 +195,7 @@ def models() -> Finding:
 
 
 def pair(*, has_hub: bool) -> Finding:
-    """The largest pair of those we suggest that fits this machine, and that can be had."""
+    """The largest suggested pair that fits this machine and can be obtained."""
     if torch.cuda.is_available():
         room_gb = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU
         where = "the GPU"

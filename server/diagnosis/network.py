@@ -1,4 +1,4 @@
-"""Findings about what this machine can reach, and what can reach it."""
+"""Findings about the network: what this machine can reach, and whether it can be reached."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ def port(host: str, number: int) -> Finding:
 
 
 def hub(*, offline: bool) -> Finding:
-    """Whether models can be had from the hub, and as whom."""
+    """Whether models can be downloaded from the hub, and as which user."""
     token = "with a token" if get_token() else "without a token: gated models need `hf auth login`"
     name, without = "hub", "The default pair, directories and GGUF files work without it."
     if offline or constants.HF_HUB_OFFLINE:

@@ -1,6 +1,6 @@
-"""Whether a pair answers the same to the bit, with any k and in any company.
+"""Checks that a pair gives bit-identical answers, for every k and in every batch.
 
-Greedy and seeded `match` requests promise it where the target's arithmetic does: always on a CPU.
+Greedy and seeded `match` requests promise this if the target's arithmetic does, as on every CPU.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ Answer = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token of an answer that is not as plain decoding alone gives it."""
+    """The first token of an answer that differs from plain decoding of this request alone."""
 
     category: str
     number: int  # of the prompt, from 1
     temperature: float
-    way: str  # how it was asked for
+    way: str  # how the answer was requested
     position: int  # in the answer, from 0
-    expected: tuple[int, float] | None  # None: the answer has ended
+    expected: tuple[int, float] | None  # None: the answer should have ended
     got: tuple[int, float] | None
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether the tokens differ, and not their logprobs alone."""
+        """Whether the tokens differ, and not only their logprobs."""
         if self.expected is None or self.got is None:
             return True
         return self.expected[0] != self.got[0]
@@ -36,10 +36,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What a check came to."""
+    """The result of a check."""
 
     num_answers: int
-    differences: list[Difference]  # at most one an answer
+    differences: list[Difference]  # at most one for each answer
 
 
 def check(
@@ -98,7 +98,7 @@ def check(
 def _answers(
     engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
 ) -> list[Answer]:
-    """Of requests that are submitted together, as many at a time as there are seats."""
+    """The answers to requests that are submitted together, as many at a time as there are slots."""
     answers: list[Answer] = [[] for _ in prompts]
     num_seats = engine.info.max_num_seqs
     for first in range(0, len(prompts), num_seats):
@@ -120,7 +120,7 @@ def _answers(
 def _difference(
     where: tuple[str, int, float, str], expected: Answer, got: Answer
 ) -> list[Difference]:
-    """The first one, if there is any."""
+    """The first difference, if there is any."""
     if expected == got:
         return []
     pairs = zip(expected, got, strict=False)
@@ -131,7 +131,7 @@ def _difference(
 
 
 def told(exactness: Exactness, text_of: Callable[[int], str]) -> str:
-    """For people: whether all is equal, and else the first difference."""
+    """The result in words: everything is equal, or the first difference."""
     num_answers, differences = exactness.num_answers, exactness.differences
     if not differences:
         return (

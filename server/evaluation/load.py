@@ -1,4 +1,4 @@
-"""Load on a running server, with and without drafts in turn, as clients see it."""
+"""Loads a running server, alternately with and without drafts, and measures as a client."""
 
 import asyncio
 import math
@@ -19,12 +19,12 @@ DRAFTED: dict[str, Any] = {"metrics": True}
 
 @dataclass(slots=True)
 class Load:
-    """What so many requests at once came to, over all rounds."""
+    """The result for one number of concurrent requests, over all rounds."""
 
     seconds: float = 0.0
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)  # of each request
-    token_s: list[float] = field(default_factory=list)  # of each request: a later token, on average
+    token_s: list[float] = field(default_factory=list)  # of each request: mean over later tokens
     num_drafts: int = 0
     num_accepted: int = 0
 
@@ -34,12 +34,12 @@ class Load:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted drafts of all drafts; None if there were none."""
+        """The share of drafts that were accepted; None if there were none."""
         return self.num_accepted / self.num_drafts if self.num_drafts else None
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that so large a share of them does not exceed; NaN if there are none."""
+    """The smallest value that this share of the values does not exceed; NaN without values."""
     ranked = sorted(values)
     return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else math.nan
 
@@ -55,10 +55,10 @@ async def measure_load(
     k: int | None,
     counted: Callable[[int, int], None],
 ) -> tuple[Load, Load]:
-    """Without and with drafts. The rounds of the two alternate, so that both meet the same minutes;
-    one of each before them is not counted: the server learns there what a step costs.
+    """Measure without and with drafts, in alternating rounds, so that both run in the same minutes.
+    The first round of each is not counted: in it the server learns what a step costs.
 
-    `counted` is told how many requests of how many are done. Raises RemoteError.
+    `counted` is called with (requests done, requests in all). Raises RemoteError.
     """
     prompts = [text for texts in zip(*held_out_prompts().values(), strict=False) for text in texts]
     plain, drafted = Load(), Load()
@@ -80,7 +80,7 @@ async def measure_load(
                             seed=i,
                             max_completion_tokens=max_tokens,
                             ignore_eos=True,
-                            cache_salt=uuid.uuid4().hex,  # no prompt is found in the cache
+                            cache_salt=uuid.uuid4().hex,  # so that no prompt is in the cache
                             stream_options={"include_usage": True},
                             speculation=speculation,  # noqa: B023
                         )

@@ -1,9 +1,9 @@
-"""Run held-out prompts one at a time, with every number of drafts in turn, and count.
+"""Runs held-out prompts one at a time, with each number of drafts in turn, and counts.
 
-One engine serves all of it: a request may name its own k, so that plain decoding and every k meet
-the same prompt within seconds of each other, on the same machine in the same mood. It runs in a
-process of its own, as the server has it, and its tokens are received here: on few cores a loop that
-has no neighbour is faster than any client will ever see.
+One engine serves all requests. Since a request may name its own k, plain decoding and every k run
+the same prompt within seconds of each other, under the same conditions. The engine has a process of
+its own, as in the server, and its tokens are received here: on few cores, an engine without another
+process beside it would be faster than it ever is for clients.
 """
 
 import itertools
@@ -17,12 +17,12 @@ from outrider.engine.api import EngineStats, NewRequest, SamplingParams
 from outrider.engine.processes.client import EngineClient
 
 PLAIN = 0
-OWN_CHOICE = None  # k as the engine chooses it, step by step
+OWN_CHOICE = None  # the engine chooses k for every step
 
 
 @dataclass(slots=True)
 class Tally:
-    """What requests of one category, temperature and k came to."""
+    """The totals of all requests of one category, temperature and k."""
 
     num_tokens: int = 0
     num_steps: int = 0  # of the target
@@ -50,18 +50,18 @@ class Tally:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted drafts of all drafts; None where nothing was drafted."""
+        """The share of drafts that were accepted; None if nothing was drafted."""
         drafted = sum(self.drafted_per_position)
         return sum(self.accepted_per_position) / drafted if drafted else None
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Of the drafts at each position, the share accepted, those before it included."""
+        """For each position, the share of its drafts that were accepted with all before them."""
         pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
         return [accepted / drafted for accepted, drafted in pairs if drafted]
 
 
-# (category, temperature, k) -> what it came to
+# (category, temperature, k) -> totals
 Tallies = dict[tuple[str, float, int | None], Tally]
 
 
@@ -81,7 +81,7 @@ async def measure(
 ) -> Tallies:
     """Every prompt at every temperature with every k, one at a time.
 
-    `prompts` are token ids by category. The first request of each k is repeated: it is warm-up.
+    `prompts` are token ids by category. The first request of each k is repeated, as a warm-up.
     """
     tallies: Tallies = {}
     runs = [
@@ -94,7 +94,7 @@ async def measure(
         await run(engine, runs[0][3], _params(k, temperatures[0], 0, max_tokens))
     for done, (category, temperature, seed, ids) in enumerate(runs):
         report(done, len(runs))
-        # Another one goes first each time: whatever favours a place in the row favours all alike.
+        # Rotate the order, so that a favourable place in it favours every k equally.
         for k in ks[done % len(ks) :] + ks[: done % len(ks)]:
             tally = await run(engine, ids, _params(k, temperature, seed, max_tokens))
             tallies.setdefault((category, temperature, k), Tally()).add(tally)
@@ -133,6 +133,6 @@ async def run(engine: EngineClient, prompt: list[int], params: SamplingParams) -
 
 
 def _gained(before: EngineStats, after: EngineStats, name: str) -> list[int]:
-    then: list[int] = getattr(before, name)  # empty until the first step
+    then: list[int] = getattr(before, name)  # empty before the first step
     now: list[int] = getattr(after, name)
     return [b - a for a, b in itertools.zip_longest(then, now, fillvalue=0)]

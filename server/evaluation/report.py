@@ -1,4 +1,4 @@
-"""Tallies for people (tables, a plot) and for programs (JSON)."""
+"""Presents tallies to people (tables, a plot) and to programs (JSON)."""
 
 import importlib.util
 from pathlib import Path
@@ -13,7 +13,7 @@ ALL = "all"
 
 
 def by_category(tallies: Tallies) -> Tallies:
-    """The tallies with those of all categories together."""
+    """The tallies, and their sums over all categories."""
     out = dict(tallies)
     for (_, temperature, k), tally in tallies.items():
         out.setdefault((ALL, temperature, k), Tally()).add(tally)
@@ -21,7 +21,7 @@ def by_category(tallies: Tallies) -> Tallies:
 
 
 def speed_up(tallies: Tallies, category: str, temperature: float, k: int | None) -> float:
-    """Tokens a second, of those of plain decoding."""
+    """Tokens a second, relative to plain decoding."""
     plain = tallies[category, temperature, PLAIN]
     return tallies[category, temperature, k].tokens_per_s / plain.tokens_per_s
 
@@ -32,7 +32,7 @@ def best_k(tallies: Tallies, category: str, temperature: float) -> int:
 
 
 def as_json(tallies: Tallies, description: dict[str, Any]) -> dict[str, Any]:
-    """Everything measured, and what is read from it; k null is the engine's own choice."""
+    """All measurements and what follows from them; k null means that the engine chose."""
     tallies = by_category(tallies)
     return description | {
         "results": [
@@ -56,7 +56,7 @@ def as_json(tallies: Tallies, description: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_tables(tallies: Tallies, title: str, console: Console) -> None:
-    """For each temperature: what each k gains by category, and how far drafts are right."""
+    """For each temperature: the gain of each k by category, and how often drafts are right."""
     tallies = by_category(tallies)
     for temperature in dict.fromkeys(t for _, t, _ in tallies):
         categories = list(dict.fromkeys(c for c, t, _ in tallies if t == temperature))

@@ -1,1 +1,1 @@
-"""From what a request asks of its answer's form to a grammar."""
+"""Turns a request's demands on the form of its answer into a grammar."""

@@ -17,12 +17,12 @@ from ..http.errors import APIError, cut, invalid_value, unavailable, unsupported
 
 MAX_REASON_CHARS = 300
 _SOURCE_LINE = re.compile(r"^ *(\d+ \| .*|\^)$", re.MULTILINE)
-# JSON may be laid out, but a model that does not know how to go on shall not print spaces for ever.
+# JSON may have white space, but not endless: a model that is at a loss would print it for ever.
 WHITESPACE = r"[ \t\r\n]{1,64}"
 
 
 def _parsed(value: object) -> object:
-    """A schema may come as a text that says it."""
+    """A schema may also be given as a string of JSON."""
     return from_json(value) if isinstance(value, str) else value
 
 
@@ -36,7 +36,7 @@ class GrammarText(NamedTuple):
 
 
 def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
-    """A grammar of the JSON values that a schema admits."""
+    """A grammar of the JSON values that a schema allows."""
     guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
     return GrammarText("lark", f"start: %json {json.dumps(guidance | schema)}")
 
@@ -103,8 +103,8 @@ class ResponseFormat(APIRequest):
 
 
 class GrammarChecker:
-    """Has grammars read before the engine sees them: what is wrong or vast is refused with the
-    field's name, what remains comes as Lark. Nothing in this process parses them."""
+    """Has grammars compiled before the engine gets them. Wrong or huge ones are refused, naming the
+    field; the others are returned as Lark. No grammar is parsed in this process."""
 
     def __init__(
         self, compiler: GrammarCompiler | None, *, max_bytes: int, timeout_s: float
@@ -119,7 +119,7 @@ class GrammarChecker:
         response_format: ResponseFormat | None,
         structured_outputs: StructuredOutputs | None,
     ) -> str | None:
-        """What an answer must follow; raises APIError that names the field."""
+        """The grammar of an answer; raises APIError that names the field."""
         texts: dict[str, GrammarText] = {}
         for param, asked in (
             ("response_format", response_format),
@@ -136,8 +136,8 @@ class GrammarChecker:
         return None
 
     async def check(self, param: str, grammar: GrammarText) -> str:
-        """The grammar as Lark; raises APIError unless the engine can follow it. `param` is where
-        it is from."""
+        """The grammar as Lark; raises APIError unless the engine can follow it. `param` is the
+        field that it comes from."""
         if self._compiler is None:
             raise unsupported(param, f"{param} is not supported with this model's tokenizer.")
         self._check_size(param, grammar.text)
@@ -175,6 +175,6 @@ class GrammarChecker:
 
 
 def _cannot_follow(param: str, reason: str) -> APIError:
-    """400, with the library's reason but not its copy of the grammar."""
+    """400, with the library's reason, but without its copy of the grammar."""
     said = " ".join(_SOURCE_LINE.sub("", reason).split())
     return invalid_value(param, f"{param} cannot be followed: {cut(said, MAX_REASON_CHARS)}")

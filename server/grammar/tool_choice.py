@@ -10,7 +10,7 @@ from ..api.fields import APIRequest
 from ..http.errors import invalid_value, unsupported
 from .structured_outputs import GrammarText, lark_of_schema
 
-INPUT = "input"  # how a call names the text that a custom tool takes
+INPUT = "input"  # the name of a custom tool's text in a call
 
 
 class NamedFunction(APIRequest):
@@ -74,24 +74,24 @@ ToolChoice = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """What an answer may call.
+    """Which tools an answer may call.
 
-    `tools` are functions, also those that take a text: they have it as their one argument.
+    `tools` are functions. A tool that takes a text is a function with this text as only argument.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
-    shown: list[dict[str, Any]] = field(default_factory=list)  # in the prompt
+    shown: list[dict[str, Any]] = field(default_factory=list)  # tools shown in the prompt
     required: bool = False
-    named: bool = False  # one tool, by its name
+    named: bool = False  # the request chose one tool by its name
     most: int | None = None
     free_text: frozenset[str] = frozenset()  # names of tools that take a text
-    input_grammar: GrammarText | None = None  # of the text, which is then all of the answer
+    input_grammar: GrammarText | None = None  # of the text, which is then the whole answer
 
 
 def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: bool) -> Calls:
-    """What the choice leaves of the tools of a request; raises APIError if it names none of them.
+    """The tools that the choice leaves; raises APIError if it names a tool that is not there.
 
-    A grammar for the input of a tool can be followed only where nothing but that input is written.
+    A grammar for a tool's input can be followed only if the answer is nothing but that input.
     """
     if choice == "none":
         return Calls()
@@ -129,7 +129,7 @@ def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: boo
 
 
 def as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as a function, which is all that templates and formats of calls know of."""
+    """A tool as a function: templates and call formats know nothing else."""
     if tool["type"] == "function":
         return tool
     description = str(tool["custom"].get("description") or "")
@@ -169,15 +169,15 @@ def _input_grammar(tool: dict[str, Any]) -> GrammarText | None:
 
 
 def calls_grammar(tools: list[dict[str, Any]], *, max_calls: int | None) -> GrammarText:
-    """A grammar of JSON lists of calls to these tools, one at least; raises APIError."""
+    """A grammar of JSON lists of at least one call to these tools; raises APIError."""
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
         function = tool["function"]
         parameters = dict(function.get("parameters") or {"type": "object"})
-        if "properties" in parameters:  # what a function does not know is of no use to it
+        if "properties" in parameters:  # allow only the arguments that the function knows
             parameters.setdefault("additionalProperties", False)
-        # References start at the root, wherever the schema they are in has gone.
+        # References start at the root, also after their schema has been moved.
         for name, definition in parameters.pop("$defs", {}).items():
             if definitions.setdefault(name, definition) != definition:
                 raise invalid_value(

@@ -1,4 +1,4 @@
-"""The keys that clients must send, and which of them a request came with."""
+"""API keys: which of them a request carries, and whether it may be answered."""
 
 import hashlib
 import hmac
@@ -13,26 +13,26 @@ from .errors import APIError, cut
 
 log = logging.getLogger("outrider.server.requests")
 
-OPEN_PATHS = ("/health", "/live", "/ready")  # of probes, which send no key
-OPEN_FOLDER = "/ui"  # of files that tell nothing: a browser sends no key for a page
+OPEN_PATHS = ("/health", "/live", "/ready")  # for probes, which send no key
+OPEN_FOLDER = "/ui"  # files without secrets: a browser sends no key when it loads a page
 
 
 def key_digest(key: str) -> str:
-    """What stands for a key wherever it must be told from others: SHA-256, in hexadecimal."""
+    """Identifies a key without revealing it: SHA-256, in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def request_key(request: HTTPConnection) -> str | None:
-    """The digest of the key that a request came with; None on a server without keys."""
+    """The digest of a request's key; None on a server without keys."""
     digest: str | None = getattr(request.state, "key_digest", None)
     return digest
 
 
 class ApiKeys:
-    """Ask for one of the keys, everywhere but on the paths of probes and for the files of
-    the page: as a bearer token, or as `x-api-key`, as Anthropic's clients send it.
+    """Require one of the keys, except on the paths of probes and for the files of the page.
 
-    The digest of a right key is `key_digest` in the scope's state, on the paths of probes too.
+    A key is sent as a bearer token or, by Anthropic's clients, as `x-api-key`. The digest of a
+    valid key becomes `key_digest` in the scope's state, also on the paths of probes.
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str], metrics: Metrics) -> None:
@@ -76,13 +76,13 @@ class ApiKeys:
     def _match(self, key: bytes | None) -> str | None:
         """The digest of the key, if it is one of ours."""
         digest = hashlib.sha256(key or b"").hexdigest()
-        # Every key is compared, each in constant time: how long it takes tells nothing.
+        # Compare with every key, each in constant time, so that the time reveals nothing.
         matches = [hmac.compare_digest(digest, ours) for ours in self._digests]
         return digest if key is not None and any(matches) else None
 
 
 def _given_key(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """What a request came with: a bearer token, or else an x-api-key."""
+    """The key that a request carries: its bearer token, or else its x-api-key."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme:
         return token.strip() if scheme.lower() == b"bearer" else None

@@ -84,7 +84,7 @@ from .middleware import (
 from .stats import add_stats_route
 from .ui import add_ui
 
-# What the OpenAPI document tells of answers beside the whole ones.
+# What the OpenAPI document says about answers other than whole ones.
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": "An error."} for status in ("4XX", "5XX")
 }
@@ -96,7 +96,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-# Of web pages that this machine serves to itself.
+# Origins of web pages that this machine serves to itself.
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
@@ -111,11 +111,10 @@ def create_app(
     sampling_defaults: SamplingDefaults = NEUTRAL,
     card: PairCard | None = None,
 ) -> ASGIApp:
-    """The application; it answers 503 unless the engine is ready and the gate open.
+    """The application; it answers 503 unless the engine is ready and the gate is open.
 
-    `model_names`: what requests may call the model, and answers by the first of them.
-    `compiler`: of grammars, as the engine has it; None: they are refused. `card`: what /info tells
-    of the pair's settings; None: nothing.
+    `model_names`: names that requests may use; answers use the first. `compiler`: checks grammars;
+    None: they are refused. `card`: the settings of the pair, for /info; None: they are not shown.
     """
     keys = settings.read_api_keys()
     priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
@@ -187,7 +186,7 @@ class _JSONRequest(Request):
 
 
 class _JSONRoute(APIRoute):
-    """Reads bodies more strictly than FastAPI: JSON by its content type, without NaN."""
+    """Reads bodies more strictly than FastAPI: only with JSON's content type, and without NaN."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -75,7 +75,7 @@ async def _answer(http: httpx.AsyncClient, line: str) -> dict[str, Any]:
     if request.body.get("stream"):
         return told | {"error": _error("invalid_line", "stream: a batch is answered as a whole")}
     reply = await http.post(request.url, json=request.body)
-    while reply.status_code == BUSY:  # others of this batch fill the queue
+    while reply.status_code == BUSY:  # requests of this same batch fill the queue
         await asyncio.sleep(RETRY_S)
         reply = await http.post(request.url, json=request.body)
     response = {
@@ -91,7 +91,7 @@ def _error(code: str, message: str) -> dict[str, str]:
 
 
 def _id_of(line: str) -> str | None:
-    """The custom_id of a line that is otherwise wrong, if it has one."""
+    """The custom_id of an invalid line, if it has one."""
     try:
         given = json.loads(line).get("custom_id")
     except (ValueError, AttributeError):

@@ -1,8 +1,8 @@
-"""One client's connection: how long it may keep the server waiting, and how much it may pile up.
+"""One client's connection: limits how long it may stall and how much data it may pile up.
 
-Uvicorn's own protocol closes a connection that is idle between two requests. This one also ends
-those that never finish the head of a request, that send what is no part of any, or that ask for
-answers and do not read them. The server calls `sweep` on each, twice a second.
+Uvicorn's own protocol closes connections that are idle between two requests. This one also ends
+connections that never finish the head of a request, that send bytes which belong to no request, or
+that do not read their answers. The server calls `sweep` on each connection twice a second.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 # Longer than clients keep idle connections, so that none is closed under a request of theirs.
 KEEP_ALIVE_S = 75
-HEAD_TIMEOUT_S = 30  # for a request's first line and headers; its body has a time of its own
-MAX_HEAD_BYTES = 65_536  # also of trailers, and of what lies between two parts of a body
-HEADER_COST_BYTES = 32  # that each header counts more, as in HTTP/2: small ones cost memory too
-MAX_PIPELINED = 16  # requests that wait for the answer to the one before
-MIN_READ_BYTES = 16_384  # that a client takes within send_timeout_s if so much waits for it
+HEAD_TIMEOUT_S = 30  # for a request's first line and headers; its body has its own timeout
+MAX_HEAD_BYTES = 65_536  # also for trailers, and for the bytes between two chunks of a body
+HEADER_COST_BYTES = 32  # added for each header, as in HTTP/2: small ones take memory too
+MAX_PIPELINED = 16  # requests that wait until the one before is answered
+MIN_READ_BYTES = 16_384  # a client must read this much within send_timeout_s, if so much is due
 
 _BUSY = (
     b'{"error":{"message":"All connections of this server are busy (server.max_connections).",'
@@ -29,21 +29,21 @@ _BUSY_ANSWER = (
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's, with an end."""
+    """Uvicorn's protocol, with limits."""
 
-    max_connections = 0  # of one process; 0: any number
-    send_timeout_s = 0.0  # in which a client takes MIN_READ_BYTES; 0: any time
+    max_connections = 0  # of one process; 0: no limit
+    send_timeout_s = 0.0  # time for a client to read MIN_READ_BYTES; 0: no limit
 
-    _deadline_s: float | None = None  # for the next head to be whole; None: a request is under way
+    _deadline_s: float | None = None  # for the next head; None: a request is being answered
     _reads_head = False
-    _head_bytes = 0  # of the head or the trailers that are being read, as far as they are known
-    _stray_bytes = 0  # received since the parser last gave a part of a request
+    _head_bytes = 0  # received of the head or trailers that are being read
+    _stray_bytes = 0  # received since the parser last found a part of a request
     _running: RequestResponseCycle | None = None
-    _unsent_bytes = 0  # when `sweep` last looked
-    _taken_bytes = 0  # by the client since then, at least
-    _unsent_since_s: float | None = None  # None: all is sent
+    _unsent_bytes = 0  # at the last `sweep`
+    _taken_bytes = 0  # read by the client since then, at least
+    _unsent_since_s: float | None = None  # None: everything is sent
 
-    # ---- what the transport tells
+    # ---- called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,7 +53,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline_s = None
-        # Uvicorn tells the last request that was sent; the one that runs may be another.
+        # Uvicorn disconnects the newest request; the one that runs may be another.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
         if self._stray_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("")
 
-    # ---- what the parser tells
+    # ---- called by the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -80,7 +80,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + HEADER_COST_BYTES)
-        if self._reads_head:  # trailers come too late for anybody to read them
+        if self._reads_head:  # trailers come too late to be read by anybody
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -95,7 +95,7 @@ class Connection(HttpToolsProtocol):
         self._stray_bytes = 0
         super().on_body(body)
 
-    # ---- what uvicorn does next
+    # ---- called by uvicorn
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -110,19 +110,19 @@ class Connection(HttpToolsProtocol):
         running = self._running
         is_due = running is not None and not running.response_complete
         if is_due and (running is not self.cycle or running.response_started):
-            self.transport.close()  # another answer comes first, or this one is half sent
+            self.transport.close()  # another answer goes first, or this one is half sent
             return
         if max(self._head_bytes, self._stray_bytes) > MAX_HEAD_BYTES:
             msg = f"The head of the request exceeds {MAX_HEAD_BYTES} bytes."
         super().send_400_response(msg)
 
-    # ---- what comes to an end
+    # ---- limits
 
     def sweep(self, now_s: float) -> None:
         """Close the connection if its client is late with a request, or abort it if the client
-        does not take what it asked for."""
+        does not read its answer."""
         if self._deadline_s is not None and now_s >= self._deadline_s:
-            self.transport.close()  # which waits for what is still to be sent
+            self.transport.close()  # sends what is left first
         unsent_bytes = self.transport.get_write_buffer_size()
         self._taken_bytes += max(0, self._unsent_bytes - unsent_bytes)
         self._unsent_bytes = unsent_bytes
@@ -134,8 +134,8 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _make_room(self) -> None:
-        """End the connection that waits for a request and is nearest to its deadline; if all have
-        requests under way, turn this one away."""
+        """Close the idle connection that is nearest to its deadline; if all are busy, refuse this
+        one."""
         idle = [
             (other._deadline_s, id(other), other)
             for other in self.connections - {self}
@@ -143,7 +143,7 @@ class Connection(HttpToolsProtocol):
         ]
         if idle:
             *_, other = min(idle)
-            self.connections.discard(other)  # now, as more may come before it is lost
+            self.connections.discard(other)  # now: more may arrive before it is closed
             other.transport.abort()
         else:
             self._deadline_s = None
@@ -160,4 +160,4 @@ class Connection(HttpToolsProtocol):
 
 
 class _TooMuch(Exception):
-    """Stops the parser, wherever in the received bytes it is."""
+    """Stops the parser in the middle of the received bytes."""

@@ -1,4 +1,4 @@
-"""Every answer that is not a success: one body shape, from one exception type."""
+"""All answers that are not a success: one form of body, made from one type of exception."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from outrider.engine.processes.client import EngineUnavailableError
 MAX_PROBLEMS = 10
 MAX_VALUE_CHARS = 80
 RETRY_AFTER_S = 1
-ANTHROPIC_PATH = "/v1/messages"  # and what is below it
+ANTHROPIC_PATH = "/v1/messages"  # and every path below it
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -30,8 +30,8 @@ _ANTHROPIC_TYPES = {
 class APIError(HTTPException):
     """An error as OpenAI clients read it.
 
-    It is an HTTPException because FastAPI turns any other exception that is raised while the
-    body is read into a 400 of its own.
+    It is an HTTPException because FastAPI turns any other exception that is raised while reading
+    the body into a 400 of its own.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class APIError(HTTPException):
         }
 
     def anthropic_body(self) -> dict[str, Any]:
-        """The same, as Anthropic's clients read it."""
+        """The same error, as Anthropic's clients read it."""
         fallback = "invalid_request_error" if self.status_code < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(self.status_code, fallback)
         return {"type": "error", "error": {"type": kind, "message": self.anthropic_message}}
@@ -72,16 +72,16 @@ class APIError(HTTPException):
         return self.message
 
     def response(self, scope: Scope) -> JSONResponse:
-        """In the words of the API that was asked."""
+        """The answer, in the form of the API that was called."""
         is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
         body = self.anthropic_body() if is_anthropic else self.body()
         return JSONResponse(body, self.status_code, self.headers)
 
 
 class ContextLengthError(APIError):
-    """400: prompt and answer are longer than the context.
+    """400: prompt and answer together are longer than the context.
 
-    `at_least`: the prompt is so long that its tokens were not even counted.
+    `at_least`: the prompt is so long that its tokens were not counted.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ContextLengthError(APIError):
         param: str,
         at_least: bool = False,
     ) -> None:
-        # Clients look for the first sentence and for "However, you requested" word by word.
+        # Clients search for the first sentence, and for "However, you requested", word for word.
         super().__init__(
             400,
             f"This model's maximum context length is {max_model_len} tokens. However, you "
@@ -107,7 +107,7 @@ class ContextLengthError(APIError):
 
     @property
     def anthropic_message(self) -> str:
-        # Agents read these numbers: they shorten the conversation, or lower max_tokens.
+        # Agents read these numbers, to shorten the conversation or lower max_tokens.
         prompt_tokens, max_tokens, max_model_len = self._numbers
         if prompt_tokens >= max_model_len:
             return f"prompt is too long: {prompt_tokens} tokens > {max_model_len} maximum"
@@ -142,12 +142,12 @@ def model_not_found(given: str, served: str) -> APIError:
 
 
 def unavailable(message: str, *, code: str = "engine_unavailable") -> APIError:
-    """503: the engine is not there, or leaves; clients may try again."""
+    """503: the engine is not running, or stops; clients may try again."""
     return APIError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def queue_full(message: str) -> APIError:
-    """429: the engine is well and has no room; routers take a 503 for a replica that is down."""
+    """429: the engine works but has no room. Not 503: routers would consider the replica down."""
     return APIError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
@@ -161,7 +161,7 @@ def timed_out(timeout_s: float) -> APIError:
 
 
 def dead_end(message: str) -> APIError:
-    """400: no token is left that the request's own parameters would allow; trying again is vain."""
+    """400: the request's own parameters leave no token that is allowed; a retry is useless."""
     return APIError(400, message, code="no_token_left")
 
 
@@ -170,7 +170,7 @@ def internal_error(message: str = "The server failed to answer this request.") -
 
 
 def from_exception(error: BaseException) -> APIError:
-    """What an exception from below means to a client."""
+    """The error that a client gets for an exception of the layers below."""
     match error:
         case APIError():
             return error
@@ -189,7 +189,7 @@ def from_exception(error: BaseException) -> APIError:
 
 
 def cut(value: object, max_chars: int = MAX_VALUE_CHARS) -> str:
-    """The value as text, short enough to be echoed."""
+    """The value as text, cut so that it can be echoed."""
     text = str(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}…"
 
@@ -206,7 +206,7 @@ def install(app: FastAPI) -> None:
         QueueFullError,
         EngineUnavailableError,
         InvalidRequestError,
-        Exception,  # answered with 500, then raised again, so that it is logged with its traceback
+        Exception,  # answered with 500, then raised again, so that its traceback is logged
     ):
         app.add_exception_handler(kind, answer)
 
@@ -245,7 +245,7 @@ def _field_of(problem: Mapping[str, Any]) -> str | None:
 
 
 def _path(problem: Mapping[str, Any]) -> list[int | str]:
-    """The field and what leads on inside it: list indices and names, no kinds of a union."""
+    """The path to a field: names and list indices, without the tags of unions."""
     return [
         part
         for part in problem["loc"][1:]

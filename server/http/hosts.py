@@ -1,4 +1,4 @@
-"""Which names a request may call this server by."""
+"""The host names by which a request may address this server."""
 
 import ipaddress
 import re
@@ -14,7 +14,7 @@ _PORT = re.compile(r":\d*$")  # of a Host header; an IPv6 address stands in brac
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without a port, is this machine's own to itself alone."""
+    """Whether a name or address, without a port, can be reached from this machine only."""
     name = host.lower().rstrip(".")
     try:
         return ipaddress.ip_address(name).is_loopback
@@ -23,12 +23,12 @@ def is_loopback(host: str) -> bool:
 
 
 class Hosts:
-    """Refuse requests that were meant for another host.
+    """Refuse requests that are addressed to another host.
 
-    A web page can make its reader's browser send requests to this machine, under the page's own
-    name, which its owner lets point here: to the browser these are no other site's, and it shows
-    the page the answers. Requests without a Host come from no browser,
-    and the paths of probes, which ask by address, tell nothing.
+    The owner of a web page can let the page's own name point to this machine (DNS rebinding). To
+    the browser of a reader this server is then the page's own site, and the page may read its
+    answers. Requests without a Host header do not come from a browser. Probes ask by address; their
+    paths reveal nothing.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:

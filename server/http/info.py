@@ -1,4 +1,4 @@
-"""What is served: the pair, and what came up of it."""
+"""GET /info: the pair that is served, and what was loaded."""
 
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -14,7 +14,7 @@ from ..config.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class PairCard:
-    """What the settings say of the pair, and the engine does not know."""
+    """The settings of the pair, as far as the engine does not know them."""
 
     target: str
     draft: str | None
@@ -39,9 +39,9 @@ class ModelInfo(APIResponse):
 
 class SpeculationInfo(APIResponse):
     proposer: str | None  # null: the target decodes plainly
-    num_speculative_tokens: int  # most drafts of a step
-    adaptive: bool | None  # whether fewer are drafted if that pays more
-    verification: Verification | None  # of requests that name none
+    num_speculative_tokens: int  # the most drafts in a step
+    adaptive: bool | None  # whether fewer are drafted if that is faster
+    verification: Verification | None  # for requests that name none
 
 
 class CacheInfo(APIResponse):
@@ -51,7 +51,7 @@ class CacheInfo(APIResponse):
 
 
 class EngineDetails(APIResponse):
-    """Known once the engine has been ready."""
+    """Details that are known once the engine was ready."""
 
     device: str
     target: ModelInfo
@@ -66,8 +66,8 @@ class EngineDetails(APIResponse):
 
 class Info(APIResponse):
     version: str
-    model: str  # as requests name it
-    state: str  # of the engine, as /health tells it
+    model: str  # the name that requests use
+    state: str  # of the engine, as in /health
     chats: bool  # whether the model has a chat template
     engine: EngineDetails | None
 
@@ -117,6 +117,6 @@ def _engine(service: Service, card: PairCard | None) -> EngineDetails | None:
 
 
 def _name(model: str) -> str:
-    """Where models lie on this machine is nobody's affair."""
+    """A model's name without its folder: do not reveal where models are on this machine."""
     is_path = model.startswith(("/", ".", "~"))
     return PurePath(model).name if is_path else model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def read_key_file(setting: str, path: Path | None) -> list[str]:
-    """The keys in the file that a setting names, one a line beside comments; raises OSError."""
+    """The keys in the file that a setting names, one a line, without comments; raises OSError."""
     if path is None:
         return []
     try:

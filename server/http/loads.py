@@ -16,10 +16,10 @@ class Load(APIResponse):
     num_running_reqs: int
     num_waiting_reqs: int
     num_total_reqs: int
-    num_used_tokens: int  # places in pages that live sequences hold
+    num_used_tokens: int  # token positions in pages that live sequences hold
     max_total_num_tokens: int
-    token_usage: float  # of these, the part that is used: 0 to 1
-    cache_hit_rate: float  # of all prompt tokens so far, the part found in the prefix cache
+    token_usage: float  # the share of all positions that is used: 0 to 1
+    cache_hit_rate: float  # the share of all prompt tokens so far that the prefix cache had
     max_running_requests: int
 
 
@@ -38,7 +38,7 @@ class ServerLoad(APIResponse):
 
 
 class OneLoad(APIResponse):
-    """SGLang's `/get_load` as it began, which vllm-router reads."""
+    """SGLang's `/get_load` in its first form, which vllm-router reads."""
 
     load: int  # sequences that run or wait
 

@@ -1,6 +1,6 @@
-"""What surrounds every request: its id, its outcome, the drain, the size of its body.
+"""Wrapped around every request: its id, its outcome, the drain, the limit of its body.
 
-Plain ASGI: Starlette's BaseHTTPMiddleware would hide the client's leaving from the routes.
+Plain ASGI, because Starlette's BaseHTTPMiddleware would hide disconnects from the routes.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RootPath:
-    """Take the path below which a proxy shows this server off the paths of requests."""
+    """Remove from request paths the prefix under which a proxy shows this server."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
@@ -72,8 +72,8 @@ class RequestId:
 class Observe:
     """Count each API request by its outcome, time it, log it, and trace it.
 
-    A route that ends otherwise than its status says sets `outcome` in the scope's state; one that
-    generates sets `facts`, called at the end for what its log line tells.
+    A route whose outcome differs from its status sets `outcome` in the scope's state. A route that
+    generates sets `facts`, which is called at the end for the contents of the log line.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Observe:
         self._app = app
         self._metrics = metrics
         self._trace = trace
-        self._paths = paths  # one label each; others share one, as clients could invent any number
+        self._paths = paths  # one label each; others share one: clients can invent any number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        # Routers ask for /v1/loads every few seconds: that is no request to be counted and logged.
+        # Routers poll /v1/loads every few seconds: do not count or log that.
         if scope["type"] != "http" or not path.startswith("/v1/") or path == "/v1/loads":
             await self._app(scope, receive, send)
             return
@@ -111,7 +111,7 @@ class Observe:
             facts = {
                 "request_id": scope["state"]["request_id"],
                 "method": scope["method"],
-                "path": cut(scope["raw_path"].decode("latin-1")),  # as sent: %0a stays %0a
+                "path": cut(scope["raw_path"].decode("latin-1")),  # still quoted: %0a stays %0a
                 "status": status,
                 "outcome": outcome,
                 "duration_s": round(duration_s, 6),
@@ -125,7 +125,7 @@ class Observe:
 
 
 class Gate:
-    """Open while the server takes requests; knows how many are under way."""
+    """Open while the server takes requests; counts those being answered."""
 
     def __init__(self) -> None:
         self.open = True
@@ -143,7 +143,7 @@ class Gate:
             self._idle.set()
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait for the requests under way; whether the last one ended in time."""
+        """Wait for the requests being answered; returns whether the last one ended in time."""
         if not self._under_way:
             return True
         try:
@@ -174,15 +174,15 @@ class Drain:
 
 
 class MetricsPort:
-    """Let whoever asks on this port read /metrics, without a key, and nothing else."""
+    """On this port, serve /metrics without a key, and nothing else."""
 
     def __init__(self, app: ASGIApp, api: ASGIApp, port: int) -> None:
         self._app = app
-        self._api = api  # what `app` guards
+        self._api = api  # the application that `app` guards
         self._port = port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The port of the socket that took the connection: nothing that a client says.
+        # The port of the socket that took the connection, not one that a client names.
         server = scope.get("server")
         if scope["type"] != "http" or not server or server[1] != self._port:
             await self._app(scope, receive, send)
@@ -194,10 +194,10 @@ class MetricsPort:
 
 
 class EarlyAnswer:
-    """Close the connection behind an answer that is given before its request has come whole.
+    """Close the connection after an answer that is sent before the whole request has arrived.
 
-    What still comes is read and dropped for a moment: many clients read an answer only once they
-    have sent all, and a socket that is closed with bytes unread takes the answer back.
+    For a moment, the rest of the request is read and dropped. Many clients read the answer only
+    after they have sent everything, and closing a socket with unread bytes can destroy the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -214,7 +214,7 @@ class EarlyAnswer:
         async def receive_noting() -> Message:
             nonlocal whole
             message = await receive()
-            whole = whole or not message.get("more_body", False)  # or the client has left
+            whole = whole or not message.get("more_body", False)  # also if the client disconnects
             return message
 
         async def drop_rest(timeout_s: float) -> None:
@@ -227,8 +227,8 @@ class EarlyAnswer:
         async def send_closing(message: Message) -> None:
             nonlocal early
             if message["type"] == "http.response.start" and not whole:
-                if "expect" not in headers:  # the client waits to be asked for its body
-                    await drop_rest(0)  # what is here already
+                if "expect" not in headers:  # otherwise the client waits before it sends its body
+                    await drop_rest(0)  # only what has arrived already
                 early = not whole
                 if early:
                     MutableHeaders(scope=message)["connection"] = "close"
@@ -242,8 +242,8 @@ class EarlyAnswer:
 
 
 class BodyLimit:
-    """Refuse bodies above a size, by their declared length or as they are read, and those that do
-    not arrive in time."""
+    """Refuse bodies above a size, by their declared length or while reading them, and bodies that
+    do not arrive in time."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float | None) -> None:
         self._app = app
@@ -266,7 +266,7 @@ class BodyLimit:
         async def receive_counting() -> Message:
             nonlocal read_bytes, more
             if not more:
-                return await receive()  # what comes behind the body is the client's leaving
+                return await receive()  # after the body comes only the client's disconnect
             try:
                 async with asyncio.timeout_at(deadline_s):
                     message = await receive()
@@ -308,7 +308,7 @@ def _outcome(status: int) -> str:
 
 
 def access_line(facts: Mapping[str, Any]) -> str:
-    """A request as a person reads it: its path and its numbers, never its text."""
+    """A request for people to read: its path and its numbers, never its text."""
     parts = [
         f"{facts['method']} {facts['path']} {facts['status']} {facts['outcome']} "
         f"in {facts['duration_s']:.3f} s"

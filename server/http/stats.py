@@ -1,4 +1,4 @@
-"""Numbers of the running server as a stream of events, for pages that show it live."""
+"""Statistics of the running server as a stream of events, for pages that show them live."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from ..observe.metrics import Metrics
 from .errors import APIError
 from .middleware import Gate
 
-LOOK_S = 0.1  # how often a stream looks whether the server is about to leave
+LOOK_S = 0.1  # how often a stream checks whether the server is about to stop
 
 _LATENCIES = {
     "time_to_first_token": "outrider_time_to_first_token_seconds",
@@ -35,10 +35,10 @@ class Latency(APIResponse):
 
 
 class Stats(APIResponse):
-    """Gauges now, and counters since the server started: take two, and divide by their times."""
+    """Present gauges, and counters since the start: for rates, divide differences by `time_s`'s."""
 
-    time_s: float  # of a clock that only goes forward
-    state: str  # of the engine, as /health tells it
+    time_s: float  # of a monotonic clock
+    state: str  # of the engine, as in /health
     num_running: int
     num_waiting: int
     pages_used: int
@@ -48,7 +48,7 @@ class Stats(APIResponse):
     cached_tokens: int
     generation_tokens: int
     preemptions: int
-    source: str | None  # of the drafts: the proposer
+    source: str | None  # the proposer that makes the drafts
     drafted_per_position: list[int]
     accepted_per_position: list[int]
     latencies: dict[str, Latency]
@@ -99,7 +99,7 @@ def add_stats_route(router: APIRouter, client: EngineClient, metrics: Metrics, g
     async def stream(
         interval_s: Annotated[float, Query(ge=0.1, le=60)] = 1.0,
     ) -> Response:
-        """The server's numbers as server-sent events, until it shuts down or the client leaves."""
+        """The statistics as server-sent events, until the server stops or the client leaves."""
         return EventStream(events(interval_s), close=close, failed=failed)
 
 
@@ -114,7 +114,7 @@ def _latency(family: Metric | None) -> Latency:
     for sample in family.samples if family is not None else ():
         kind = sample.name.rpartition("_")[2]
         if kind == "bucket":
-            if sample.labels["le"] != "+Inf":  # which JSON cannot say, and `count` tells
+            if sample.labels["le"] != "+Inf":  # JSON has no infinity, and `count` says the same
                 buckets.append((float(sample.labels["le"]), int(sample.value)))
         else:
             values[kind] = sample.value

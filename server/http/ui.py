@@ -10,12 +10,12 @@ from starlette.types import Scope
 FILES = Path(__file__).parents[1] / "ui"
 
 _HEADERS = {
-    # All of it comes from here, and no other site may frame it: it may hold an API key.
+    # Only our own files, and no other site may frame the page: it may hold an API key.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # but ask whether it has changed
+    "Cache-Control": "no-cache",  # a browser may keep it, but must ask whether it has changed
 }
 
 
@@ -27,10 +27,10 @@ class _Files(StaticFiles):
 
 
 def add_ui(api: FastAPI) -> None:
-    """Serve the page, which tells nothing by itself, and asks its reader for a key if need be."""
+    """Serve the page. It holds no secrets, and asks its reader for a key if one is needed."""
 
     @api.get("/ui", include_in_schema=False)
     async def ui() -> Response:
-        return RedirectResponse("ui/")  # relative, for servers behind a proxy's prefix
+        return RedirectResponse("ui/")  # relative, because a proxy may add a prefix
 
     api.mount("/ui", _Files(directory=FILES, html=True))

@@ -1,1 +1,1 @@
-"""The model store: names, hub ids and files in, local directories that transformers loads out."""
+"""The model store: turns names, hub ids and files into local directories for transformers."""

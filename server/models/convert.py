@@ -1,4 +1,4 @@
-"""From a GGUF file to a directory that transformers loads."""
+"""Turns a GGUF file into a directory that transformers loads."""
 
 import contextlib
 import io
@@ -21,11 +21,11 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-# GGUF's general.file_type; everything else is quantised, and bfloat16 holds what it is worth.
+# GGUF's general.file_type; all others are quantised, and bfloat16 is precise enough for them.
 _UNQUANTISED_DTYPES = {0: "float32", 1: "float16"}
-# Names of tokenizer.ggml.pre. transformers knows a list of these and leaves any other name with
-# GPT-2's splitting, without a word, which is right for GPT-2 alone. The second group splits digits
-# off first (as llama.cpp does); names in neither group that come out with GPT-2's are refused.
+# Names of tokenizer.ggml.pre. transformers knows some of them, and silently splits text for any
+# other name as GPT-2 does, which is wrong for most. The second group splits off digits first (as
+# llama.cpp does). Names in neither group that end up with GPT-2's splitting are refused.
 _GPT2_SPLIT = {"gpt-2", "mpt", "olmo"}
 _DIGITS_THEN_GPT2_SPLIT = {"smollm", "starcoder", "refact"}
 
@@ -33,11 +33,10 @@ _DIGITS_THEN_GPT2_SPLIT = {"smollm", "starcoder", "refact"}
 def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> None:
     """Fill `folder` with the weights, config and tokenizer of a GGUF file.
 
-    The weights stay as they are, in the file, if the engine can read them there; else they are
-    unpacked. Raises ModelError where the file cannot be read, or its tokenizer not be rebuilt
-    exactly.
+    The weights stay in the file if the engine can read them there; otherwise they are unpacked.
+    Raises ModelError if the file cannot be read, or its tokenizer cannot be rebuilt exactly.
     """
-    # Seconds to import, and needed on the first start only.
+    # These take seconds to import, and are needed only for the first start.
     from transformers import AutoTokenizer
 
     from outrider.engine.models.gguf_checkpoint import why_unpacked
@@ -68,11 +67,11 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
 
 
 def _keep_file(source: Path, folder: Path, name: str) -> None:
-    """The file itself, with a config beside it."""
+    """Keep the file itself, with a config beside it."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-    config.dtype = "bfloat16"  # of what lies between the products
+    config.dtype = "bfloat16"  # of everything but the weights
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -91,14 +90,14 @@ def _unpack(source: Path, folder: Path, file_type: int) -> None:
             source.parent,
             gguf_file=source.name,
             dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
-            quantization_config=GgufConfig(dequantize=True),  # else save_pretrained raises
+            quantization_config=GgufConfig(dequantize=True),  # otherwise save_pretrained raises
         )
         model.save_pretrained(folder)
 
 
 @contextlib.contextmanager
 def _no_foreign_bars() -> Iterator[None]:
-    """Keep transformers' own progress bars, some of which have no switch, off the screen."""
+    """Suppress transformers' own progress bars, some of which have no switch."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
 
@@ -125,8 +124,8 @@ def _fix_pre_tokenizer(backend: Any, pre: str | None, source: Path) -> None:
 def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
     """Remove added tokens that the GGUF file does not have.
 
-    transformers gives every GPT-2 kind of tokenizer an `<|endoftext|>`, past the last embedding row
-    where the file has none: text with these letters in it would become an id without a row.
+    transformers adds `<|endoftext|>` to every tokenizer like GPT-2's. If the file has no such
+    token, its id lies beyond the embedding, and a text that contains these letters would use it.
     """
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())

@@ -19,15 +19,15 @@ from .store import ModelError
 # Weights as safetensors only: a pickle checkpoint runs code when it is opened.
 _DATA_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]
 _CODE_FILES = ["*.py"]
-_HEAD_FILES = ["pytorch_model.bin"]  # some heads come in no other; read as tensors alone
+_HEAD_FILES = ["pytorch_model.bin"]  # some heads have nothing else; only tensors are read
 
 
 def snapshot(
     hub_id: str, revision: str | None, *, with_code: bool = False, cached_only: bool = False
 ) -> Path:
-    """The directory of `hub_id` at `revision`, downloaded where it is not in the hub's cache.
+    """The directory of `hub_id` at `revision`, downloaded if it is not in the hub's cache.
 
-    Raises ModelError, which says whether the id, the revision, the access or the network is wrong.
+    Raises ModelError, which says whether id, revision, access or network is the problem.
     """
     where = f"{hub_id} at revision {revision}" if revision else hub_id
 

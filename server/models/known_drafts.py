@@ -1,7 +1,7 @@
-"""Drafts that are known to suit a target: what `outrider serve MODEL` takes without --draft.
+"""Drafts that are known to suit a target: `outrider serve MODEL` chooses here without --draft.
 
-The first entry that matches is taken, so what suits one model alone (a head trained for it, say)
-stands above what suits its whole family. Further heads of the same target are there to be named.
+The first entry that matches is chosen. So an entry for a single model (a head trained for it, say)
+comes before those for its whole family. Further heads of a target must be named.
 """
 
 import re
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 
-# A draft larger than this share of its target costs more than its guesses bring.
+# A draft larger than this share of its target costs more than its drafts gain.
 MAX_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is known of a target once it is on this machine."""
+    """What is known about a target once it is on this machine."""
 
-    name: str  # as the user gave it: a built-in name, a hub id, a directory or a GGUF file
+    name: str  # as the user wrote it: a built-in name, a hub id, a directory or a GGUF file
     model_type: str
     vocab_size: int
     num_parameters: int
@@ -30,10 +30,10 @@ class KnownDraft:
 
     model: str
     num_parameters: int
-    family: str  # of the targets, in words
-    name: str = ""  # a pattern that the target's name has; "": any
+    family: str  # in words, for the log line with the reason
+    name: str = ""  # a pattern in the target's name; "": any name
     model_type: str = ""  # "": any
-    vocab_sizes: frozenset[int] = frozenset()  # of the targets, rows of padding included; none: any
+    vocab_sizes: frozenset[int] = frozenset()  # of targets, including padding; empty: any
     kind: str = "draft model"
     num_speculative_tokens: int = 4
 
@@ -125,7 +125,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         name="coder",
         model_type="qwen2",
         vocab_sizes=_QWEN_2,
-        num_speculative_tokens=6,  # code is easy to foresee
+        num_speculative_tokens=6,  # code is easy to predict
     ),
     KnownDraft(
         model="Qwen/Qwen2.5-0.5B-Instruct",
@@ -159,7 +159,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
     ),
 )
 
-# Pairs to begin with, the largest first: a target, and the GB that both models take in bfloat16.
+# Suggested pairs, the largest first: a target, and the GB that both models take in bfloat16.
 SUGGESTED: Sequence[tuple[str, float]] = (
     ("Qwen/Qwen3-32B", 66.7),
     ("Qwen/Qwen3-14B", 30.7),

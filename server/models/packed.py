@@ -1,7 +1,8 @@
 """Drafts that ship with the package: an ordinary model directory with its embedding in 8 bits.
 
-The embedding, tied to the head, is most of a small draft. One scale a row and 8 bits a number keep
-its first choices and halve the package; unpacked, any engine can load the directory.
+The embedding, which is tied to the head, is most of a small draft. With 8 bits a number and one
+scale a row the draft's first choices stay the same, and the package is half as large. Unpacked, any
+engine can load the directory.
 """
 
 import shutil

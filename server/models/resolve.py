@@ -1,4 +1,4 @@
-"""From what a user names as a model to a local directory that transformers loads."""
+"""Turns the name of a model into a local directory that transformers loads."""
 
 import difflib
 import hashlib
@@ -15,7 +15,7 @@ from .convert import gguf_to_directory
 from .store import ModelError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Raise when the conversion of GGUF files changes what it writes.
+# Increase when the conversion of GGUF files changes its output.
 _GGUF_RECIPE = 2
 
 
@@ -26,7 +26,7 @@ def resolve(
     trust_remote_code: bool = False,
     progress: ReportProgress = ignore_progress,
 ) -> Path:
-    """The directory of `model`, fetched and converted where that is needed.
+    """The directory of `model`, fetched and converted if needed.
 
     `model` is a built-in name, a local directory, a GGUF file or a hub id, tried in this order;
     `revision` is for hub ids only. Raises ModelError.
@@ -101,16 +101,16 @@ def _convert_gguf(path: Path, progress: ReportProgress) -> Path:
 
 
 def _checked(directory: Path, model: str) -> Path:
-    """`directory`, if it has what a load needs; else a ModelError that says what is missing."""
+    """`directory`, if it is complete; otherwise raises ModelError naming what is missing."""
     names = {file.name for file in directory.iterdir()}
-    is_head = head_kind(directory) is not None  # which has its target's tokenizer
+    is_head = head_kind(directory) is not None  # a head uses its target's tokenizer
     if "config.json" not in names:
         kind = "a LoRA adapter, not a whole model" if "adapter_config.json" in names else None
         raise ModelError(f"{model!r} is not a model directory: {kind or 'it has no config.json'}")
     tokenizers = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}
     if not is_head and not names & tokenizers:
         raise ModelError(f"{model!r} has no tokenizer (tokenizer.json or tokenizer.model)")
-    # What a head's .bin file holds is read as tensors alone.
+    # Only tensors are read from a head's .bin file.
     is_pickled = is_head and "pytorch_model.bin" in names
     if not is_pickled and not any(name.endswith(".safetensors") for name in names):
         raise ModelError(

@@ -18,7 +18,7 @@ MANIFEST = "outrider.json"
 
 
 class ModelError(RuntimeError):
-    """A model that cannot be had or used; says which, why, and what to do."""
+    """A model that cannot be obtained or used; the message says which, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def home() -> Path:
 
 
 def downloads() -> Path:
-    """Where verified downloads wait until the model made from them is complete."""
+    """The folder of verified downloads, until the models made from them are complete."""
     return home() / "downloads"
 
 
@@ -69,16 +69,16 @@ def find(name: str, source: str) -> Path | None:
 
 
 def build(name: str, source: str, make: Callable[[Path], None], progress: ReportProgress) -> Path:
-    """The model `name` made from `source`; `make` fills an empty folder where it is not there yet.
+    """The model `name` made from `source`; if it is missing, `make` fills an empty folder.
 
-    Safe against a kill at any moment and against other processes: one builds, the others wait.
-    `source` says what went in, versions included: where it changed, the model is made anew.
+    May be killed at any moment, and called by several processes: one builds, the others wait.
+    `source` describes the input, including versions: if it changed, the model is made again.
     """
     with _disk_errors_explained():
         if path := find(name, source):
             return path
     with _disk_errors_explained(), _lock(name, progress):
-        if path := find(name, source):  # made by another process while this one waited
+        if path := find(name, source):  # another process made it while this one waited
             return path
         _remove_scratch(name)
         final = _models() / name
@@ -97,19 +97,19 @@ def build(name: str, source: str, make: Callable[[Path], None], progress: Report
 
 
 def remove(name: str) -> None:
-    """Delete a model of the store. Raises ModelError where there is none of that name."""
+    """Delete a model of the store. Raises ModelError if there is none of that name."""
     if name not in (names := [entry.name for entry in entries()]):
         raise ModelError(f"no model {name!r} in {_models()}; there: {', '.join(names) or 'none'}")
     with _disk_errors_explained(), _lock(name, lambda *_: None):
-        # At once gone for others, however long the files take.
+        # Renamed first: gone for others at once, however long deleting the files takes.
         (_models() / name).rename(_models() / f".{name}.partial-removed")
         _remove_scratch(name)
 
 
 def _remove_scratch(name: str) -> None:
-    """Delete what killed processes left; to be called by the holder of the lock."""
+    """Delete what killed processes have left. The caller must hold the lock."""
     for left in _models().glob(f".{glob.escape(name)}.partial-*"):
-        # A pip whose parent was killed may still be writing there: the next build gets the rest.
+        # An orphaned pip may still be writing there: the next build deletes the rest.
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -143,8 +143,8 @@ def _disk_errors_explained() -> Iterator[None]:
 
 
 def _explained(error: Exception) -> ModelError | None:
-    """A clear word where the disk is at fault, in whatever shape that arrived."""
-    # safetensors raises an error type of its own, and from pip there are only words.
+    """A clear message if the disk is the problem, in whatever form the error arrived."""
+    # safetensors has an error type of its own, and pip only prints text.
     if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
         free_mb = shutil.disk_usage(_existing(home())).free // 10**6
         return ModelError(

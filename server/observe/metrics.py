@@ -1,4 +1,4 @@
-"""What /metrics says: counts and times of the server, and the engine's own statistics."""
+"""GET /metrics: counts and times of the server, and the engine's own statistics."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ TOKEN_COUNTS = tuple(float(n * 10**i) for i in range(6) for n in (1, 2, 5))
 
 
 class Metrics:
-    """A registry of its own, so that several servers can live in one process.
+    """Has its own registry, so that several servers can live in one process.
 
-    Where prometheus-client is set to count for several processes (PROMETHEUS_MULTIPROC_DIR), each
-    of them tells what all have counted.
+    If prometheus-client counts for several processes (PROMETHEUS_MULTIPROC_DIR), each of them
+    reports the counts of all.
     """
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
@@ -109,7 +109,7 @@ class Metrics:
         self._vllm.register(VLLMNames(self.registry, client, model_name))
 
     def observe(self, facts: Mapping[str, Any]) -> None:
-        """Count what a request's log line tells, if it has generated."""
+        """Count the facts of a request's log line, if it generated anything."""
         told = dict(facts)
         if "first_token_s" in facts:
             told["prefill_s"] = max(0.0, facts["first_token_s"] - facts["queue_s"])
@@ -127,7 +127,7 @@ class Metrics:
 def _of_lengths(
     name: str, text: str, drafted: Sequence[int], reaching: Sequence[int]
 ) -> HistogramMetricFamily:
-    """A histogram of how many tokens there were in a step, from how often there was an i-th."""
+    """A histogram of tokens a step, computed from how often a step had an i-th token."""
     num_steps = sum(drafted[:1])
     buckets = [(str(float(i)), num_steps - beyond) for i, beyond in enumerate(reaching)]
     buckets += [(str(float(len(reaching))), num_steps), ("+Inf", num_steps)]
@@ -139,7 +139,7 @@ class _EngineCollector(Collector):
         self._client = client
 
     def describe(self) -> list[Metric]:
-        return []  # nothing is read from the engine at registration
+        return []  # do not read from the engine at registration
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats

@@ -42,11 +42,11 @@ Trace = Callable[[Scope, Mapping[str, Any]], None]
 
 
 class TracingError(RuntimeError):
-    """The settings ask for spans, and the packages that send them are not there."""
+    """The settings ask for spans, but the packages that send them are not installed."""
 
 
 def make_trace(endpoint: str | None, model_name: str) -> Trace | None:
-    """What sends a request's span to an OTLP endpoint; None where neither the settings nor
+    """A function that sends a request's span to an OTLP endpoint; None if neither the settings nor
     OpenTelemetry's own environment variables name one. Raises TracingError.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
@@ -61,7 +61,7 @@ def make_trace(endpoint: str | None, model_name: str) -> Trace | None:
         )
         if endpoint is not None:
             raise TracingError(told) from None
-        # Clusters set the variables for whatever runs there: no reason not to serve.
+        # Clusters set the variables for everything that runs there: serve without spans.
         log.warning("no traces are sent: %s", told)
         return None
 
@@ -72,7 +72,7 @@ def _provider(endpoint: str | None) -> "TracerProvider":
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # Sends what is left when the process ends.
+    # Sends the remaining spans when the process ends.
     name = os.environ.get("OTEL_SERVICE_NAME", "outrider")
     provider = TracerProvider(resource=Resource.create({"service.name": name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -1,4 +1,4 @@
-"""Our metrics under vLLM's names too, for the dashboards and routers that know those."""
+"""Shows our metrics under vLLM's names as well, for dashboards and routers that know those."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,7 @@ from prometheus_client.samples import Sample
 
 from outrider.engine.processes.client import EngineClient
 
-# A series of ours by each; counters without their `_total`. What vLLM counts otherwise has no name
-# here.
+# Our series for each name; counters without `_total`. What vLLM counts in another way is left out.
 NAMES = {
     "vllm:num_requests_running": "outrider_requests_running",
     "vllm:num_requests_waiting": "outrider_requests_waiting",
@@ -39,7 +38,7 @@ NAMES = {
 
 
 class VLLMNames(Collector):
-    """Shows what a registry has once more, by vLLM's names and with its labels."""
+    """Repeats the metrics of a registry with vLLM's names and labels."""
 
     def __init__(self, registry: CollectorRegistry, client: EngineClient, model_name: str) -> None:
         self._registry = registry
@@ -47,7 +46,7 @@ class VLLMNames(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def describe(self) -> list[Metric]:
-        return []  # nothing is read at registration
+        return []  # do not read anything at registration
 
     def collect(self) -> Iterator[Metric]:
         ours = {metric.name: metric for metric in self._registry.collect()}

@@ -1,1 +1,1 @@
-"""Between text and token ids, and what text means in a chat."""
+"""Turns text into token ids and back, and takes the text of chats apart."""

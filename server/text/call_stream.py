@@ -1,7 +1,7 @@
-"""Calls of tools told while they are being written: a name first, then arguments in pieces.
+"""Reports tool calls while they are being written: first the name, then arguments in pieces.
 
-A call that has been told cannot be taken back. So the readers here know only the forms that models
-are trained to write; what looks different is left to the readers of whole calls (`tool_calls`).
+A call that has been reported cannot be taken back. So the readers here accept only the forms that
+models are trained to write. Anything else is left to the readers of whole calls (`tool_calls`).
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from .tool_calls import CallFormat, is_text, typed_value
 
-MAX_HEAD_CHARS = 512  # of what leads to a call's arguments, or from one of them to the next
+MAX_HEAD_CHARS = 512  # before a call's arguments, or between two of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class CallStart:
     """A call begins; its arguments follow."""
 
     name: str
-    is_free_text: bool = False  # they are no JSON, but the text that the tool takes
+    is_free_text: bool = False  # the arguments are the tool's text, not JSON
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the call that began last: a piece of their JSON."""
+    """Another piece of the JSON arguments of the newest call."""
 
     text: str
 
@@ -39,7 +39,7 @@ def call_stream(form: CallFormat, tools: dict[str, Any]) -> "CallStream":
 
 
 def start_of_tail(text: str, markers: Collection[str]) -> int:
-    """Where the longest end of the text starts that a marker begins with."""
+    """Where the longest end of the text starts that is the beginning of a marker."""
     longest = max(map(len, markers), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):
@@ -48,15 +48,15 @@ def start_of_tail(text: str, markers: Collection[str]) -> int:
 
 
 class CallStream(ABC):
-    """Reads a growing text that holds calls. The work is in proportion to the text."""
+    """Reads a growing text that holds calls. The work is proportional to the text."""
 
     def __init__(self, form: CallFormat, tools: dict[str, Any]) -> None:
         self._form = form
         self._tools = tools
         self._unread = ""
-        self._skipped: list[str] = []  # since it gave up
+        self._skipped: list[str] = []  # text since it gave up
         self._gave_up = False
-        self.begun = False  # a call has been told
+        self.begun = False  # whether a call has been reported
 
     def push(self, text: str) -> list[CallPart]:
         """What this text adds to the calls."""
@@ -72,19 +72,19 @@ class CallStream(ABC):
 
     @abstractmethod
     def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
-        """Read on from `at`, add what that tells to `parts`, and return how far it went."""
+        """Read on from `at`, add the calls found to `parts`, and return how far it got."""
 
     @abstractmethod
     def finish(self) -> list[CallPart]:
-        """What is left to be told of the last call, now that nothing follows."""
+        """The rest of the last call, after the end of the text."""
 
     @property
     def rest(self) -> str:
-        """What has been written behind the last call and is none that can be told."""
+        """The text after the last call that is not a call which can be reported."""
         return "".join([self._unread, *self._skipped])
 
     def _begin(self, head: re.Match[str] | None, text: str, at: int) -> bool:
-        """Whether a call begins here. Gives up if none does, and none can come."""
+        """Whether a call begins here. Gives up if none does and none can follow."""
         if head is None:
             self._gave_up = len(text) - at > MAX_HEAD_CHARS
             return False
@@ -97,19 +97,19 @@ class CallStream(ABC):
 class JSONCallStream(CallStream):
     """`{"name": …, "arguments": {…}}`, one or several, or Mistral's `name{…}`.
 
-    The arguments are told as they are written.
+    The arguments are reported as they are written.
     """
 
     _depth = 0  # of braces within the arguments; 0: outside of them
     _in_string = False
-    _closes = False  # an object around the arguments is still to be closed
+    _closes = False  # whether an object around the arguments is still open
 
     def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
         if self._depth:
             return self._arguments(text, at, parts)
         if self._closes:
             brace = _CLOSING_BRACE.match(text, at)
-            assert brace is not None  # it matches anything
+            assert brace is not None  # the pattern matches any text
             self._closes = brace.end() == len(text) and not brace[1]
             self._gave_up = not self._closes and not brace[1]
             return brace.end()
@@ -125,7 +125,7 @@ class JSONCallStream(CallStream):
         return head.end()
 
     def _arguments(self, text: str, at: int, parts: list[CallPart]) -> int:
-        """Up to the brace that closes them, if it has come."""
+        """Reads up to the brace that closes the arguments, if it is there."""
         start = at
         while self._depth and (
             mark := (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
@@ -166,13 +166,13 @@ _IN_STRING = re.compile(r'["\\]')
 class XMLCallStream(CallStream):
     """`<function=name><parameter=key>value</parameter></function>`, as Qwen-Coder writes it.
 
-    Values that are strings are told as they are written, others one by one.
+    String values are reported as they are written, others when they are complete.
     """
 
-    _name: str | None = None  # of the call that is open
+    _name: str | None = None  # of the current call
     _num_values = 0
-    _value: list[str] | None = None  # of the parameter that is open
-    _schema: Any = None  # of its value
+    _value: list[str] | None = None  # of the current parameter
+    _schema: Any = None  # of that value
 
     def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
         if self._value is not None:

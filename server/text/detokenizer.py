@@ -6,29 +6,29 @@ from functools import lru_cache
 from ..config.server_settings import MAX_STOP_STRINGS
 from .tokenizer import INCOMPLETE, Tokenizer
 
-# Tokens of the prompt that the first new token is decoded with. A character spans at most four;
-# one more gives a clean place to start.
+# Tokens of the prompt that are decoded together with the first new token. A character spans at most
+# four tokens; one more gives a clean start.
 MAX_CONTEXT_TOKENS = 5
-# Tokens that are decoded together before the oldest are let go.
+# Tokens that are decoded together before the oldest are dropped.
 MAX_WINDOW_TOKENS = 16
-# An unfinished character has at most three bytes; each is a token, and reads as U+FFFD, at worst.
+# An unfinished character has at most three bytes; at worst each is a token and reads as U+FFFD.
 MAX_UNFINISHED = 3
-# Of more tokens than these that end in no whole character, only the first and the last are kept:
-# the first because a run of bytes that they break stays broken, the last because what is
-# unfinished lies within them (three U+FFFD of three bytes each, behind a part of another).
+# If more tokens than these end in no whole character, only the first and the last are kept: the
+# first because a run of bytes that they break stays broken, the last because the unfinished
+# character lies within them (three U+FFFD of three bytes each, after a part of another).
 MAX_BROKEN_TOKENS = 24
 FIRST_BROKEN_TOKENS, LAST_BROKEN_TOKENS = 4, 12
 
 
 class Detokenizer:
-    """Text of a growing sequence, character by whole character.
+    """The text of a growing sequence, in whole characters.
 
-    The pieces of all `push` calls and of `flush` make up what decoding the sequence at once gives,
-    with one exception: a byte-fallback decoder shows a run of byte tokens as U+FFFD throughout if
-    its bytes are no text, and takes back characters of the run that have been shown before.
+    The pieces from all `push` calls and `flush` together equal decoding the whole sequence at once,
+    with one exception: if the bytes of a run of byte tokens are not valid text, a byte-fallback
+    decoder turns the whole run into U+FFFD, including characters that were shown before.
 
-    Tokens are decoded within a window that begins before them, since many tokenizers strip the
-    space at the start of a text. It is short whatever the tokens, and with it the work for each.
+    Tokens are decoded within a window that begins before them, because many tokenizers strip the
+    space at the start of a text. The window is always short, and so is the work for each token.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped_ids
-        # Of these, two in a row are shown as they are written, whatever the decoder would add.
+        # Two of these in a row are shown as they are written, whatever the decoder would add.
         self._joined = frozenset() if spaces_between_special else tokenizer.special_ids
         self._last_id: int | None = None
         self._window = _context(tokenizer, prompt_token_ids)
@@ -56,13 +56,13 @@ class Detokenizer:
         self._last_id = token_id
         self._window.append(token_id)
         text = self._decode()
-        # An unfinished character decodes to replacement characters, and only at the end: what is
-        # before them stays as it is, whatever follows.
+        # An unfinished character decodes to replacement characters, and only at the end: the text
+        # before them is final.
         whole_chars = len(text.rstrip(INCOMPLETE))
         if whole_chars < len(text) and self._spells_replacement_character(text):
             whole_chars = len(text)
         is_broken = len(self._window) - self._boundary > MAX_BROKEN_TOKENS
-        if is_broken:  # these tokens are more than an unfinished character
+        if is_broken:  # so many tokens cannot be just an unfinished character
             whole_chars = max(whole_chars, len(text) - MAX_UNFINISHED)
         piece = text[self._shown_chars : whole_chars]
         self._shown_chars = max(self._shown_chars, whole_chars)
@@ -78,16 +78,16 @@ class Detokenizer:
         return self._tokenizer.pieces([token_id])[0] if joins else piece
 
     def flush(self) -> str:
-        """What is held of a character that will not be completed."""
+        """What is held back of a character that will not be completed."""
         return self._decode()[self._shown_chars :]
 
     def _spells_replacement_character(self, text: str) -> bool:
-        """Whether the U+FFFD that the window's text ends in is what its tokens say."""
+        """Whether the tokens really spell the U+FFFD at the end of the window's text."""
         tail = b""
         for num_tokens in range(1, min(len(self._window), len(INCOMPLETE.encode())) + 1):
             tail = self._tokenizer.token_bytes(self._window[-num_tokens]) + tail
             if tail.endswith(INCOMPLETE.encode()):
-                # In a run that is no text, each of its bytes would read as one.
+                # In a run that is not valid text, each byte would read as one.
                 before = self._window[:-num_tokens]
                 rest = self._tokenizer.decode(before, skip_special_tokens=False)
                 return len(text) - len(rest) == len(tail.decode(errors="replace"))
@@ -100,19 +100,19 @@ class Detokenizer:
 class StopStrings:
     """Text up to the stop string that is complete first; of several, the one that starts first.
 
-    Holds back exactly what could still become a stop string. Each stop string is matched as Knuth,
-    Morris and Pratt do it: a character is looked at twice at most, however long the strings.
+    Holds back exactly what could still become a stop string. Each stop string is matched by the
+    algorithm of Knuth, Morris and Pratt, which looks at a character at most twice.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = tuple(stops)
-        self._num_matched = [0] * len(stops)  # of each, characters that the text ends with
+        self._num_matched = [0] * len(stops)  # for each, how many of its characters match so far
         self._include = include
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """What may be shown now that `text` has come; after a match, nothing more.
+        """The text that may be shown after `text` has arrived; nothing more after a match.
 
         A stop string that `text` completes counts only if it `may_stop`.
         """
@@ -135,7 +135,7 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """What was held back, once nothing can follow it."""
+        """The text that was held back, after the end of the text."""
         text, self._held = self._held, ""
         return text
 
@@ -160,7 +160,7 @@ class StopStrings:
 
 @lru_cache(maxsize=MAX_STOP_STRINGS)
 def _restarts(stop: str) -> list[int]:
-    """After n characters of the stop string: how many it begins with are also their end."""
+    """For each n, the length of the longest border of the first n characters of the stop string."""
     restarts = [0, 0]
     for char in stop[1:]:
         matched = restarts[-1]

@@ -1,19 +1,19 @@
-"""Prompts for what belongs between two texts, for models that were trained to write it."""
+"""Prompts for the text between two others, for models that were trained to write it."""
 
 from dataclasses import dataclass
 
 from .tokenizer import Tokenizer
 
-# What models put in front of the text before the gap, of the text behind it, and of what fills it.
+# Marks before the text in front of the gap, before the text after it, and before the filling.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, Granite
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-    ("[PREFIX]", "[SUFFIX]", None),  # Codestral, which reads what is behind the gap first
+    ("[PREFIX]", "[SUFFIX]", None),  # Codestral, which reads the text after the gap first
 )
-# With these, beside the end of a text, models say that the gap is filled.
+# Tokens that end the filling, besides the end of a text.
 _ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<file_sep>", "▁<EOT>")
 
 
@@ -21,7 +21,7 @@ _ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<file_sep>", "▁<EOT>
 class FillInTheMiddle:
     """The marks of a model, as token ids."""
 
-    begin: list[int]  # what every text of this tokenizer begins with
+    begin: list[int]  # the tokens that every text of this tokenizer begins with
     prefix: int
     suffix: int
     middle: int | None
@@ -29,7 +29,7 @@ class FillInTheMiddle:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "FillInTheMiddle | None":
-        """None for a model whose vocabulary has no such marks."""
+        """The marks of a tokenizer; None if its vocabulary has none."""
         id_of = tokenizer.backend.token_to_id
         for marks in _MARKS:
             known = [mark for mark in marks if mark is not None]
@@ -46,7 +46,7 @@ class FillInTheMiddle:
         return None
 
     def prompt(self, before: list[int], behind: list[int]) -> list[int]:
-        """The tokens that ask for what stands between these."""
+        """The prompt for the text between these two."""
         if self.middle is None:
             return [*self.begin, self.suffix, *behind, self.prefix, *before]
         return [*self.begin, self.prefix, *before, self.suffix, *behind, self.middle]

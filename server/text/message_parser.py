@@ -1,4 +1,4 @@
-"""What a model says, taken apart as it comes: content, reasoning, and calls of tools."""
+"""Takes a model's output apart as it arrives: content, reasoning, and tool calls."""
 
 import math
 import re
@@ -21,15 +21,15 @@ class Text:
 
 
 Part = Text | CallPart
-# What may stand between two calls, and behind the last.
+# Text that may stand between two calls, and after the last.
 _SEPARATORS = " \t\r\n]},;"
 
 
 class MessageParser(ABC):
     """Takes a growing text apart. The parts are the same however the text is cut into pieces.
 
-    Text that looks like a call and is none is content. A call that has begun stays one, also if it
-    is cut off. The work is in proportion to the text.
+    Text that looks like a call but is not one is content. A call that has begun stays a call, even
+    if it is cut off. The work is proportional to the text.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class MessageParser(ABC):
     ) -> None:
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._calls = calls
-        self.num_read = 0  # characters that are known for what they are
-        # Where reasoning begins and ends, with its markers; the last may be open.
+        self.num_read = 0  # characters whose kind is known
+        # Where reasoning begins and ends, including its markers; the last span may be open.
         self.reasoning: list[tuple[int, float]] = []
-        self._blanks: list[str] = []  # held: next to a call, blanks are no content
+        self._blanks: list[str] = []  # held back: next to a call, blanks are not content
         self._after_call = False
 
     @abstractmethod
@@ -58,7 +58,7 @@ class MessageParser(ABC):
         self.reasoning[-1] = (self.reasoning[-1][0], at)
 
     def _called(self, value: Any, written: str) -> list[Part]:
-        """The calls that `value` says; `written` as content if it says none."""
+        """The calls in `value`; without any, `written` is content."""
         try:
             calls = self._calls(value, self._tools)
         except NOT_A_CALL:
@@ -80,16 +80,17 @@ class MessageParser(ABC):
 
 
 class _State(Enum):
-    START = auto()  # of an answer that may be calls as a whole
+    START = auto()  # at the start of an answer that may consist of calls
     CONTENT = auto()
     REASONING = auto()
     CALL = auto()
 
 
 class MarkerParser(MessageParser):
-    """Of the formats that we know, whose markers are fixed texts.
+    """Parses the formats that we know, whose markers are fixed texts.
 
-    `reasoning`: texts between <think> and </think> are told apart; the prompt may have `begun` one.
+    With `reasoning`, text between <think> and </think> is told apart; the prompt may have `begun`
+    it.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class MarkerParser(MessageParser):
             _State.REASONING: (END_THINK,),
             _State.CALL: (self._close,) if self._close else (),
         }
-        # No marker has the first character of another within it, so that none overlap.
+        # No marker contains the first character of another, so markers cannot overlap.
         self._markers = {marker for markers in self._ends.values() for marker in markers}
         self._pattern = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
-        self._call: list[str] = []  # what has been written of it, unless it is told as it comes
+        self._call: list[str] = []  # text of the current call, unless it is reported as it arrives
         self._stream: CallStream | None = None
-        self._tail = ""  # what may be the beginning of a marker
+        self._tail = ""  # text that may be the beginning of a marker
 
     def push(self, text: str) -> list[Part]:
         return self._read(text, ended=False)
@@ -157,7 +158,7 @@ class MarkerParser(MessageParser):
         return parts + self._add(text[at:end])
 
     def _begin(self, text: str, *, ended: bool) -> str:
-        """Decide by the first characters; returns what of them is no blank."""
+        """Decide by the first characters; returns the text after leading blanks."""
         said = text.lstrip()
         self._blanks.append(text[: len(text) - len(said)])
         if said.startswith(self._open):
@@ -189,7 +190,7 @@ class MarkerParser(MessageParser):
         return self._add_to_call(marker)
 
     def _add_to_call(self, text: str) -> list[Part]:
-        assert self._form is not None  # it opens calls
+        assert self._form is not None  # only a format opens calls
         if self._stream is None:
             self._stream = call_stream(self._form, self._tools)
         parts = self._stream.push(text)
@@ -205,7 +206,7 @@ class MarkerParser(MessageParser):
         parts: list[Part] = [*stream.finish()]
         self._blanks, self._after_call = [], True
         rest = stream.rest.lstrip(_SEPARATORS)
-        is_marker = self._close.startswith(rest)  # that was cut off
+        is_marker = self._close.startswith(rest)  # a marker that was cut off
         if rest.rstrip(_SEPARATORS) and not is_marker:
             assert self._form is not None
             bracket = "[" if self._form.is_list and rest.startswith("{") else ""

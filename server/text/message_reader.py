@@ -1,4 +1,4 @@
-"""One answer as the parts that its request wants to be told."""
+"""Reads one answer, and returns those parts that its request wants."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from .tool_calls import calls_of_field
 
 
 class MessageReader:
-    """Reads a growing text by a parser, and leaves out what the request does not want.
+    """Reads a growing text with a parser, and leaves out what the request does not want.
 
-    `calls_only`: text beside calls is what remains of a call that was cut off. `free_text`: names
-    of tools whose argument is a text; the answer calls them with `{"input": TEXT}`, and the text
-    alone is told.
+    `calls_only`: any text besides calls is the rest of a call that was cut off. `free_text`: names
+    of tools whose argument is a text; the answer calls them with `{"input": TEXT}`, and only the
+    text is reported.
     """
 
     def __init__(
@@ -33,21 +33,21 @@ class MessageReader:
         self._with_reasoning = with_reasoning
         self._max_calls = max_calls
         self._free_text = frozenset(free_text)
-        self._input: _InputStream | None = None  # of the call that is open
+        self._input: _InputStream | None = None  # of the current call
         self._skips_call = False
-        self._offsets: deque[int] = deque()  # of tokens that may be reasoning or not
+        self._offsets: deque[int] = deque()  # of tokens not yet known to be reasoning or not
         self._num_reasoning = 0
-        self._num_spans = 0  # of reasoning, that all tokens so far begin behind
+        self._num_spans = 0  # spans of reasoning that all tokens so far begin after
         self._ended = False
         self.num_calls = 0
 
     @property
     def parses(self) -> bool:
-        """Whether it can tell calls or reasoning from the rest."""
+        """Whether it can tell calls or reasoning from content."""
         return self._parser is not None
 
     def read(self, text: str, *, ended: bool) -> list[Part]:
-        """What this text adds; `ended` if it is the last."""
+        """The parts that this text adds; `ended` if it is the last."""
         if self._parser is None:
             return [Text(text)] if text and not self._calls_only else []
         parts = self._parser.push(text)
@@ -57,8 +57,8 @@ class MessageReader:
         return [told for part in parts if (told := self._told(part)) is not None]
 
     def num_reasoning(self, offsets: Iterable[int]) -> int:
-        """How many tokens of reasoning there are so far, now that tokens came whose texts begin at
-        these characters of the answer."""
+        """How many tokens of reasoning there are so far, including new tokens whose texts begin at
+        these offsets."""
         if self._parser is None:
             return 0
         self._offsets += offsets
@@ -92,7 +92,7 @@ class MessageReader:
 
 
 class RawCall(MessageParser):
-    """Reads answers that are the argument of one call as a whole."""
+    """Reads answers that are, as a whole, the argument of one call."""
 
     def __init__(self, name: str) -> None:
         super().__init__((), calls_of_field)
@@ -109,11 +109,11 @@ class RawCall(MessageParser):
 
 
 class _InputStream:
-    """From the pieces of `{"input": "TEXT"}` to those of the text; JSON of any other form stays."""
+    """Turns pieces of `{"input": "TEXT"}` into pieces of the text; leaves other JSON as it is."""
 
     def __init__(self) -> None:
         self._held = ""
-        self._inside: bool | None = None  # the text; None: not known yet
+        self._inside: bool | None = None  # whether within the text; None: not known yet
         self._ended = False
 
     def push(self, piece: str) -> str:
@@ -131,20 +131,20 @@ class _InputStream:
             text, self._held = self._held, ""
             return text
         whole = _WHOLE_CHARS.match(self._held)
-        assert whole is not None  # it matches anything
+        assert whole is not None  # the pattern matches any text
         self._ended = self._held[whole.end() : whole.end() + 1] == '"'
         self._held = self._held[whole.end() :]
         try:
             text = json.loads(f'"{whole[0]}"', strict=False)
         except ValueError:
-            return whole[0]  # an escape that JSON does not have
+            return whole[0]  # an escape that JSON does not know
         return _LONE_SURROGATE.sub(INCOMPLETE, text)
 
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _INPUT_HEAD = re.compile(r'\{\s*+"input"\s*+:\s*+"')
 _INPUT_HEAD_BEGUN = re.compile(r'\{\s*+("(i(n(p(u(t("(\s*+(:\s*+)?)?)?)?)?)?)?)?)?')
-# Up to the closing quote, or to an escape that is not whole; a pair of surrogates is one character.
+# Up to the closing quote or to an incomplete escape; a surrogate pair is one character.
 _WHOLE_CHARS = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*+"

@@ -1,7 +1,7 @@
-"""Answers read by the response template that a model comes with.
+"""Parses answers by the response template that comes with a model.
 
-The template is the operator's, the text is the model's: whatever the text, a delimiter is looked
-for within a bounded stretch of it, and once.
+The operator chose the template, but a client can influence the text. So whatever the text, each
+delimiter is searched for once, within a bounded part of it.
 """
 
 import json
@@ -20,22 +20,22 @@ from .tool_calls import NOT_A_CALL, calls_of_field
 
 log = logging.getLogger("outrider.server.text.response_template")
 
-# A delimiter may be a pattern that matches texts of any length, as white space before a marker.
+# A delimiter may be a pattern that matches texts of any length, such as white space and a marker.
 MAX_DELIMITER_CHARS = 512
-# As much is searched at a time; a pattern may take the square of it.
+# Searched at a time, in characters; a pattern may take time proportional to its square.
 MAX_PIECE_CHARS = 1024
-# Of text that has been read, for patterns that look back.
+# Kept of the text already read, for patterns that look back.
 KEPT_CHARS = 256
-# Processor time for the tags of one call: their pattern goes over the whole call.
+# Processor time for the tags of one call, whose pattern reads the whole call.
 MAX_TAGS_S = 0.25
 
 _CALLS = "tool_calls"
 
 
 class TemplateParser(MessageParser):
-    """transformers' parser of response templates, held to work in proportion to the text.
+    """transformers' parser of response templates, made to work in time proportional to the text.
 
-    Its own buffers are cut as it goes: it would keep the whole answer, and copy it for every token.
+    Left alone, it would keep the whole answer and copy it for every token; so its buffers are cut.
     If it fails, the rest is content.
     """
 
@@ -51,11 +51,11 @@ class TemplateParser(MessageParser):
         self._closes_by_pattern = "close_pattern" in calls
         close = calls.get("close") or ""
         self._close = close if isinstance(close, str) else close[0]
-        self._call: list[str] = []  # what has been written of it
+        self._call: list[str] = []  # text of the current call
         self._num_call_chars = 0
-        self._unread: list[str] = []  # within a long call, not given to the parser yet
+        self._unread: list[str] = []  # text of a long call that the parser has not got yet
         self._num_unread_chars = 0
-        self._num_given = 0  # characters, to the parser
+        self._num_given = 0  # characters given to the parser
 
     def push(self, text: str) -> list[Part]:
         self._unread.append(text)
@@ -75,7 +75,7 @@ class TemplateParser(MessageParser):
         return parts + self._feed(None) if ended else parts
 
     def _least_chars(self) -> int:
-        """Worth giving to the parser, which copies all that it has of a call each time."""
+        """The least text worth giving to the parser, which copies the whole call each time."""
         share = self._num_call_chars // 16
         return min(share, MAX_PIECE_CHARS) if self._closes_by_pattern else share
 
@@ -90,7 +90,7 @@ class TemplateParser(MessageParser):
             if len(parser._buffer) - parser._pos > MAX_DELIMITER_CHARS and text is not None:
                 raise ValueError(f"no delimiter has more than {MAX_DELIMITER_CHARS} characters")
         except NOT_A_CALL as error:
-            # Not the error's text: the model's is part of it.
+            # Without the error's text, which contains the model's.
             log.warning("the response template of the model failed (%s)", type(error).__name__)
             self._parser = None
             rest = "".join([*self._blanks, *self._call, held, text or ""])
@@ -100,7 +100,7 @@ class TemplateParser(MessageParser):
         return [part for event in events for part in self._parts(event, ended=text is None)]
 
     def _look_for_reasoning(self, parser: ResponseParser, text: str | None) -> None:
-        """Where it begins and ends, as near as can be told from outside."""
+        """Find where reasoning begins and ends, as closely as can be seen from outside."""
         self._num_given += len(text or "")
         self.num_read = self._num_given - (len(parser._buffer) - parser._pos)
         is_open = bool(self.reasoning) and self.reasoning[-1][1] == math.inf
@@ -110,13 +110,13 @@ class TemplateParser(MessageParser):
             self._end_reasoning(self.num_read)
 
     def _forget(self, parser: ResponseParser) -> None:
-        """What the parser does not need any more."""
+        """Drop what the parser does not need any more."""
         if parser._pos > MAX_PIECE_CHARS + KEPT_CHARS:
             parser._buffer = parser._buffer[parser._pos - KEPT_CHARS :]
             parser._pos = KEPT_CHARS
         name = parser._current
         if name not in (None, _CALLS) and parser._spec.fields[name].content == "text":
-            parser._body = ""  # has been told, chunk by chunk
+            parser._body = ""  # it has been reported in chunks
 
     def _parts(self, event: dict[str, Any], *, ended: bool) -> list[Part]:
         field, kind = event["field"], event["type"]
@@ -134,7 +134,7 @@ class TemplateParser(MessageParser):
 
 
 def _bounded(field: dict[str, Any]) -> dict[str, Any]:
-    """The field, its content read by parsers of ours where those of transformers are quadratic."""
+    """The field, with our parsers in place of those of transformers that take quadratic time."""
     content, args = field.get("content", "text"), field.get("content_args", {})
     return field | {"content": _ours(content), "content_args": _bounded_args(args)}
 
@@ -155,7 +155,7 @@ def _ours(name: str) -> str:
 
 
 def _json(text: str, args: dict[str, Any]) -> Any:
-    """As transformers has it, with strings that may have delimiters of their own."""
+    """Like transformers' parser; strings may have delimiters of their own."""
     delims = args.get("string_delims", [])
     if delims and ("\x01" in text or "\x02" in text):
         raise ValueError("the text has characters that stand for strings here")
@@ -187,7 +187,7 @@ _PLACE = regex.compile(r"\x01(\d+)\x02")
 
 
 def _xml_inline(text: str, args: dict[str, Any]) -> dict[str, Any]:
-    """As transformers has it, for as long as its pattern may take."""
+    """Like transformers' parser, with a limit on the time of its pattern."""
     values: dict[str, Any] = {}
     value_parser = args.get("value_parser") or {"name": "text", "args": {"strip": False}}
     try:

@@ -1,7 +1,7 @@
-"""Calls of tools, as the families of models write them.
+"""Tool calls, as the families of models write them.
 
-The text is the model's, and whoever writes the prompt has a say in it: each reader takes time in
-proportion to the text, whatever the text.
+A client can influence the model's text. So each reader takes time proportional to the text,
+whatever it is.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-# What reading a call may raise; RecursionError: json reads nested values by recursion.
+# Raised if a text is not a call; RecursionError by json, for deeply nested values.
 NOT_A_CALL = (ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -25,20 +25,20 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How a family of models writes calls: from one of the markers `open` on."""
+    """How a family of models writes calls, starting with one of the markers `open`."""
 
-    shown_by: tuple[str, ...] = ()  # all are in the chat template
+    shown_by: tuple[str, ...] = ()  # a chat template with all of these uses this format
     open: tuple[str, ...]
     close: str | None = None  # None: calls go on to the end
     at_start: bool = False  # the whole answer is calls, or none of it
     calls: Callable[[str, dict[str, Any]], list[ToolCall]]  # raises one of NOT_A_CALL
     short_ids: bool = False  # ids of calls must have nine letters and digits
     is_list: bool = False  # several calls are a JSON list
-    is_xml: bool = False  # arguments come as tags, not as JSON
-    names_before_json: bool = False  # the arguments alone are JSON
+    is_xml: bool = False  # arguments are tags, not JSON
+    names_before_json: bool = False  # only the arguments are JSON
 
     def is_bare(self, text: str) -> bool:
-        """Whether calls that are written like this have no mark but their JSON."""
+        """Whether only its JSON marks a call in this text."""
         return "{" in self.open and text.lstrip().startswith("{")
 
 
@@ -53,7 +53,7 @@ def shown_format(chat_template: str) -> CallFormat | None:
 
 
 def _call(given: Any) -> ToolCall:
-    """One call of the JSON that models write; raises ValueError."""
+    """One call from the JSON that models write; raises ValueError."""
     match given:
         case {"name": str(name), **rest} if name:
             arguments = rest.get("arguments", rest.get("parameters", {}))
@@ -64,7 +64,7 @@ def _call(given: Any) -> ToolCall:
 
 
 def calls_of_field(value: Any, tools: dict[str, Any]) -> list[ToolCall]:
-    """What a response template makes of a call, or of several."""
+    """The calls in a field that a response template has read."""
     values = value if isinstance(value, list) else [value]
     return [
         _call(each.get("function", each) if isinstance(each, dict) else each) for each in values
@@ -92,10 +92,10 @@ def _qwen_xml(text: str, tools: dict[str, Any]) -> list[ToolCall]:
 
 
 def _parameters(body: str) -> Iterator[tuple[str, str]]:
-    """Keys and values; what is not closed, or has no key, is left out."""
+    """Keys and values; parameters without an end or a key are left out."""
     for text in body.split("</parameter>")[:-1]:
-        # Run by run up to ">" or the end of a line: a pattern of a whole tag would search the rest
-        # of the text anew from each "<parameter=".
+        # Search stepwise, up to ">" or the end of a line: a pattern for a whole tag would search
+        # the rest of the text again from each "<parameter=".
         for run in _KEY_RUN.finditer(text):
             key = run[1].partition("<parameter=")[2]
             if key and run[2] == ">":
@@ -160,7 +160,7 @@ def _list(text: str, tools: dict[str, Any]) -> list[ToolCall]:
 
 
 LIST = CallFormat(open=("[",), at_start=True, calls=_list, is_list=True)
-# The first that a chat template shows is taken.
+# In this order: the first one that a chat template shows is used.
 FORMATS: dict[str, CallFormat] = {
     "qwen_xml": CallFormat(
         shown_by=("<tool_call>", "<function="),
