@@ -1,1 +1,1 @@
-"""Make a draft for a target: the target writes text, a small model learns its distributions."""
+"""Makes a draft for a target: the target writes text, and a small model learns from it."""

@@ -1,4 +1,4 @@
-"""Distil where only torch and transformers are: `python -m outrider.distill recipe.json`."""
+"""Distils with only torch and transformers installed: `python -m outrider.distill recipe.json`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The model card: what the draft is, what it was made of, how often it agrees."""
+"""The model card: what the draft is, how it was made, how often it agrees with its target."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The draft as it starts: an ordinary small Llama with the target's vocabulary and embedding."""
+"""The untrained draft: an ordinary small Llama with the target's vocabulary and embedding."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from outrider.engine.models.admission import max_positions
 
 from .recipe import DistillError, Recipe, Size
 
-_MLP_RATIO = 4  # wide layers rather than many: on few rows a layer's launches cost most
+_MLP_RATIO = 4  # few wide layers: with few rows, a layer's launches cost most
 _WEIGHT_STD = 0.02
 
 
 def starting_draft(
     target: PreTrainedModel, recipe: Recipe, device: torch.device
 ) -> PreTrainedModel:
-    """The recipe's own start, or a new draft; float32."""
+    """The draft that the recipe starts from, or a new one; float32."""
     if recipe.start is None:
         return new_draft(target, Size.parse(recipe.size), recipe.seed, device)
     draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -33,7 +33,7 @@ def starting_draft(
 def new_draft(
     target: PreTrainedModel, size: Size, seed: int, device: torch.device
 ) -> LlamaForCausalLM:
-    """A float32 draft: random layers around the target's embedding, narrowed to its main axes."""
+    """A float32 draft: random layers, with the target's embedding narrowed to its main axes."""
     text_config = target.config.get_text_config()
     num_heads = size.hidden_size // size.head_dim
     config = LlamaConfig(
@@ -66,10 +66,10 @@ def new_draft(
 
 @torch.no_grad()
 def narrowed(embedding: Tensor, width: int) -> Tensor:
-    """The embedding along its `width` strongest axes: [V, H] -> [V, width], float32.
+    """The embedding projected on its `width` strongest axes: [V, H] -> [V, width], float32.
 
-    Inner products between rows, which are what a tied head reads, are kept as well as any matrix
-    of that rank keeps them.
+    No other matrix of this rank preserves the inner products between rows better, and a tied head
+    uses those.
     """
     rows = embedding.float()
     _, axes = torch.linalg.eigh(rows.T @ rows)  # ascending

@@ -1,9 +1,9 @@
-"""An EAGLE-3 head in training, as it will be served: over what it recycles, draft behind draft.
+"""An EAGLE-3 head in training: it sees what it will see when served, several drafts in a row.
 
-Step i of the training-time test feeds row t the gold token i + 1 behind it and, from the second
-step on, what the row itself gave in the step before. Its query stands at position t + i, and looks
-at the first step's rows up to t and at the row's own of the steps since: that is what a head sees
-that has drafted i tokens. The formulas are those of `engine/models/eagle3.py`.
+In step i of the training-time test, row t gets the gold token at t + i + 1 and, from the second
+step on, its own output of the step before. Its query stands at position t + i. It attends to the
+first step's rows up to t, and to its own rows of the later steps: just what a head sees that has
+drafted i tokens. The formulas are those of `engine/models/eagle3.py`.
 """
 
 import json
@@ -23,11 +23,13 @@ from outrider.engine.models.admission import max_positions
 from .recipe import Recipe
 
 _WEIGHT_STD = 0.02
-_MOST_DRAFT_TOKENS = ((64_000, 32_000), (16_000, 8_192))  # above so large a vocabulary, so many
+_MOST_DRAFT_TOKENS = ((64_000, 32_000), (16_000, 8_192))  # (vocabulary above, most draft tokens)
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """Early, middle and late, as heads have it whose config names none; or what few layers hold."""
+    """An early, a middle and a late layer, as in heads whose config names none; fewer if the target
+    has few layers.
+    """
     found = {2, num_layers // 2, num_layers - 3}
     if num_layers < 6 or len(found) < 3:
         found = {1, (num_layers + 1) // 2, num_layers - 1}
@@ -35,7 +37,7 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
 
 
 def draft_tokens(token_ids: Tensor, vocab_size: int, asked: int) -> Tensor:
-    """The target's ids that are drafted, ascending: the most frequent in its text. Shape: [V']."""
+    """The most frequent ids of the target's text, ascending, which are drafted. Shape: [V']."""
     size = asked or next((n for above, n in _MOST_DRAFT_TOKENS if vocab_size > above), vocab_size)
     counts = torch.bincount(token_ids.long(), minlength=vocab_size)
     order = counts.sort(descending=True, stable=True).indices
@@ -44,14 +46,14 @@ def draft_tokens(token_ids: Tensor, vocab_size: int, asked: int) -> Tensor:
 
 @dataclass(slots=True)
 class _Keys:
-    """Of the steps so far: [B, heads, L, head_dim] each."""
+    """Keys of the steps so far: [B, heads, L, head_dim] each."""
 
     keys: list[Tensor]
     values: list[Tensor]
 
 
 class HeadModule(nn.Module):
-    """Trainable parameters, named as the file will name them; float32."""
+    """The trainable parameters, named as in the saved file; float32."""
 
     def __init__(self, target: PreTrainedModel, target_ids: Tensor, boundaries: tuple[int, ...]):
         """Shape: target_ids [V'], the target's id of each drafted token."""
@@ -99,13 +101,13 @@ class HeadModule(nn.Module):
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.to(self.device)
         self.rotary = LlamaRotaryEmbedding(_rope_config(told)).to(self.device)
-        with torch.no_grad():  # it begins as the target does that stops at its last tap
+        with torch.no_grad():  # starts out like a target that stops at its last tap
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -width:] += torch.eye(width, device=self.device)
             output = target.get_output_embeddings().get_parameter("weight")
             self.lm_head.weight.copy_(output[target_ids.to(output.device)])
             self.norm.weight.copy_(target.get_decoder().norm.weight)
-        # In a tuple: it is the target's own, and none of the head's parameters.
+        # In a tuple, because it belongs to the target: it is not a parameter of the head.
         self._embedding = (target.get_input_embeddings().get_parameter("weight"),)
 
     def forward(
@@ -114,9 +116,9 @@ class HeadModule(nn.Module):
         """Logits of each step over the drafted tokens: [B, L, V'] each.
 
         Shape:
-            states: [B, L, m, hidden], the target's
-            next_ids: [B, L + num_steps - 1], the token behind each row and so on
-            mask: [B, 1, L, L] bool, what a row may look at of the first step
+            states: [B, L, m, hidden], of the target
+            next_ids: [B, L + num_steps - 1], the token after each row, and those after the last
+            mask: [B, 1, L, L] bool, which rows of the first step a row may attend to
         """
         f = self.fc(states.flatten(2).float())
         length = f.shape[1]
@@ -159,7 +161,7 @@ class HeadModule(nn.Module):
         return mixed
 
     def export(self, target: PreTrainedModel, folder: Path) -> None:
-        """Write it as vLLM and SGLang read it: flat config, weights in bfloat16."""
+        """Save it in the form that vLLM and SGLang read: flat config, weights in bfloat16."""
         told = target.config.get_text_config()
         folder.mkdir(parents=True, exist_ok=True)
         ids = self.get_buffer("target_ids").cpu()
@@ -210,7 +212,7 @@ def states_of(
 
 
 def new_head(target: PreTrainedModel, recipe: Recipe, token_ids: Tensor) -> HeadModule:
-    """As it starts, for the target's text: [T]."""
+    """An untrained head for this text of the target: [T]."""
     vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
     ids = draft_tokens(token_ids.cpu(), vocab_size, recipe.draft_vocab)
     boundaries = default_boundaries(target.config.get_text_config().num_hidden_layers)
@@ -225,7 +227,7 @@ def _theta(told: Any) -> float:
 
 
 def _rope_config(told: Any) -> Any:
-    """RoPE as the head will be served with: the target's base, and no stretching."""
+    """The head's RoPE: the target's base, without stretching."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

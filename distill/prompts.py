@@ -1,4 +1,4 @@
-"""What conversations begin with: token ids around and inside the user's turn."""
+"""The beginnings of conversations: token ids around and inside the user's turn."""
 
 import importlib.util
 import itertools
@@ -15,7 +15,7 @@ from .recipe import DistillError
 _MARK = "\u241e"  # a sign that no template contains
 _MAX_PROMPTS = 200_000
 
-# How user turns may begin, by kind; the target goes on from there.
+# How user turns may begin, by kind; the target continues them.
 _UNASKED = ("",)
 _CHAT = (
     "What is", "What are", "What causes", "What should I", "What would happen if", "How do I",
@@ -64,10 +64,10 @@ _ARTICLES = tuple(
         "a", "the", "an old", "a new", "the history of", "how", "why", "our", "two", "a small",
     )
 )  # fmt: skip
-# Alike often.
+# All are equally frequent.
 OPENINGS = (_UNASKED, _UNASKED, _CHAT, _CHAT, _CODE, _CODE, _OF_TEXT, _ARTICLES, _JSON, _JSON)
 
-# What users ask about a text that they paste, before it or behind it.
+# What users ask about a text that they paste, before or after it.
 TASKS = (
     "Summarize this.", "Summarise the text in three sentences.", "Summarize in one sentence:",
     "Write a brief summary of the following.", "What are the most important points?", "TL;DR",
@@ -82,10 +82,10 @@ TASKS = (
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Token ids of a conversation around the user's turn, and what ends a turn."""
+    """The token ids of a conversation around the user's turn, and those that end a turn."""
 
     before: list[int]
-    after: list[int] | None  # None: no chat template; the target goes on in the text itself
+    after: list[int] | None  # None: no chat template; the target continues the text itself
     eos_token_ids: tuple[int, ...]
 
 
@@ -100,7 +100,7 @@ def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
 
 
 def frame(tokenizer: Any, target: str) -> Frame:
-    """The model's own chat template around one user turn."""
+    """The frame that the model's own chat template puts around one user turn."""
     eos_token_ids = _eos_token_ids(tokenizer, target)
     if tokenizer.chat_template is None:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else eos_token_ids[0]
@@ -133,9 +133,9 @@ def _eos_token_ids(tokenizer: Any, target: str) -> tuple[int, ...]:
 
 
 def user_turns(source: str) -> list[str]:
-    """Whole user turns of a text file (one a line), a .jsonl file, or a hub data set.
+    """Complete user turns from a text file (one a line), a .jsonl file, or a hub data set.
 
-    JSON lines and data sets have a field `prompt`, or `messages` as chats have them.
+    JSON lines and data sets have a field `prompt`, or `messages` as in chats.
     """
     path = Path(source)
     if path.suffix == ".jsonl" and path.is_file():

@@ -1,4 +1,4 @@
-"""What a distillation is told, all of it: the same recipe makes the same draft."""
+"""The complete input of a distillation: the same recipe makes the same draft."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["draft", "eagle3"]  # a model of its own, or a head over the target's states
+Kind = Literal["draft", "eagle3"]  # a model of its own, or a head that reads the target's states
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 _SIZE = re.compile(r"(\d+)x(\d+)")
@@ -15,12 +15,12 @@ _TOKENS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
 class DistillError(RuntimeError):
-    """The distillation cannot go on; says why, and what to do."""
+    """The distillation cannot go on; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Shape of a draft: a Llama of few narrow layers, its head tied to its embedding."""
+    """The shape of a draft: a Llama of few narrow layers, with its head tied to its embedding."""
 
     num_layers: int
     hidden_size: int
@@ -42,7 +42,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much to spend: seconds in all, or tokens of training. One of them is set."""
+    """How much to spend: seconds in all, or training tokens. One of the two is set."""
 
     seconds: float | None = None
     tokens: int | None = None
@@ -66,50 +66,49 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a budget came to, fixed once, so that an interrupted run goes on as it began."""
+    """What follows from a budget. It is fixed once, so that an interrupted run continues alike."""
 
     num_shards: int
-    num_steps: int | None = None  # None: not known yet, how long a step takes was not measured
+    num_steps: int | None = None  # None until it has been measured how long a step takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One distillation. Lengths are in tokens; what is counted in tokens is counted on the target's
-    own vocabulary."""
+    """One distillation. Lengths are in tokens of the target's vocabulary."""
 
     target: str  # a local model directory
     out: str
     kind: Kind = "draft"
     size: str = "3x256"
-    start: str | None = None  # a draft's directory to go on from, of whatever size; None: a new one
+    start: str | None = None  # directory of a draft to continue from, of any size; None: a new one
     budget: str = "10m"
     prompts: str | None = None  # a file or data set of user turns; None: the target writes them
     divergence: Divergence = "forward_kl"
     last_divergence: Divergence = "total_variation"  # lowered at the end, by steps too small for
     # the first to gain by
-    last_share: float = 0.25  # of the steps
+    last_share: float = 0.25  # share of the steps
     seed: int = 0
     device: str = "cpu"  # cpu | cuda: every visible GPU | cuda:N
     # Writing: half of the answers are greedy, the others drawn at temperatures from 0.6 to 1.
     conversations_per_shard: int = 16
     max_prompt_tokens: int = 192
     max_answer_tokens: int = 512
-    writers_per_device: int | None = None  # processes; None: on a GPU as many as serve it well
+    writers_per_device: int | None = None  # processes; None: on a GPU as many as keep it busy
     passes: int = 4  # over the text
     # Training.
     row_tokens: int = 1024
     batch_tokens: int = 2048
     micro_batch_rows: int = 1
     learning_rate: float = 8e-3
-    # Of heads.
-    draft_vocab: int = 0  # tokens that are drafted, the most frequent; 0: by the vocabulary's size
-    head_steps: int = 3  # of the training-time test: drafts in a row
+    # For heads.
+    draft_vocab: int = 0  # how many tokens, the most frequent, are drafted; 0: by the vocabulary
+    head_steps: int = 3  # steps of the training-time test: drafts in a row
 
     @staticmethod
     def of(device: str, **told: Any) -> "Recipe":
-        """A recipe with the batch sizes that suit a device."""
+        """A recipe with batch sizes that suit the device."""
         if told.get("kind") == "eagle3":
-            # Most of it begins as parts of the target, and each row is computed head_steps times.
+            # A head starts out from parts of the target, and computes each row head_steps times.
             told = {"learning_rate": 2e-3, "micro_batch_rows": 4 if device != "cpu" else 1} | told
         if device.startswith("cuda"):
             told = {

@@ -1,4 +1,4 @@
-"""Training rows: whole conversations, one behind the other, cut where the row is full."""
+"""Training rows: whole conversations, one after another, cut where the row is full."""
 
 from collections.abc import Iterator
 
@@ -13,8 +13,8 @@ from .recipe import DistillError
 class Rows:
     """An endless, seeded stream of rows of `row_tokens` positions in the lessons.
 
-    Every row starts where a conversation starts, as requests do; what is cut off at its end comes
-    up again in another pass, in another place. There is no padding.
+    Every row starts at the start of a conversation, as requests do. What is cut off at its end
+    appears in another pass, at another place. There is no padding.
     """
 
     def __init__(self, lessons: Lessons, row_tokens: int, seed: int) -> None:

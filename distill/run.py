@@ -1,4 +1,4 @@
-"""The whole of it: the target writes, the draft trains, a model directory appears."""
+"""A whole distillation: the target writes, the draft trains, and a model directory appears."""
 
 import contextlib
 import errno
@@ -22,14 +22,14 @@ from .replicas import train_draft
 from .train import HeldOut
 from .writers import write_text
 
-_WRITING_SHARE = 0.5  # of a budget of time: what is read too often is learnt by heart
+_WRITING_SHARE = 0.5  # of a budget of time: with less text, the draft would learn it by heart
 _TARGET_FILES = ("LICENSE", "NOTICE", "generation_config.json")
 
 
 def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
-    """Make the draft of a recipe in `recipe.out`, whole or not at all.
+    """Make the draft of a recipe in `recipe.out`, completely or not at all.
 
-    What is done so far is kept beside it, and running the same recipe again goes on from there.
+    Work in progress is kept beside it; running the same recipe again continues from there.
     Raises DistillError.
     """
     out = Path(recipe.out).absolute()
@@ -61,7 +61,7 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
 
 
 def _check(recipe: Recipe, out: Path) -> None:
-    """Refuse before anything is loaded what cannot end well."""
+    """Refuse what cannot succeed, before anything is loaded."""
     target = Path(recipe.target)
     if not (target / "config.json").is_file():
         raise DistillError(f"{target} is no model directory: it has no config.json")
@@ -81,7 +81,7 @@ def _check(recipe: Recipe, out: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(work: Path) -> Iterator[None]:
-    """Hold the work folder, against a second run of the same output."""
+    """Lock the work folder against a second run with the same output."""
     work.mkdir(exist_ok=True)
     with (work / "lock").open("w") as lock:
         try:
@@ -113,7 +113,7 @@ def _save_plan(plan: Plan, path: Path) -> None:
 
 
 def _finish(recipe: Recipe, plan: Plan, folder: Path, held_out: HeldOut) -> None:
-    """What belongs beside the weights: tokenizer, licence, card."""
+    """Add what belongs beside the weights: tokenizer, licence, card."""
     load_tokenizer(recipe.target).save_pretrained(folder)
     for name in _TARGET_FILES:
         if (Path(recipe.target) / name).exists():
@@ -126,7 +126,7 @@ def _disk_errors_told(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and torch.save have error types of their own: there are only words to go by.
+        # safetensors and torch.save have their own error types: only the message tells.
         words = str(error)
         if "No space left on device" in words or "Disk quota exceeded" in words:
             free_mb = shutil.disk_usage(out.parent).free // 10**6

@@ -1,4 +1,4 @@
-"""The target writes conversations: our own engine, decoding plainly, many at once."""
+"""The target writes conversations with our own engine, which decodes many at once, plainly."""
 
 import os
 from pathlib import Path
@@ -33,14 +33,14 @@ from .recipe import Recipe
 _MAX_BATCHED_TOKENS = 16384
 _GREEDY_SHARE = 0.5
 _COOLEST, _COOLEST_USER, _WARMEST = 0.6, 0.7, 1.0
-_USER_MIN_P = 0.05  # the far tail of a user's turn is noise that no user types
-_ABOUT_TEXT_SHARE = 0.3  # of the conversations: about a text that another one ended with
+_USER_MIN_P = 0.05  # cuts off the tail of the distribution: noise that no user would type
+_ABOUT_TEXT_SHARE = 0.3  # share of the conversations that are about an earlier one's text
 _SHORTEST_TEXT = 24  # tokens
-_TASK_FIRST_SHARE = 0.5  # the others ask behind the text
+_TASK_FIRST_SHARE = 0.5  # share that asks before the text; the others ask after it
 
 
 class Writer:
-    """Writes shards of conversations; shard i is the same whoever writes it, and when."""
+    """Writes shards of conversations; shard i is the same whichever process writes it, and when."""
 
     def __init__(self, recipe: Recipe, device: str, share_of_memory: float = 0.5) -> None:
         self._recipe = recipe
@@ -68,7 +68,7 @@ class Writer:
         )
 
     def write(self, shard: int, path: Path) -> int:
-        """Write one shard to `path`, whole or not at all; returns its number of tokens."""
+        """Write one shard to `path`, completely or not at all; returns its number of tokens."""
         rng = np.random.default_rng([self._recipe.seed, shard])
         num_seqs = self._recipe.conversations_per_shard
         asks_itself = self._turns is None and self._frame.after is not None
@@ -119,7 +119,7 @@ class Writer:
     def _ask_about(
         self, answers: list[list[int]], num_seqs: int, rng: np.random.Generator
     ) -> list[list[int]]:
-        """Prompts about texts that the target wrote before, as users paste them."""
+        """Prompts about texts that the target wrote before, pasted as users paste them."""
         texts = [answer for answer in answers if len(answer) >= _SHORTEST_TEXT] or answers
         prompts = []
         for _ in range(num_seqs):
@@ -154,7 +154,7 @@ class Writer:
         )
 
     def _complete(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-        """Each prompt with what the target adds to it."""
+        """Each prompt, with the target's continuation."""
         completed = [list(prompt) for prompt in prompts]
         self._engine.submit(
             [

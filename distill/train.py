@@ -20,21 +20,21 @@ from .recipe import Divergence, Recipe
 from .rows import Rows
 
 _WARMUP_STEPS = 50
-_LAST_LEARNING_RATE = 0.02  # of the first
+_LAST_LEARNING_RATE = 0.02  # relative to the first
 _MAX_GRADIENT_NORM = 1.0
 _CHECKPOINT_INTERVAL_S = 60.0
 _MAX_SHARD_SIZE = "15MB"
-_UNTIMED_STEPS, _TIMED_STEPS = 2, 4  # the first ones allocate
+_UNTIMED_STEPS, _TIMED_STEPS = 2, 4  # the first steps allocate memory
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """On text that was not trained on, given the target's own text before each token."""
+    """Results on text that was not trained on, with the target's own text before each token."""
 
     greedy_agreement: float  # the draft's first choice is the target's
     sampled_acceptance: float  # a token drawn from the draft at temperature 1 is accepted
     num_tokens: int
-    # Of a head, the same two of each draft behind the first, over the target's own tokens.
+    # For a head, both again for each draft after the first, following the target's own tokens.
     later: tuple[tuple[float, float], ...] = ()
 
 
@@ -46,7 +46,7 @@ class Trainer:
         self.draft = draft
         self.device: torch.device = draft.device  # type: ignore[assignment]
         self.step = 0
-        self._dtype = dtype  # of the arithmetic; the weights themselves are float32
+        self._dtype = dtype  # for computing; the weights themselves are float32
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._optimizers = _optimizers(draft, recipe.learning_rate)
 
@@ -119,7 +119,7 @@ class Trainer:
         draft.bfloat16().save_pretrained(folder, max_shard_size=_MAX_SHARD_SIZE)
 
     def save(self, path: Path) -> None:
-        """Everything that the next step depends on, whole or not at all."""
+        """Save everything that the next step depends on, completely or not at all."""
         scratch = path.with_suffix(".partial")
         state = {
             "step": self.step,
@@ -146,10 +146,10 @@ def train(
     checkpoint: Path | None = None,
     report: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Train up to `num_steps` from wherever the trainer stands.
+    """Train up to `num_steps`, continuing from the trainer's present step.
 
-    `checkpoint` is written now and then, and when a person interrupts: training that goes on from
-    it meets the same rows at the same rates.
+    `checkpoint` is written now and then, and when the user interrupts: training that continues from
+    it gets the same rows at the same rates.
     """
     stream = itertools.islice(rows, trainer.step * rows_per_step, None)
     saved_s = time.monotonic()
@@ -168,7 +168,7 @@ def train(
 
 
 def time_step(trainer: Trainer, lessons: Lessons, rows: Rows, rows_per_step: int) -> float:
-    """Seconds that a step takes; the trainer is of no use afterwards."""
+    """Seconds that a step takes; the trainer cannot be used afterwards."""
     train(trainer, lessons, rows, rows_per_step, _UNTIMED_STEPS)
     start_s = time.perf_counter()
     train(trainer, lessons, rows, rows_per_step, _UNTIMED_STEPS + _TIMED_STEPS)
@@ -178,13 +178,13 @@ def time_step(trainer: Trainer, lessons: Lessons, rows: Rows, rows_per_step: int
 
 
 def mask_of(conversation_of: Tensor) -> Tensor:
-    """What each position may look at, its own conversation so far: [B, L] -> [B, 1, L, L]."""
+    """What each position may attend to: its own conversation so far. [B, L] -> [B, 1, L, L]."""
     same = conversation_of[:, None, :, None] == conversation_of[:, None, None, :]
     return same.tril()
 
 
 def _rate_at(step: int, progress: float) -> float:
-    """Share of the learning rate: a linear rise, then half a cosine down."""
+    """Factor of the learning rate: a linear rise, then half a cosine down."""
     falling = (1 + math.cos(math.pi * progress)) / 2
     falling = _LAST_LEARNING_RATE + (1 - _LAST_LEARNING_RATE) * falling
     return min((step + 1) / _WARMUP_STEPS, falling)

@@ -1,4 +1,4 @@
-"""Writers at work: one process each, sharing the shards out among them."""
+"""Runs writers, each in a process of its own, which share the shards among them."""
 
 import contextlib
 import multiprocessing
@@ -16,14 +16,14 @@ from .recipe import Plan, Recipe
 from .text import Writer, num_tokens_of, shard_path
 
 _POLL_S = 0.5
-_SHARE_OF_MEMORY = 0.9  # of a GPU, for all writers there
+_SHARE_OF_MEMORY = 0.9  # of a GPU, for all its writers
 _MOST_WRITERS = 6
-_LEAST_MEMORY_A_WRITER = 8  # of the weights, which each has for itself
+_LEAST_MEMORY_A_WRITER = 8  # times the weights, of which each writer has its own copy
 
 
 class Ledger:
-    """Which shard is next, for writers in several processes; until there is text enough, or time
-    is up."""
+    """Hands out shards to writers in several processes, until there is enough text or time is
+    up."""
 
     def __init__(
         self, folder: Path, num_tokens: int | None, until_s: float | None, *, shared: bool
@@ -31,7 +31,7 @@ class Ledger:
         spawn = multiprocessing.get_context("spawn")
         self._folder = folder
         self._num_tokens, self._until_s = num_tokens, until_s
-        # A lock between processes starts one more, which stays: not for a writer that is alone.
+        # A lock between processes starts another process: not needed for a single writer.
         self._lock = spawn.RLock() if shared else threading.RLock()
         self._next = spawn.RawValue("q", 0)
         self._has_started = spawn.RawValue("b", 0)
@@ -44,7 +44,7 @@ class Ledger:
     def claim(self, shard_s: float) -> int | None:
         """The number of a shard to write; `shard_s` is how long the last one took."""
         with self._lock:
-            # What an earlier run wrote counts, in order: the text is the same as without a break.
+            # Shards of an earlier run count, in order: the text is the same as without a break.
             while (path := shard_path(self._folder, self._next.value)).exists():
                 self.count(num_tokens_of(path))
                 self._next.value += 1
@@ -57,7 +57,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """Around a writer's start: the kernels that the first one compiles serve the others."""
+        """Wrap a writer's start: the others wait for the kernels that the first one compiles."""
         with contextlib.ExitStack() as first:
             first.enter_context(self._lock)
             if self._has_started.value:
@@ -77,7 +77,7 @@ def write_text(
     until_s: float | None,
     report: ReportProgress,
 ) -> Plan:
-    """Write shards until there are `num_tokens`, or until `time.time` is `until_s`."""
+    """Write shards until there are `num_tokens`, or until `time.time` reaches `until_s`."""
     devices = devices_of(recipe.device)
     per_device = recipe.writers_per_device or num_writers(recipe.target, devices[0])
     writers = devices * per_device
@@ -105,8 +105,8 @@ def write_text(
 
 
 def num_writers(target: str, device: str) -> int:
-    """Processes that share a device: on a GPU a step of a small target takes less time than its
-    bookkeeping, which each process does on a core of its own.
+    """How many processes share a device. On a GPU, a step of a small target takes less time than
+    its bookkeeping, which each process does on its own core.
     """
     if not device.startswith("cuda"):
         return 1
@@ -117,7 +117,7 @@ def num_writers(target: str, device: str) -> int:
 
 
 def _num_shards(folder: Path, num_tokens: int | None) -> int:
-    """Shards in order, without a gap, up to `num_tokens`: the same whoever was faster."""
+    """How many shards, in order and without a gap, make up `num_tokens`: the same for every run."""
     num_shards = total = 0
     while (path := shard_path(folder, num_shards)).exists():
         if num_tokens is not None and total >= num_tokens:
@@ -130,7 +130,7 @@ def _num_shards(folder: Path, num_tokens: int | None) -> int:
 def write_shards(
     recipe: Recipe, folder: Path, device: str, ledger: Ledger, share_of_memory: float
 ) -> None:
-    """Write the shards that the ledger hands out, until it hands out none."""
+    """Write the shards that the ledger hands out."""
     with ledger.first_alone():
         writer = Writer(recipe, device, share_of_memory)
     shard_s = 0.0
@@ -140,7 +140,7 @@ def write_shards(
         shard_s = time.time() - start_s
 
 
-_ledger: Ledger | None = None  # of a pool's process: such things travel at its start alone
+_ledger: Ledger | None = None  # in a process of the pool: it can only be passed at its start
 
 
 def _keep_ledger(ledger: Ledger) -> None:
