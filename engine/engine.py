@@ -33,7 +33,7 @@ from .scheduling.pace import Pace
 from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
 from .validation import check_request
-from .worker import Step, Worker
+from .worker import LaunchedStep, Worker
 
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
@@ -56,7 +56,7 @@ class Engine:
         self._eos_token_ids = config.eos_token_ids
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._requests: dict[str, Request] = {}
-        self._in_flight: Step | None = None  # launched, not read yet
+        self._in_flight: LaunchedStep | None = None  # launched, not read yet
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read; the device began the next one then
         self.info = EngineInfo(

@@ -25,7 +25,7 @@ _SHORT_ROWS = (16, 8, 4, 2, 1)  # rows a sequence; attention has a block size fo
 
 
 @dataclass(slots=True)
-class Step:
+class LaunchedStep:
     """A plan that the device is working on."""
 
     plan: Plan
@@ -150,16 +150,16 @@ class Worker:
         self._cpu_share.begin()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Step:
+    def launch(self, plan: Plan) -> LaunchedStep:
         """Draft and score, counting from the tokens that the device knows when this runs there."""
         self._cpu_share.adapt()
         start_s, begin = time.perf_counter(), self._event()
         self.proposer.propose(plan)
         logits = self.scorer.score(plan)
-        return Step(plan, logits, time.perf_counter() - start_s, begin)
+        return LaunchedStep(plan, logits, time.perf_counter() - start_s, begin)
 
     @torch.inference_mode()
-    def verify(self, step: Step) -> None:
+    def verify(self, step: LaunchedStep) -> None:
         """Verify the drafts, and add the drawn tokens to those the device knows.
 
         No sequence may be seated between `launch` and this.
@@ -177,7 +177,7 @@ class Worker:
         event.record()
         return event
 
-    def read(self, step: Step) -> Verified:
+    def read(self, step: LaunchedStep) -> Verified:
         """Wait for a step, and return what it drew and scored."""
         if step.end is not None:
             step.end.synchronize()

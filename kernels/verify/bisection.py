@@ -17,7 +17,7 @@ from .decide import OPEN, accept_test, load_draft
 from .drafts import COLUMNS, Step, Verified, rows_of
 from .keys import key_of, value_of
 from .philox import exp, fixed, log_of_fixed
-from .row_outcome import Rows, settle_row
+from .row_outcome import RowOutcomes, settle_row
 from .sampling import BLOCK, GROUP
 from .scan import BlockStats, merge_totals
 
@@ -221,7 +221,7 @@ def _bisect_kernel(
         )  # fmt: skip
 
 
-def bisect_rows(step: Step, stats: BlockStats, rows: Rows, verified: Verified) -> None:
+def bisect_rows(step: Step, stats: BlockStats, rows: RowOutcomes, verified: Verified) -> None:
     """Finish the rows in the list `to_bisect`."""
     device, blocks = step.logits.device, stats.max.shape[1]
     _bisect_kernel[(min(len(rows.to_bisect), num_programs(device, _PROGRAMS_PER_SM)),)](

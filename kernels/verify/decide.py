@@ -35,7 +35,7 @@ BAD = tl.constexpr(-1)  # the row holds NaN, inf or no finite logit
 OPEN = tl.constexpr(-2)  # not drawn yet
 
 
-class Plan(NamedTuple):
+class Decision(NamedTuple):
     num_accepted: torch.Tensor  # [B] int32; for `block`, as far as known without Z; for `match`, 0
     rows_to_read: torch.Tensor  # [B] int64, bit j: row j must be read
     log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
@@ -76,7 +76,7 @@ def log_ratio_reference(step: Step, rows: RowStates, row_index: torch.Tensor) ->
     return torch.where(possible, log_p - log_q, -torch.inf)
 
 
-def decide_reference(step: Step, rows: RowStates) -> Plan:
+def decide_reference(step: Step, rows: RowStates) -> Decision:
     """The accept tests of all requests."""
     drafts, sampling = step.drafts, step.sampling
     batch, k_max = drafts.token_ids.shape
@@ -117,7 +117,7 @@ def decide_reference(step: Step, rows: RowStates) -> Plan:
     read_last = ~greedy & ((accepted < k) | sampling.is_filtered(step.vocab_size))
     rows_to_read = later | (read_last.long() << accepted)
     rows_to_read = torch.where(match, 0, rows_to_read)
-    return Plan(accepted.int(), rows_to_read, log_scale)
+    return Decision(accepted.int(), rows_to_read, log_scale)
 
 
 @triton.jit

@@ -7,8 +7,9 @@ takes 40 random bits and int64 weights, and only that one block is read. For `ma
 import torch
 
 from ..triton_or_none import tl, triton
+from .block_rule import accept_blocks_reference
 from .candidates import load_candidates
-from .decide import Plan
+from .decide import Decision
 from .drafts import Step, Verified, emit_reference, row_index_reference
 from .match import match_reference
 from .philox import (
@@ -40,13 +41,12 @@ from .sampling import (
     log_prob_reference,
 )
 from .scan import BlockStats, blocks_reference
-from .settle import accept_blocks_reference
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
 def draw_reference(
-    step: Step, stats: BlockStats, rows: RowStates, plan: Plan, mass: torch.Tensor
+    step: Step, stats: BlockStats, rows: RowStates, decision: Decision, mass: torch.Tensor
 ) -> Verified:
     """Tokens of every request."""
     logits, drafts, sampling = step.logits, step.drafts, step.sampling
@@ -56,7 +56,7 @@ def draw_reference(
     row_index = row_index_reference(step)
     greedy = sampling.temperature <= 0
     match = (sampling.rule == Rule.MATCH) & ~greedy
-    accepted = accept_blocks_reference(step, plan, mass)
+    accepted = accept_blocks_reference(step, decision, mass)
     last = torch.zeros_like(k)
     pairs = match.nonzero().squeeze(-1)
     if len(pairs):
@@ -76,7 +76,7 @@ def draw_reference(
     sampled = (~greedy & ~match).nonzero().squeeze(-1)
     if len(sampled):
         last[sampled] = _draw_last_reference(
-            step, stats, rows, plan, mass, sampled, accepted[sampled], row[sampled]
+            step, stats, rows, decision, mass, sampled, accepted[sampled], row[sampled]
         )  # fmt: skip
     return emit_reference(drafts, accepted, last, rows.state[row_index, STATE_LOG_Z].isnan())
 
@@ -95,7 +95,7 @@ def _draw_last_reference(
     step: Step,
     stats: BlockStats,
     rows: RowStates,
-    plan: Plan,
+    decision: Decision,
     mass: torch.Tensor,
     b: torch.Tensor,
     accepted: torch.Tensor,
@@ -142,7 +142,7 @@ def _draw_last_reference(
         draft_state = drafts.state[b, slot]
     weight = weights_reference(
         x, ids, state, draft, draft_state, draft_id, ~plain & ~lost,
-        plan.log_scale[b, accepted], inv_t,
+        decision.log_scale[b, accepted], inv_t,
     )  # fmt: skip
     # Plain rows are normalised by their block, so that few bits are lost in a light one.
     block_max = stats.max[row].gather(1, block[:, None])

@@ -14,13 +14,13 @@ from ..dependent_launch import (
     wait_for_inputs,
 )
 from ..triton_or_none import tl, triton
+from .block_rule import accept_blocks
 from .decide import BAD, accept_tests
 from .drafts import COLUMNS, Step, Verified, draft_row, emit, rows_of
 from .draw import draw_from_blocks, draw_words
 from .residual import open_row, read_blocks
-from .row_outcome import Rows
+from .row_outcome import RowOutcomes
 from .sampling import load_state
-from .settle import accept_blocks
 
 _PROGRAMS_PER_SM = 8  # as many as can be resident
 _WARPS = 4
@@ -142,7 +142,7 @@ def _draw_kernel(
     emit(request, accepted, last, own == BAD, num_columns, draft_ids_ptr, verified)
 
 
-def finish(step: Step, num_blocks: int, rows: Rows, verified: Verified) -> None:
+def finish(step: Step, num_blocks: int, rows: RowOutcomes, verified: Verified) -> None:
     """Write the outcomes of the requests that have listed rows."""
     device = step.logits.device
     mass = step.logits.new_empty(len(rows.to_read) * num_blocks, dtype=torch.int64)

@@ -7,7 +7,7 @@ multiples of 2**-40.
 import torch
 
 from ..triton_or_none import tl, triton
-from .decide import Plan
+from .decide import Decision
 from .drafts import Step, draft_row, row_index_reference
 from .philox import FIXED_ONE, exp2, fixed
 from .sampling import (
@@ -53,17 +53,17 @@ def weights_reference(
     return ((p * scale.reshape(lead) - q).clamp_min(0.0) * FIXED_ONE).long()
 
 
-def residual_reference(step: Step, rows: RowStates, plan: Plan) -> torch.Tensor:
-    """Block masses of the rows that the plan wants read; 0 for all others.
+def residual_reference(step: Step, rows: RowStates, decision: Decision) -> torch.Tensor:
+    """Block masses of the rows that the decision wants read; 0 for all others.
 
     Shape: [B, K + 1, num_blocks] int64.
     """
     logits, drafts, vocab_size = step.logits, step.drafts, step.vocab_size
-    batch, width = plan.log_scale.shape
+    batch, width = decision.log_scale.shape
     shape = (batch, width, num_blocks(vocab_size))
     mass = torch.zeros(shape, dtype=torch.int64, device=logits.device)
     offset = torch.arange(width, device=logits.device)
-    to_read = ((plan.rows_to_read[:, None] >> offset) & 1).nonzero()
+    to_read = ((decision.rows_to_read[:, None] >> offset) & 1).nonzero()
     for b, j in (pairs.unbind(1) for pairs in to_read.split(rows_in_cache(vocab_size))):
         if not len(b):
             break
@@ -80,7 +80,7 @@ def residual_reference(step: Step, rows: RowStates, plan: Plan) -> torch.Tensor:
         draft_id = drafts.token_ids[b, slot] if width > 1 else torch.full_like(b, -1)
         weight = weights_reference(
             x, ids, rows.state[row], draft, draft_state, draft_id, j < drafts.num_drafts[b],
-            plan.log_scale[b, j], step.sampling.inverse_temperature()[b],
+            decision.log_scale[b, j], step.sampling.inverse_temperature()[b],
         )  # fmt: skip
         mass[b, j] = weight.sum(-1)
     return mass

@@ -20,7 +20,7 @@ from .sampling import BLOCK
 _BLOCK = tl.constexpr(BLOCK)
 
 
-class Rows(NamedTuple):
+class RowOutcomes(NamedTuple):
     state: torch.Tensor  # [N, 4] float32, for sampled rows
     tests: torch.Tensor  # [B, K + 1, 2] float32: log p(X) / q(X) of each draft, and its u
     own: torch.Tensor  # [B, K + 1] int64 token ids, or BAD, or OPEN

@@ -31,7 +31,7 @@ from .draw import draw_from_candidates, draw_from_sums, draw_words
 from .keys import value_of
 from .philox import FIXED_ONE, log, log_of_fixed
 from .residual import open_row
-from .row_outcome import Rows, conclude_row, greedy_token, settle_row
+from .row_outcome import RowOutcomes, conclude_row, greedy_token, settle_row
 from .sampling import (
     BLOCK,
     GROUP,
@@ -232,7 +232,9 @@ def _row_state_kernel(
     )  # fmt: skip
 
 
-def row_state(step: Step, stats: BlockStats, filters: bool, rows: Rows, verified: Verified) -> None:
+def row_state(
+    step: Step, stats: BlockStats, filters: bool, rows: RowOutcomes, verified: Verified
+) -> None:
     """Compute every row, and write the outcomes of requests that have no open row.
 
     `filters` False promises that no row is filtered.

@@ -22,7 +22,7 @@ from .draw import draw_reference
 from .finish import finish
 from .philox import Purpose
 from .residual import residual_reference
-from .row_outcome import Rows
+from .row_outcome import RowOutcomes
 from .row_state import row_state, row_state_reference
 from .sampling import MAX_DRAFTS, STATE_WIDTH, Sampling
 from .scan import scan, scan_reference
@@ -156,7 +156,7 @@ def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.T
     _check_layout(step)
     batch, k_max = step.drafts.token_ids.shape
     new = step.logits.new_empty
-    rows = Rows(
+    rows = RowOutcomes(
         new((len(step.logits), STATE_WIDTH), dtype=torch.float32),
         new((batch, k_max + 1, 2), dtype=torch.float32),
         new((batch, k_max + 1), dtype=torch.int64),
@@ -213,9 +213,9 @@ def _sample_reference(step: Step) -> tuple[Verified, torch.Tensor]:
     of_row = step.sampling.take(torch.repeat_interleave(drafts.num_drafts.long() + 1))
     stats = scan_reference(step.logits, of_row, step.vocab_size)
     rows = row_state_reference(step.logits, stats, of_row, step.vocab_size)
-    plan = decide_reference(step, rows)
-    mass = residual_reference(step, rows, plan)
-    return draw_reference(step, stats, rows, plan, mass), rows.state
+    decision = decide_reference(step, rows)
+    mass = residual_reference(step, rows, decision)
+    return draw_reference(step, stats, rows, decision, mass), rows.state
 
 
 def _check_layout(step: Step) -> None:

@@ -3,15 +3,15 @@
 import torch
 
 from ..triton_or_none import tl, triton
-from .decide import Plan, accept_words_reference
+from .decide import Decision, accept_words_reference
 from .drafts import COLUMNS, Step
 from .philox import FIXED_ONE, exp, of_fixed, uniform_reference
 from .sampling import Rule
 
 
-def accept_blocks_reference(step: Step, plan: Plan, mass: torch.Tensor) -> torch.Tensor:
+def accept_blocks_reference(step: Step, decision: Decision, mass: torch.Tensor) -> torch.Tensor:
     """Accepted drafts once Z is known: for `block`, the last i with u_i <= h_i. Shape: [B]."""
-    accepted = plan.num_accepted.long()
+    accepted = decision.num_accepted.long()
     k_max = step.drafts.token_ids.shape[1]
     is_block = step.sampling.rule == Rule.BLOCK
     if k_max == 0 or not bool(is_block.any()):
@@ -19,8 +19,8 @@ def accept_blocks_reference(step: Step, plan: Plan, mass: torch.Tensor) -> torch
     offset = torch.arange(1, k_max, device=accepted.device)
     u = uniform_reference(accept_words_reference(step))[:, :-1]
     z = mass[:, 1:-1].sum(-1).float() / FIXED_ONE
-    h = z / (z + 1.0 - plan.log_scale[:, 1:-1].exp())
-    open_rows = ((plan.rows_to_read[:, None] >> offset) & 1).bool()
+    h = z / (z + 1.0 - decision.log_scale[:, 1:-1].exp())
+    open_rows = ((decision.rows_to_read[:, None] >> offset) & 1).bool()
     open_rows &= is_block[:, None] & (offset > accepted[:, None])
     passed = torch.where(open_rows & ((u <= h) | h.isnan()), offset, 0)
     return torch.maximum(accepted, passed.amax(-1)) if k_max > 1 else accepted
