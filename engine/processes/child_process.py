@@ -1,10 +1,11 @@
 """A child process at the other end of a private socket, which never outlives its parent.
 
-It is started as COMMAND ENDPOINT ARGUMENTS, with lines of its own on a stdin that stays open for as
-long as the parent lives.
+It is started as COMMAND ENDPOINT ARGUMENTS, binds a socket to that endpoint, and has lines of its
+own on a stdin that stays open for as long as the parent lives.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -12,18 +13,25 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
-import zmq
+import msgspec
 import zmq.asyncio
+
+from .connection import Connection
 
 RESTART_DELAYS_S = (0.0, 2.0)  # after the first and the second death in a row; the third is final
 HEALTHY_S = 60.0  # of being ready end the row
-_SILENCE_MS = 100  # after this long without a message, a dead child has nothing left to say
+_SILENCE_S = 0.1  # after so long, a dead child has nothing left to say
+
+T = TypeVar("T")
 
 
-class ChildProcess:
-    """The parent's end. The socket's private directory is gone once the child has connected, so
-    that nothing is left of it whatever ends either process."""
+class ChildProcess(Generic[T]):
+    """The parent's end. The socket's private directory is gone once the child has spoken, so that
+    nothing is left of it whatever ends either process; unless it `is_shared`: then others can
+    connect to the child for as long as it lives.
+    """
 
     def __init__(
         self,
@@ -32,29 +40,29 @@ class ChildProcess:
         arguments: Sequence[str],
         *,
         lines: Sequence[bytes],
-        hear: Callable[[bytes], None],
+        decoder: "msgspec.msgpack.Decoder[T]",
+        hear: Callable[[T], None],
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
+        is_shared: bool = False,
     ) -> None:
-        self.socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
-        self.socket.set_hwm(0)
-        self.socket.linger = 0
+        self._directory = tempfile.TemporaryDirectory(prefix="outrider-")
+        self.endpoint = f"ipc://{self._directory.name}/socket"
+        self.connection = Connection(context, self.endpoint, decoder, self._hear_first)
         self._command, self._arguments = command, arguments
         self._lines = lines
         self._hear = hear
         self._environment = environment
         self._pass_fds = pass_fds
+        self._is_shared = is_shared
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
         """Start the child and hear it out to its end; returns its exit code."""
-        directory = tempfile.TemporaryDirectory(prefix="outrider-")
-        with directory, self.socket:
-            endpoint = f"ipc://{directory.name}/socket"
-            self.socket.bind(endpoint)
+        with self._directory, contextlib.closing(self.connection):
             process = await asyncio.create_subprocess_exec(
                 *self._command,
-                endpoint,
+                self.endpoint,
                 *self._arguments,
                 env=self._environment,
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
@@ -62,36 +70,26 @@ class ChildProcess:
                 pass_fds=self._pass_fds,
             )
             self._process = process
-            reader = asyncio.create_task(self._read(directory), name="reader of a child")
             try:
                 assert process.stdin is not None
                 process.stdin.writelines(line + b"\n" for line in self._lines)
                 exit_code = await process.wait()
             finally:
-                reader.cancel()
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
-            while await self.socket.poll(_SILENCE_MS):
-                self._hear(await self.socket.recv())
+            await asyncio.sleep(_SILENCE_S)
         return exit_code
-
-    def send(self, data: bytes) -> None:
-        """Without waiting: with no limit on the queue only a dead peer would make it wait, and
-        then closing the socket cancels it."""
-        if not self.socket.closed:
-            self.socket.send(data)
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def _read(self, directory: tempfile.TemporaryDirectory[str]) -> None:
-        first = await self.socket.recv()
-        directory.cleanup()  # both ends hold the connection now; nobody else shall
-        self._hear(first)
-        while True:
-            self._hear(await self.socket.recv())
+    def _hear_first(self, message: T) -> None:
+        if not self._is_shared:
+            self._directory.cleanup()  # both ends hold the connection now; nobody else shall
+        self.connection.hear = self._hear
+        self._hear(message)
 
 
 class Restarts:

@@ -3,9 +3,8 @@
 import asyncio
 import dataclasses
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Protocol
 
 from ..api import (
@@ -99,26 +98,10 @@ class EngineClient(Protocol):
         ...
 
 
-class Sink(Protocol):
-    """Where the engine's answers to one submission go."""
-
-    request_ids: list[str]
-    unfinished: set[str]
-
-    def admit(self) -> None: ...
-
-    def put(self, output: RequestOutput) -> None: ...
-
-    def fail(self, error: Exception) -> None:
-        """Turn the submission away, or end it with this error if it was admitted."""
-        ...
-
-
 class _Stream:
     def __init__(self, abort: Callable[[Collection[str]], None], request_ids: list[str]) -> None:
         self._abort = abort
         self._queue: asyncio.Queue[RequestOutput | EngineUnavailableError | None] = asyncio.Queue()
-        self.request_ids = request_ids
         self.unfinished = set(request_ids)
         self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -134,6 +117,7 @@ class _Stream:
                 self._queue.put_nowait(None)
 
     def fail(self, error: Exception) -> None:
+        """Turn the submission away, or end it with this error if it was admitted."""
         self.unfinished.clear()
         if not self.admission.done():
             self.admission.set_exception(error)
@@ -176,9 +160,10 @@ class Dispatcher(ABC):
         self._progress = progress
         self._up: asyncio.Future[EngineInfo] | None = None  # what `start` waits for
         self._last_words = ""  # of an engine that said that it cannot go on
-        self._submitted: deque[Sink] = deque()  # not answered yet; answers come in this order
-        self._running: dict[str, Sink] = {}  # by request id, admitted and not finished
-        self.watchers: list[Callable[[], None]] = []  # called once a message has been acted on
+        self._submission_ids = count()
+        self._submitted: dict[int, _Stream] = {}  # not answered yet
+        self._running: dict[str, _Stream] = {}  # by request id, admitted and not finished
+        self.on_change: Callable[[], None] = lambda: None  # called in each new state
         self._stats = EngineStats()  # of the engine that runs now
         self._past_stats = EngineStats()  # of those before it
 
@@ -203,8 +188,20 @@ class Dispatcher(ABC):
         """Hand a message to the transport without waiting."""
 
     async def generate(self, requests: list[NewRequest]) -> OutputStream:
-        stream = _Stream(self.drop, [request.request_id for request in requests])
-        self.submit(requests, stream)
+        if self.state != "ready":
+            raise EngineUnavailableError(self.status_reason or "the engine is still starting")
+        ids = [request.request_id for request in requests]
+        if not ids or len(set(ids)) < len(ids):
+            raise InvalidRequestError(f"a submission needs sequences with distinct ids, not {ids}")
+        submitted = {i for stream in self._submitted.values() for i in stream.unfinished}
+        if taken := (submitted | self._running.keys()).intersection(ids):
+            raise InvalidRequestError(f"sequences with these ids are running already: {taken}")
+        submission_id, stream = next(self._submission_ids), _Stream(self._drop, ids)
+        try:
+            self._send(Submit(submission_id, requests))
+        except OverflowError as error:
+            raise InvalidRequestError(f"a number is too large: {error}") from None
+        self._submitted[submission_id] = stream  # only now: what was not sent is not answered
         try:
             await stream.admission
         except asyncio.CancelledError:
@@ -212,30 +209,14 @@ class Dispatcher(ABC):
             raise
         return stream
 
-    def submit(self, requests: list[NewRequest], sink: Sink) -> None:
-        """Send a submission whose answers go to the sink; raises what needs no engine to tell."""
-        if self.state != "ready":
-            raise EngineUnavailableError(self.status_reason or "the engine is still starting")
-        ids = sink.request_ids
-        if not ids or len(set(ids)) < len(ids):
-            raise InvalidRequestError(f"a submission needs sequences with distinct ids, not {ids}")
-        in_use = {i for other in self._submitted for i in other.unfinished} | self._running.keys()
-        if taken := in_use.intersection(ids):
-            raise InvalidRequestError(f"sequences with these ids are running already: {taken}")
-        try:
-            self._send(Submit(requests))
-        except OverflowError as error:
-            raise InvalidRequestError(f"a number is too large: {error}") from None
-        self._submitted.append(sink)  # only now: what was not sent is not answered
-
     async def abort(self, request_ids: list[str]) -> None:
-        running = {i: sink for i in request_ids if (sink := self._running.get(i))}
+        running = {i: stream for i in request_ids if (stream := self._running.get(i))}
         if running:
-            self.drop(running)
-        for request_id, sink in running.items():
-            sink.put(RequestOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
+            self._drop(running)
+        for request_id, stream in running.items():
+            stream.put(RequestOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
 
-    def drop(self, request_ids: Collection[str]) -> None:
+    def _drop(self, request_ids: Collection[str]) -> None:
         """Stop sequences of which nobody wants to hear any more."""
         for request_id in request_ids:
             self._running.pop(request_id, None)
@@ -249,16 +230,16 @@ class Dispatcher(ABC):
             case Outputs(outputs, stats):
                 self._stats = stats
                 for output in outputs:
-                    if sink := self._running.get(output.request_id):
-                        sink.put(output)
+                    if stream := self._running.get(output.request_id):
+                        stream.put(output)
                         if output.finish_reason is not None:
                             del self._running[output.request_id]
-            case Admitted(request_ids):
-                sink = self._take_submitted(request_ids)
-                self._running |= dict.fromkeys(sink.unfinished, sink)
-                sink.admit()
-            case Refused(request_ids, reason, text):
-                self._take_submitted(request_ids).fail(_REFUSALS[reason](text))
+            case Admitted(submission_id):
+                stream = self._submitted.pop(submission_id)
+                self._running |= dict.fromkeys(stream.unfinished, stream)
+                stream.admit()
+            case Refused(submission_id, reason, text):
+                self._submitted.pop(submission_id).fail(_REFUSALS[reason](text))
             case Loading(stage, done, total):
                 if self._progress:
                     self._progress(stage, done, total)
@@ -266,42 +247,27 @@ class Dispatcher(ABC):
                 self.info, self.state, self.status_reason = info, "ready", None
                 if self._up and not self._up.done():
                     self._up.set_result(info)
+                self.on_change()
             case Failed(text):
                 self._last_words = text
-        self._tell_watchers()
-
-    def _tell_watchers(self) -> None:
-        for watcher in self.watchers:
-            watcher()
-
-    def _take_submitted(self, request_ids: list[str]) -> Sink:
-        if not self._submitted or self._submitted[0].request_ids != request_ids:
-            raise RuntimeError(f"the engine answered a submission that was not made: {request_ids}")
-        return self._submitted.popleft()
 
     def _down(self, state: EngineState, reason: str) -> None:
         """Enter a state without an engine; what was under way ends with the reason."""
-        submitted, self._submitted = self._submitted, deque()
-        self._past_stats, self._stats = self.stats, EngineStats()
-        self._lose_running(state, reason)
-        for sink in submitted:
-            sink.fail(EngineUnavailableError(reason))
-        self._tell_watchers()
-
-    def _lose_running(self, state: EngineState, reason: str) -> None:
-        """Enter a state without an engine; what it had admitted ends with the reason."""
         self.state, self.status_reason = state, reason
-        running, self._running = self._running, {}
-        for sink in set(running.values()):
-            sink.fail(EngineUnavailableError(reason))
+        self._past_stats, self._stats = self.stats, EngineStats()
+        streams = {*self._submitted.values(), *self._running.values()}
+        self._submitted.clear()
+        self._running.clear()
+        for stream in streams:
+            stream.fail(EngineUnavailableError(reason))
         if self._up and not self._up.done():
             self._up.set_exception(EngineUnavailableError(reason))
+        self.on_change()
 
 
 _REFUSALS: dict[str, type[Exception]] = {
     "queue_full": QueueFullError,
     "invalid": InvalidRequestError,
-    "unavailable": EngineUnavailableError,
 }
 _GAUGES = {"num_running", "num_waiting", "pages_used", "pages_total"}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..api import ReportProgress
 from ..config import EngineConfig
 from .client import Dispatcher
-from .messages import FromEngine, Shutdown, ToEngine
+from .messages import FromEngine, Hello, Shutdown, ToEngine
 from .process import load_engine, run
 
 if TYPE_CHECKING:
@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 
 
 class _QueueChannel:
+    """To the one client that there is, on the event loop of this process."""
+
     def __init__(self, deliver: Callable[[FromEngine], object]) -> None:
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._deliver = deliver
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, client: bytes, message: FromEngine) -> bool:
         self._deliver(message)
+        return True
 
-    def receive(self, wait_s: float | None) -> list[ToEngine]:
-        messages = [self.inbox.get()] if wait_s is None else []
+    def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
+        messages = [(b"", self.inbox.get())] if wait_s is None else []
         end_s = time.perf_counter() + (wait_s or 0.0)
         while True:
             left_s = max(0.0, end_s - time.perf_counter())
             try:
-                messages.append(self.inbox.get(left_s > 0, left_s))
+                messages.append((b"", self.inbox.get(left_s > 0, left_s)))
             except queue.Empty:
                 return messages
 
@@ -62,6 +65,7 @@ class InProcessEngine(Dispatcher):
                 loop.call_soon_threadsafe(self._give_up)
 
         self._channel = channel
+        self._send(Hello())
         self._thread = threading.Thread(target=live, name="engine", daemon=True)
         self._thread.start()
 

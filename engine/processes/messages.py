@@ -1,6 +1,7 @@
 """What the processes of a server say to each other, encoded with msgspec.
 
-The process that owns the engine speaks with it, and with those that share it (see relay.py).
+The engine answers whoever speaks to it: the process that started it, which owns it, and the HTTP
+processes beside that one, which share it. Each hears of its own sequences alone.
 """
 
 from typing import Literal
@@ -9,12 +10,19 @@ import msgspec
 
 from ..api import EngineInfo, EngineState, EngineStats, NewRequest, RequestOutput
 
-# ---- server -> engine
+# ---- client -> engine
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Tell me of your steps from now on, and how you are at once. The owner speaks first, and
+    hears of loading too.
+    """
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Sequences that are admitted together or turned away together."""
 
+    submission_id: int  # of this client's; the answer names it
     requests: list[NewRequest]
 
 
@@ -23,13 +31,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Finish nothing further; leave."""
+    """To the engine: finish nothing further; leave. To an HTTP process: finish and leave."""
 
 
-ToEngine = Submit | Abort | Shutdown
+ToEngine = Hello | Submit | Abort | Shutdown
 
 
-# ---- engine -> server
+# ---- engine -> client
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -45,21 +53,21 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """The sequences of one Submit are in the queue."""
+    """The sequences of a Submit are in the queue."""
 
-    request_ids: list[str]
+    submission_id: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The sequences of one Submit were turned away; nothing was kept of them."""
+    """The sequences of a Submit were turned away; nothing was kept of them."""
 
-    request_ids: list[str]
-    reason: Literal["queue_full", "invalid", "unavailable"]
+    submission_id: int
+    reason: Literal["queue_full", "invalid"]
     message: str
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What one step produced."""
+    """What one step produced for this client, and how the engine is after it."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
@@ -77,21 +85,18 @@ FromEngine = Loading | Ready | Admitted | Refused | Outputs | Failed
 # ---- between the owner of an engine and a process that shares it
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The sharing process wants to hear of the engine."""
-
-
 class Up(msgspec.Struct, frozen=True, tag=True):
     """The sharing process has come up: it could shut down in order."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """How the engine is; where it is not ready, what was running has ended."""
+    """How the engine is; if it is not ready, what was running has ended."""
 
     state: EngineState
     reason: str | None
     info: EngineInfo | None
+    endpoint: str | None  # where an engine that is ready can be reached
+    past_stats: EngineStats  # the counters of the engines before it
 
 
-ToOwner = Hello | Up | Submit | Abort
-FromOwner = Status | Admitted | Refused | Outputs | Shutdown
+FromOwner = Status | Shutdown

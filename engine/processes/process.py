@@ -1,5 +1,7 @@
 """The engine process: brings an engine up, then takes messages and steps until told to leave.
 
+It answers every process that says Hello. The first to speak is the one that started it.
+
 Started by `ProcessEngine` as
 `python -P -m outrider.engine.processes.process ENDPOINT LOG_LEVEL LOG_FORMAT`,
 with the `EngineConfig` as one line of JSON on its stdin.
@@ -32,6 +34,7 @@ from .messages import (
     Admitted,
     Failed,
     FromEngine,
+    Hello,
     Loading,
     Outputs,
     Ready,
@@ -51,14 +54,16 @@ log = logging.getLogger("outrider.engine.processes.process")
 
 
 class Channel(Protocol):
-    """The engine's end of the line to its client."""
+    """The engine's end of the lines to its clients, which it tells apart by their names."""
 
-    def receive(self, wait_s: float | None) -> list[ToEngine]:
-        """Take every message that arrives within so long, in order; None: wait for the first."""
+    def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
+        """Take every message that arrives within so long, in order, each behind the name of who
+        sent it; None: wait for the first.
+        """
         ...
 
-    def send(self, message: FromEngine) -> None:
-        """Hand a message over without waiting for the client to read it."""
+    def send(self, client: bytes, message: FromEngine) -> bool:
+        """Hand a message over without waiting for the client to read it. False: it has gone."""
         ...
 
 
@@ -88,18 +93,22 @@ def run(
     make_engine: "Callable[[ReportProgress], Engine]", channel: Channel, cache: CacheConfig
 ) -> bool:
     """Load and serve; whatever goes wrong is logged and sent as Failed. True: left as asked."""
+    messages = channel.receive(None)
+    owner, _ = messages[0]
+
+    def report(stage: str, done: int, total: int) -> None:
+        channel.send(owner, Loading(stage, done, total))
+
     try:
         with _publisher(cache) as publisher:
-            engine = make_engine(
-                lambda stage, done, total: channel.send(Loading(stage, done, total))
-            )
-            channel.send(Ready(engine.info))
+            engine = make_engine(report)
+            channel.send(owner, Ready(engine.info))
             if publisher is not None:
                 publisher.clear()
-            serve(engine, channel, publisher)
+            serve(engine, channel, messages, publisher)
     except Exception as error:
         log.exception("the engine stops")
-        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        channel.send(owner, Failed(f"{type(error).__name__}: {error}"))
         return False
     return True
 
@@ -112,49 +121,89 @@ def _publisher(cache: CacheConfig) -> "contextlib.AbstractContextManager[Publish
     return Publisher(cache.kv_events_endpoint, cache.kv_events_topic, cache.page_size_tokens)
 
 
-def serve(engine: "Engine", channel: Channel, publisher: "Publisher | None" = None) -> None:
-    """Alternate between messages and steps; without work, wait. Returns on Shutdown."""
+def serve(
+    engine: "Engine",
+    channel: Channel,
+    messages: list[tuple[bytes, ToEngine]],
+    publisher: "Publisher | None" = None,
+) -> None:
+    """Alternate between messages, these first, and steps; without work, wait. Ends on Shutdown."""
+    clients = Clients(engine, channel)
     while True:
-        for message in channel.receive(engine.spare_s() if engine.has_work() else None):
-            match message:
-                case Submit(requests):
-                    _submit(engine, channel, requests)
-                case Abort(request_ids):
-                    engine.abort(request_ids)
-                case Shutdown():
-                    return
+        for client, message in messages:
+            if isinstance(message, Shutdown):
+                return
+            clients.hear(client, message)
         outputs = engine.step() if engine.has_work() else []
         if publisher is not None:
             publisher.publish(engine.take_page_events())
         if not engine.has_work():
             engine.check_integrity()
-        channel.send(Outputs(outputs, engine.stats()))
+        clients.tell(outputs)
+        messages = channel.receive(engine.spare_s() if engine.has_work() else None)
 
 
-def _submit(engine: "Engine", channel: Channel, requests: list[NewRequest]) -> None:
-    ids = [request.request_id for request in requests]
-    try:
-        engine.submit(requests)
-    except QueueFullError as error:
-        channel.send(Refused(ids, "queue_full", str(error)))
-    except InvalidRequestError as error:
-        channel.send(Refused(ids, "invalid", str(error)))
-    except Exception as error:  # ours, not the client's: these requests fail, the others go on
-        log.exception("could not take requests %s", ids)
-        engine.abort(ids)
-        reason = f"{type(error).__name__}: {error}"
-        channel.send(Admitted(ids))
-        channel.send(
-            Outputs(
-                [
-                    RequestOutput(request_id=i, token_ids=[], finish_reason="error", error=reason)
-                    for i in ids
-                ],
-                engine.stats(),
-            )
-        )
-    else:
-        channel.send(Admitted(ids))
+class Clients:
+    """Those who use an engine: each is told of its own sequences, and how the engine is.
+
+    One that has gone is found out when it is told something, and its sequences end.
+    """
+
+    def __init__(self, engine: "Engine", channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._clients: set[bytes] = set()
+        self._client_of: dict[str, bytes] = {}  # by request id, not finished
+
+    def hear(self, client: bytes, message: Hello | Submit | Abort) -> None:
+        self._clients.add(client)
+        match message:
+            case Submit(submission_id, requests):
+                self._submit(client, submission_id, requests)
+            case Abort(request_ids):
+                self._abort([i for i in request_ids if self._client_of.get(i) == client])
+
+    def tell(self, outputs: list[RequestOutput]) -> None:
+        """Tell each client what a step brought it."""
+        own: dict[bytes, list[RequestOutput]] = {client: [] for client in self._clients}
+        for output in outputs:
+            own[self._client_of[output.request_id]].append(output)
+            if output.finish_reason is not None:
+                del self._client_of[output.request_id]
+        stats = self._engine.stats()
+        if gone := [c for c in own if not self._channel.send(c, Outputs(own[c], stats))]:
+            self._clients.difference_update(gone)
+            self._abort([i for i, client in self._client_of.items() if client in gone])
+            self.tell([])  # that there is room now
+
+    def _submit(self, client: bytes, submission_id: int, requests: list[NewRequest]) -> None:
+        ids = [request.request_id for request in requests]
+        failed: list[RequestOutput] = []
+        try:
+            self._engine.submit(requests)
+        except QueueFullError as error:
+            self._channel.send(client, Refused(submission_id, "queue_full", str(error)))
+            return
+        except InvalidRequestError as error:
+            self._channel.send(client, Refused(submission_id, "invalid", str(error)))
+            return
+        except Exception as error:  # ours, not the client's: these requests fail, others go on
+            log.exception("could not take requests %s", ids)
+            self._engine.abort(ids)
+            reason = f"{type(error).__name__}: {error}"
+            failed = [
+                RequestOutput(request_id=i, token_ids=[], finish_reason="error", error=reason)
+                for i in ids
+            ]
+        self._client_of |= dict.fromkeys(ids, client)
+        self._channel.send(client, Admitted(submission_id))
+        if failed:
+            self.tell(failed)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._engine.abort(request_ids)
+        for request_id in request_ids:
+            self._client_of.pop(request_id, None)  # it may be named twice
 
 
 class _SocketChannel:
@@ -163,26 +212,32 @@ class _SocketChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
-    def receive(self, wait_s: float | None) -> list[ToEngine]:
-        if wait_s is None:
-            self._socket.poll()
+    def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
         end_s = time.perf_counter() + (wait_s or 0.0)
-        messages: list[ToEngine] = []
+        messages: list[tuple[bytes, ToEngine]] = []
         while True:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                left_ms = int(1000 * (end_s - time.perf_counter()))
-                if left_ms <= 0 or not self._socket.poll(left_ms):
+                is_idle = wait_s is None and not messages
+                left_ms = max(0, int(1000 * (end_s - time.perf_counter())))
+                if not self._socket.poll(None if is_idle else left_ms):
                     return messages
                 continue
+            data = b"".join(frames)
             try:
-                messages.append(self._decoder.decode(data))
+                messages.append((client, self._decoder.decode(data)))
             except Exception as error:  # whatever the bytes did to the decoder, they are no message
                 log.warning("ignored %d bytes that are no message: %s", len(data), error)
 
-    def send(self, message: FromEngine) -> None:
-        self._socket.send(self._encoder.encode(message))
+    def send(self, client: bytes, message: FromEngine) -> bool:
+        try:
+            self._socket.send_multipart([client, self._encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
 
 def main(
@@ -196,9 +251,10 @@ def main(
     (line,) = leave_with_parent(num_lines=1)
     config = msgspec.json.decode(line, type=EngineConfig)
 
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.set_hwm(0)  # a slow client must not hold the batch up
-        socket.connect(endpoint)
+        socket.router_mandatory = True  # to send to one that has gone is an error
+        socket.bind(endpoint)
         channel = _SocketChannel(socket)
         served = run(lambda progress: make_engine(config, progress), channel, config.cache)
     return 0 if served else 1

@@ -15,7 +15,7 @@ from ..api import ReportProgress
 from ..config import EngineConfig
 from .child_process import ChildProcess, Restarts, describe_exit
 from .client import Dispatcher
-from .messages import FromEngine, Ready, Shutdown, ToEngine
+from .messages import FromEngine, Hello, Ready, Shutdown, Status, ToEngine
 
 log = logging.getLogger("outrider.engine.processes.process_engine")
 
@@ -26,8 +26,9 @@ class ProcessEngine(Dispatcher):
     """An engine in a child process.
 
     A child that dies is started again, the first time at once; after three deaths in a row, or if
-    it never became ready at all, the state is "failed". A child that has work and is silent for
-    `step_timeout_s` (None: as long as it likes) is killed and started again.
+    it never became ready at all, the state is "failed". A child that does not answer between two
+    steps for `step_timeout_s` (None: as long as it likes) is killed and started again. One that
+    `is_shared` can be reached by others too, at the endpoint that `status` tells.
     """
 
     _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.processes.process")
@@ -39,25 +40,31 @@ class ProcessEngine(Dispatcher):
         *,
         step_timeout_s: float | None = None,
         log_format: Literal["text", "json"] = "text",
+        is_shared: bool = False,
     ) -> None:
         super().__init__(progress)
         self._step_timeout_s = step_timeout_s
         self._log_format = log_format
+        self._is_shared = is_shared
         self._config = config
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._context = zmq.asyncio.Context()
-        self._child: ChildProcess | None = None
+        self._child: ChildProcess[FromEngine] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0
-        self._heard_at_s = 0.0
+        self._heard = asyncio.Event()  # something, since this was last cleared
+
+    @property
+    def status(self) -> Status:
+        """What those who share the engine must know."""
+        endpoint = self._child.endpoint if self._child and self.state == "ready" else None
+        return Status(self.state, self.status_reason, self.info, endpoint, self._past_stats)
 
     def _launch(self) -> None:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     def _send(self, message: ToEngine) -> None:
         if self._child is not None:
-            self._child.send(self._encoder.encode(message))
+            self._child.connection.send(message)
 
     async def stop(self) -> None:
         was_ready = self.state == "ready"
@@ -99,9 +106,12 @@ class ProcessEngine(Dispatcher):
             self._command,
             [str(log.getEffectiveLevel()), self._log_format],
             lines=[msgspec.json.encode(self._config)],
+            decoder=msgspec.msgpack.Decoder(FromEngine),
             hear=self._hear,
             environment=child_environment(),
+            is_shared=self._is_shared,
         )
+        self._send(Hello())
         watchdog = asyncio.create_task(self._kill_if_hung(child), name="engine watchdog")
         try:
             exit_code = await child.run()
@@ -114,26 +124,26 @@ class ProcessEngine(Dispatcher):
             return self._last_words
         return describe_exit(exit_code)
 
-    async def _kill_if_hung(self, child: ChildProcess) -> None:
-        """Return once the child has been killed for its silence."""
-        timeout_s = math.inf if self._step_timeout_s is None else self._step_timeout_s
+    async def _kill_if_hung(self, child: ChildProcess[FromEngine]) -> None:
+        """Ask it now and then how it is; return once it has been killed for its silence."""
+        interval_s = (self._step_timeout_s or math.inf) / 10
         while True:
-            if self.state != "ready" or not (self._submitted or self._running):
-                self._heard_at_s = time.monotonic()  # it owes us nothing
-            if time.monotonic() - self._heard_at_s > timeout_s:
+            await asyncio.sleep(interval_s)
+            if self.state != "ready":
+                continue
+            self._heard.clear()
+            self._send(Hello())
+            try:
+                await asyncio.wait_for(self._heard.wait(), self._step_timeout_s)
+            except TimeoutError:
                 child.kill()
                 return
-            await asyncio.sleep(min(1.0, timeout_s / 4))
 
-    def _hear(self, data: bytes) -> None:
-        self._heard_at_s = time.monotonic()
-        try:
-            message = self._decoder.decode(data)
-            if isinstance(message, Ready):
-                self._ready_at_s = time.monotonic()
-            self._receive(message)
-        except Exception:  # one message, or a progress display, must not cost the engine
-            log.exception("could not act on a message of the engine (%d bytes)", len(data))
+    def _hear(self, message: FromEngine) -> None:
+        self._heard.set()
+        if isinstance(message, Ready):
+            self._ready_at_s = time.monotonic()
+        self._receive(message)
 
 
 def child_environment() -> dict[str, str]:

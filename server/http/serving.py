@@ -147,6 +147,7 @@ async def _serve(pair: Pair, listeners: list[socket.socket], console: Console) -
         progress,
         step_timeout_s=settings.engine.step_timeout_s or None,
         log_format=settings.server.log_format,
+        is_shared=settings.server.api_workers > 1,
     )
     tasks: list[asyncio.Future[Any]] = [starting := asyncio.create_task(engine.start())]
     try:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from outrider.engine.config import EngineConfig
 from outrider.engine.processes.child_process import leave_with_parent
-from outrider.engine.processes.relay import SharedEngine
+from outrider.engine.processes.shared_engine import SharedEngine
 
 from ..cli.console import configure_logging
 from ..config.settings import Settings

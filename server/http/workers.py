@@ -17,8 +17,8 @@ from pydantic import SecretStr
 
 from outrider.engine.config import EngineConfig
 from outrider.engine.processes.child_process import ChildProcess, Restarts, describe_exit
+from outrider.engine.processes.messages import Shutdown, Up
 from outrider.engine.processes.process_engine import ProcessEngine
-from outrider.engine.processes.relay import Sharer
 
 from ..config.settings import Settings
 from .http_server import FAREWELL_S
@@ -33,7 +33,8 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """Processes that share this process's engine.
+    """Processes that share this process's engine: they speak to it themselves, and hear from here
+    how it is and where.
 
     One that dies is started again, the first time at once: its requests are freed, its connections
     are gone, and new ones wait for its successor. `serve` raises WorkerError after three deaths in
@@ -45,8 +46,9 @@ class Workers:
         self._settings = settings
         self._lines = [to_json(settings), msgspec.json.encode(config)]
         self._engine = engine
+        self._engine.on_change = self._tell
         self._context = zmq.asyncio.Context()
-        self._living: dict[ChildProcess, Sharer] = {}
+        self._living: dict[ChildProcess[Up], bool] = {}  # and whether it has come up
         self._up = [asyncio.Event() for _ in range(settings.server.api_workers)]
 
     async def listening(self) -> None:
@@ -103,26 +105,30 @@ class Workers:
     ) -> int:
         """Start one and hear it out to its end; returns its exit code."""
 
-        def hear(data: bytes) -> None:
-            sharer.hear(data)
-            if sharer.is_up:
-                up.set()
+        def hear(message: Up) -> None:
+            self._living[child] = True
+            up.set()
 
         child = ChildProcess(
             self._context,
             (sys.executable, "-P", "-m", "outrider.server.http.worker"),
             [str(listener.fileno()) for listener in listeners],
             lines=self._lines,
+            decoder=msgspec.msgpack.Decoder(Up),
             hear=hear,
             environment=environment,
             pass_fds=[listener.fileno() for listener in listeners],
         )
-        sharer = self._living[child] = Sharer(self._engine, child.send)
+        self._living[child] = False
+        child.connection.send(self._engine.status)
         try:
             return await child.run()
         finally:
             del self._living[child]
-            sharer.close()
+
+    def _tell(self) -> None:
+        for child in self._living:
+            child.connection.send(self._engine.status)
 
     def _leave(self, sig: int) -> None:
         if self.leaving:
@@ -131,15 +137,15 @@ class Workers:
             return
         self.leaving = True
         log.info("shutting down: no new requests; Ctrl-C again leaves at once")
-        for child, sharer in self._living.items():
-            if sharer.is_up:
-                sharer.shut_down()
+        for child, is_up in self._living.items():
+            if is_up:
+                child.connection.send(Shutdown())
             else:
                 child.kill()
         patience_s = self._settings.server.shutdown_timeout_s + 3 * FAREWELL_S
         asyncio.get_running_loop().call_later(patience_s, self._kill, list(self._living))
 
-    def _kill(self, children: Sequence[ChildProcess]) -> None:
+    def _kill(self, children: Sequence[ChildProcess[Up]]) -> None:
         for child in children:
             child.kill()
 

@@ -14,7 +14,14 @@ from tiny_models import save_tiny_model
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import CacheConfig
 from outrider.engine.engine import Engine
-from outrider.engine.processes.messages import FromEngine, Ready, Shutdown, Submit, ToEngine
+from outrider.engine.processes.messages import (
+    FromEngine,
+    Hello,
+    Ready,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
 from outrider.engine.processes.process import load_engine, run
 from outrider.engine.request import Request
 from outrider.engine.scheduling.kv_cache import KVCacheManager, PageRemoved, PageStored
@@ -138,18 +145,20 @@ class Client:
     """Submits a sequence once the engine is there, and leaves when it has ended."""
 
     def __init__(self, new: NewRequest) -> None:
-        self._inbox: list[ToEngine] = []
+        self._inbox: list[ToEngine] = [Hello()]
         self._new = new
 
-    def receive(self, wait_s: float | None) -> list[ToEngine]:
+    def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
         inbox, self._inbox = self._inbox, []
-        return inbox
+        return [(b"me", message) for message in inbox]
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, client: bytes, message: FromEngine) -> bool:
+        assert client == b"me"
         if isinstance(message, Ready):
-            self._inbox.append(Submit([self._new]))
+            self._inbox.append(Submit(7, [self._new]))
         if any(output.finish_reason for output in getattr(message, "outputs", [])):
             self._inbox.append(Shutdown())
+        return True
 
 
 def test_an_engine_publishes_what_it_caches(

@@ -6,16 +6,17 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
 import scripted_engine
-import zmq
-import zmq.asyncio
 
 from outrider.engine.api import EngineInfo, NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from outrider.engine.processes.client import EngineClient, OutputStream
+from outrider.engine.processes.connection import Connection
 from outrider.engine.processes.in_process import InProcessEngine
+from outrider.engine.processes.messages import Up
 from outrider.engine.processes.process_engine import ProcessEngine
-from outrider.engine.processes.relay import SharedEngine, Sharer
+from outrider.engine.processes.shared_engine import SharedEngine
 
 TIMEOUT_S = 10  # a hang is a failure, not a wait
 
@@ -35,17 +36,15 @@ class ScriptedSharedEngine(SharedEngine):
     """Shares an engine that somebody else on this event loop owns."""
 
     def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
-        self.owner = ScriptedProcessEngine(config, progress)
+        self.owner = ScriptedProcessEngine(config, progress, is_shared=True)
         self._directory = tempfile.TemporaryDirectory()
         super().__init__(f"ipc://{self._directory.name}/socket", on_shutdown=lambda: None)
-        self._owners_socket = self._context.socket(zmq.PAIR)
-        self._owners_socket.set_hwm(0)
-        self._owners_socket.bind(self._endpoint)
-        self.sharer = Sharer(self.owner, self._owners_socket.send)
-        self._listener: asyncio.Task[None] | None = None
+        self._to_sharer: Connection[Up] | None = None
 
     async def start(self) -> EngineInfo:
-        self._listener = asyncio.create_task(self._listen())
+        decoder = msgspec.msgpack.Decoder(Up)
+        self._to_sharer = Connection(self._context, self._endpoint, decoder, lambda message: None)
+        self.owner.on_change = self.tell
         starting = asyncio.create_task(self.owner.start())
         try:
             return await super().start()
@@ -53,17 +52,18 @@ class ScriptedSharedEngine(SharedEngine):
             await asyncio.wait({starting})
             starting.exception()
 
-    async def stop(self) -> None:
-        if self._listener is not None:
-            self._listener.cancel()
-        self.sharer.close()
-        await self.owner.stop()
-        await super().stop()
-        self._directory.cleanup()
+    def tell(self) -> None:
+        assert self._to_sharer is not None
+        self._to_sharer.send(self.owner.status)
 
-    async def _listen(self) -> None:
-        while True:
-            self.sharer.hear(await self._owners_socket.recv())
+    async def stop(self) -> None:
+        if self._to_sharer is not None:
+            self.owner.on_change = lambda: None
+            self._to_sharer.close()
+            self._to_sharer = None
+        await super().stop()
+        await self.owner.stop()
+        self._directory.cleanup()
 
 
 def scripted_config(path: str = "model") -> EngineConfig:

@@ -1,0 +1,71 @@
+"""An engine for several processes: all but its owner reach it through this."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import zmq.asyncio
+
+from .client import Dispatcher
+from .connection import Connection
+from .messages import FromEngine, FromOwner, Hello, Ready, Shutdown, Status, ToEngine, Up
+
+
+class SharedEngine(Dispatcher):
+    """An engine that the parent of this process owns: the parent tells how it is and where, and the
+    rest is said to the engine itself. It is not ours to stop.
+
+    `endpoint`: where the parent connects to; `on_shutdown` is called when it wants us to leave.
+    """
+
+    def __init__(self, endpoint: str, on_shutdown: Callable[[], None]) -> None:
+        super().__init__()
+        self.has_heard = asyncio.Event()  # how the engine is
+        self._endpoint = endpoint
+        self._on_shutdown = on_shutdown
+        self._context = zmq.asyncio.Context()
+        self._owner: Connection[FromOwner] | None = None
+        self._engine: Connection[FromEngine] | None = None
+
+    def _launch(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FromOwner)
+        self._owner = Connection(self._context, self._endpoint, decoder, self._hear, binds=True)
+
+    def report_up(self) -> None:
+        """Tell the owner that this process does its work from here on."""
+        if self._owner is not None:
+            self._owner.send(Up())
+
+    async def stop(self) -> None:
+        """End what is under way here; the engine drops it once it finds nobody here."""
+        if self._owner is not None:
+            self._owner.close()
+            self._owner = None
+        self._leave_engine()
+        self._down("stopped", "the engine was stopped")
+        self._context.destroy(linger=0)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._engine is not None:
+            self._engine.send(message)
+
+    def _leave_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _hear(self, message: FromOwner) -> None:
+        match message:
+            case Shutdown():
+                self._on_shutdown()
+            case Status(state, reason, info, endpoint, past_stats):
+                self._leave_engine()
+                if info is not None and endpoint is not None:
+                    decoder = msgspec.msgpack.Decoder(FromEngine)
+                    self._engine = Connection(self._context, endpoint, decoder, self._receive)
+                    self._engine.send(Hello())
+                    self._receive(Ready(info))
+                elif state != "starting":
+                    self._down(state, reason or state)
+                self._past_stats = past_stats
+                self.has_heard.set()
