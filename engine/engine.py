@@ -28,10 +28,13 @@ from .memory import measure_pages
 from .models.paged_layers import PagedLayers
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
+from .scheduling.commit import Committer
+from .scheduling.counters import Counters
 from .scheduling.kv_cache import KVCacheManager, PageEvent
 from .scheduling.pace import Pace
 from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
+from .scheduling.sequences import Sequences
 from .validation import check_request
 from .worker import LaunchedStep, Worker
 
@@ -55,7 +58,6 @@ class Engine:
         draft = pair.draft or pair.head
         self._eos_token_ids = config.eos_token_ids
         self._grammars = _grammar_compiler(config, pair.vocab_size)
-        self._requests: dict[str, Request] = {}
         self._in_flight: LaunchedStep | None = None  # launched, not read yet
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read; the device began the next one then
@@ -108,9 +110,20 @@ class Engine:
             lookahead=self.worker.pair.head.lookahead if self.worker.pair.head else 0,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
+        self._counters = counters = Counters(k)
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
+        self.sequences = Sequences(config.scheduler, self._kv_cache, self.worker, counters)
         self.scheduler = Scheduler(
-            config.scheduler, self._kv_cache, self.worker, k, max_model_len, adaptive
+            config.scheduler,
+            self.sequences,
+            self._kv_cache,
+            self.worker,
+            k,
+            max_model_len,
+            adaptive,
+        )
+        self._committer = Committer(
+            self.sequences, self._kv_cache, self.worker.slots, counters, max_model_len, adaptive
         )
         self.lag = 1 if self.worker.device.type == "cuda" else 0  # on a CPU nothing would overlap
         self.info = replace(
@@ -131,14 +144,14 @@ class Engine:
         Drafting and scoring are launched first; then the host reads the step before. Verification
         comes last, because grammars and custom processors must know the tokens of that step.
         """
-        outputs = self.scheduler.take_uncompiled()
+        outputs = self.sequences.take_uncompiled()
         if self.scheduler.must_know():
             outputs += self._commit()
         plan = self.scheduler.schedule()
         if not plan:
             outputs += self._commit()
             if not outputs:
-                self.scheduler.wait_for_grammars(_IDLE_S)
+                self.sequences.wait_for_grammars(_IDLE_S)
             return self._finished(outputs)
         is_behind = self._in_flight is not None
         if not is_behind:
@@ -148,7 +161,7 @@ class Engine:
             outputs += self._commit()
             _follow(plan)
         self.worker.verify(step)
-        self.scheduler.launched(plan)
+        self._committer.launched(plan)
         self._in_flight = step
         if self.lag == 0:
             outputs += self._commit()
@@ -163,7 +176,7 @@ class Engine:
         self._read_s = time.perf_counter()
         if step.device_s is not None:
             self._pace.observe(step.plan, step.device_s, step.launch_s)
-        return self.scheduler.commit(step.plan, verified)
+        return self._committer.commit(step.plan, verified)
 
     def spare_s(self) -> float:
         """How long the next launch may wait for new requests before the device runs dry."""
@@ -172,17 +185,14 @@ class Engine:
         return self._pace.spare_s(self._in_flight.plan, time.perf_counter() - self._read_s)
 
     def _finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        for output in outputs:
-            if output.finish_reason is not None:
-                del self._requests[output.request_id]
-        if not self._requests:
+        if not self.has_work():
             self._in_flight = None  # all its sequences have ended
         return outputs
 
     def submit(self, requests: list[NewRequest]) -> None:
         """Queue sequences, all or none. Raises QueueFullError or InvalidRequestError."""
         ids = {new.request_id for new in requests}
-        if len(ids) < len(requests) or not ids.isdisjoint(self._requests):
+        if len(ids) < len(requests) or not ids.isdisjoint(self.sequences.by_id):
             raise InvalidRequestError("request_id: it is in use already")
         for new in requests:
             check_request(new, self.info.max_model_len, self.info.vocab_size, self._eos_token_ids)
@@ -193,26 +203,26 @@ class Engine:
         queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
+        was_idle = not self.has_work()
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:
                     request.compiling = self._grammars.start(
                         request.params.grammar, request.params.stop_token_ids
                     )
-            self.scheduler.add(queued)  # last, so that a refusal leaves nothing behind
+            self.sequences.add(queued)  # last, so that a refusal leaves nothing behind
         except BaseException:
             for request in queued:
-                self.scheduler.finish(request)
+                self.sequences.finish(request)
             raise
-        if not self._requests:
+        if was_idle:
             self.worker.begin()
-        self._requests.update((request.request_id, request) for request in queued)
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop sequences and free their pages now, with no further output. Ignores unknown ids."""
         for request_id in request_ids:
-            if request := self._requests.pop(request_id, None):
-                self.scheduler.finish(request)
+            if request := self.sequences.by_id.get(request_id):
+                self.sequences.finish(request)
 
     def warm_up_grammars(self) -> None:
         """Start the process that grammars are forked from, so that the first need not wait."""
@@ -220,13 +230,13 @@ class Engine:
             self._grammars.warm_up()
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self.sequences.by_id)
 
     def stats(self) -> EngineStats:
-        counters = self.scheduler.counters
+        counters = self._counters
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.sequences.running),
+            num_waiting=len(self.sequences.waiting),
             pages_used=self._kv_cache.num_usable_pages - self._kv_cache.num_free_pages,
             pages_total=self._kv_cache.num_usable_pages,
             steps=counters.num_steps,
@@ -245,8 +255,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Account for every page and slot; raises RuntimeError on a leak. Cheap; run when idle."""
-        self._kv_cache.check_integrity(self.scheduler.running)
-        self.worker.slots.check_integrity(self.scheduler.running)
+        self._kv_cache.check_integrity(self.sequences.running)
+        self.worker.slots.check_integrity(self.sequences.running)
 
 
 def _follow(plan: Plan) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .api import ReportProgress, SamplingParams
+from .api import ReportProgress
 from .config import EngineConfig
 from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
@@ -115,7 +115,7 @@ class Worker:
         self.verifier.capture(logits, self.proposer.distributions)
 
     def seat(self, request: Request) -> None:
-        """Give a sequence a slot and fill it; pages come by `write_pages`."""
+        """Give a sequence a slot and fill it; its pages come later, by `slots.write_pages`."""
         self.slots.seat(request)
         self.edits.seat(request)
 
@@ -124,22 +124,6 @@ class Worker:
         assert request.slot is not None
         self.edits.unseat(request.slot)
         self.slots.unseat(request)
-
-    @property
-    def num_free(self) -> int:
-        return self.slots.num_free
-
-    def rewind(self, request: Request) -> None:
-        """Set the device's number of known tokens back to the host's."""
-        self.slots.rewind(request)
-
-    def write_pages(self, grown: list[tuple[Request, int]]) -> None:
-        """Write each sequence's pages, from the given index on, into its block table."""
-        self.slots.write_pages(grown)
-
-    def draws_are_fixed(self, params: SamplingParams) -> bool:
-        """Whether a sequence's tokens are the same whatever is drafted for it."""
-        return self.slots.draws_are_fixed(params)
 
     def must_know(self, request: Request) -> bool:
         """Whether the host must know all of a sequence's tokens before anything is drafted."""

@@ -163,3 +163,11 @@ def _bucket(num_seqs: int) -> int:
     """Group batch sizes: two groups for each doubling."""
     step = 1 << max(0, num_seqs.bit_length() - 2)
     return -(-num_seqs // step) * step
+
+
+def times_decoding(num_prompt_tokens: int, num_decoding: int) -> bool:
+    """Whether a step's time tells what decoding takes.
+
+    A few prompt tokens more hardly show in it; a chunk of a long prompt does.
+    """
+    return num_prompt_tokens <= 2 * num_decoding

@@ -1,0 +1,180 @@
+"""What a step changes: for the sequences when it is launched, and when the host has read it."""
+
+import time
+
+from ..api import RequestOutput
+from ..request import Request
+from ..state.slots import Slots
+from .adaptive_speculation import AdaptiveSpeculation, times_decoding
+from .counters import Counters
+from .kv_cache import KVCacheManager
+from .plan import Plan, ScheduledRequest, Verified
+from .sequences import Sequences
+
+
+class Committer:
+    """Advances the sequences by what steps compute and draw, and ends those that are done."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        kv_cache: KVCacheManager,
+        slots: Slots,
+        counters: Counters,
+        max_model_len: int,
+        adaptive: AdaptiveSpeculation | None = None,
+    ) -> None:
+        self._sequences = sequences
+        self._kv_cache = kv_cache
+        self._slots = slots
+        self._counters = counters
+        self._max_model_len = max_model_len
+        self._adaptive = adaptive
+        self._last_commit_s = 0.0
+
+    def launched(self, plan: Plan) -> None:
+        """Take note of what a step computes, once the one before is committed; what it draws comes
+        with its own commit.
+        """
+        for scheduled in plan.scheduled:
+            request = scheduled.request
+            if scheduled.is_void:
+                continue
+            if scheduled.samples:
+                request.num_drafts_in_flight = scheduled.num_drafts
+                request.num_computed_tokens = request.num_tokens
+            else:
+                request.num_computed_tokens = scheduled.end
+                if scheduled.num_prompt_logits:
+                    request.num_scored_tokens = scheduled.end
+            self._kv_cache.record_computed(request)  # who finds the pages comes later on the device
+
+    def commit(self, plan: Plan, verified: Verified) -> list[RequestOutput]:
+        """Advance every sequence by what a step drew; free what is done, pass over what is void."""
+        self._counters.num_steps += 1
+        self._observe(plan, verified)
+        outputs = []
+        sampled_idx = 0
+        for scheduled in plan.scheduled:
+            if not scheduled.samples:
+                if output := self._commit_chunk(scheduled):
+                    outputs.append(output)
+                continue
+            if not scheduled.is_void:
+                outputs.append(self._commit_drawn(scheduled, verified, sampled_idx))
+            sampled_idx += 1
+        return outputs
+
+    def _observe(self, plan: Plan, verified: Verified) -> None:
+        """Tell the choice of k how many drafts stood, and how long the step took."""
+        last_commit_s, self._last_commit_s = self._last_commit_s, time.perf_counter()
+        sampled = plan.sampled
+        if self._adaptive is None or not sampled:
+            return
+        num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
+        is_timed = plan.is_timed and times_decoding(num_prefill_rows, len(sampled))
+        self._adaptive.observe(
+            [s.num_drafts for s in sampled],
+            [len(drawn) - 1 for drawn in verified.token_ids],
+            self._last_commit_s - last_commit_s if is_timed else None,
+            [s.request.params.num_speculative_tokens is None for s in sampled],
+        )
+
+    def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
+        request = scheduled.request
+        # One that was preempted since then does not score these prompt tokens again.
+        if scheduled.is_void and request not in self._sequences.waiting:
+            return None
+        if scheduled.has_nan:
+            return self._commit_bad(request, is_dead_end=False)
+        if scheduled.prompt_logprobs is None:
+            return None
+        return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
+
+    def _commit_drawn(
+        self, scheduled: ScheduledRequest, verified: Verified, i: int
+    ) -> RequestOutput:
+        request, num_drafts = scheduled.request, scheduled.num_drafts
+        request.num_drafts_in_flight = None
+        drawn = verified.token_ids[i]
+        num_accepted = len(drawn) - 1
+        if is_bad := verified.is_bad[i] or scheduled.has_nan:
+            if num_drafts == 0:
+                is_dead_end = request.can_reach_a_dead_end and not scheduled.has_nan
+                return self._commit_bad(request, is_dead_end=is_dead_end)
+            request.speculates = False
+            fixed = self._slots.draws_are_fixed(request.params)
+            if num_accepted == 0 or fixed or scheduled.has_nan:
+                # A draft that the target turns into NaN spoils the rows before it too (0 * NaN in
+                # the attention). Without drafts the same step may well be sound: compute it again.
+                self._start_over(request)
+                return request.output([])
+            # The accepted drafts lead to where nothing is left. They stand, as they would without
+            # speculation: to draw again would favour whatever leads elsewhere.
+            drawn = drawn[:num_accepted]
+        if num_drafts:
+            self._counters.count_drafts(num_drafts, num_accepted)
+            num_seen = request.num_tokens + min(num_accepted, num_drafts - 1)
+            request.num_draft_computed_tokens = num_seen
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+        # KV is right for all known tokens and the accepted drafts; behind them it is overwritten.
+        num_valid = request.num_tokens + num_accepted
+
+        request.num_scored_tokens = request.num_prompt_tokens
+        kept = self._until_stop(request, drawn)
+        request.token_ids.extend(kept)
+        self._counters.num_generation_tokens += len(kept)
+        num_valid = min(num_valid, request.num_tokens - 1)
+        request.num_computed_tokens = num_valid
+        request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, num_valid)
+        self._kv_cache.record_computed(request)
+        if is_bad:
+            self._start_over(request)
+
+        logprobs = verified.logprobs[i]
+        output = request.output(
+            kept,
+            logprobs[: len(kept)] if logprobs is not None else None,
+            scheduled.prompt_logprobs,
+            draft_token_ids=verified.draft_token_ids[i],
+        )
+        if request.finish_reason is not None:
+            self._sequences.finish(request)
+        return output
+
+    def _start_over(self, request: Request) -> None:
+        """Have the device go on from what the host knows; what it was about to draw is void."""
+        request.num_computed_tokens = request.num_tokens - 1
+        request.num_draft_computed_tokens = min(
+            request.num_draft_computed_tokens, request.num_tokens
+        )
+        request.void_flight()
+        self._slots.rewind(request)
+
+    def _commit_bad(self, request: Request, *, is_dead_end: bool) -> RequestOutput:
+        request.finish_reason = "error"
+        if request.edit_error is not None:
+            reason = request.edit_error
+        elif is_dead_end:
+            reason = "the request's own edits of the logits left it no token to go on with"
+        else:
+            reason = "the target produced no finite logits for this sequence"
+        output = request.output([], error=reason, is_dead_end=is_dead_end)
+        self._sequences.finish(request)
+        return output
+
+    def _until_stop(self, request: Request, drawn: list[int]) -> list[int]:
+        """What is kept of the drawn tokens; sets the request's finish reason if they end it."""
+        room = min(
+            request.params.max_tokens - request.num_output_tokens,
+            self._max_model_len - request.num_tokens,
+        )
+        for j, token_id in enumerate(drawn[:room]):
+            if token_id in request.stop_token_ids:
+                request.finish_reason = "stop"
+                request.stop_token_id = token_id
+                return drawn[: j + 1]
+        if len(drawn) >= room:
+            request.finish_reason = "length"
+        return drawn[:room]

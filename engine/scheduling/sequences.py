@@ -1,0 +1,113 @@
+"""The sequences that have not ended: those that wait, and those that run."""
+
+import concurrent.futures
+import time
+from bisect import insort
+from itertools import count
+from operator import attrgetter
+from typing import Protocol
+
+from ..api import InvalidRequestError, QueueFullError, RequestOutput
+from ..config import SchedulerConfig
+from ..request import Request
+from ..state.slots import Slots
+from .counters import Counters
+from .kv_cache import KVCacheManager
+
+_TURN = attrgetter("turn")
+
+
+class Seats(Protocol):
+    """What scheduling asks of a worker."""
+
+    slots: Slots
+
+    def seat(self, request: Request) -> None: ...
+
+    def unseat(self, request: Request) -> None: ...
+
+    def must_know(self, request: Request) -> bool: ...
+
+
+class Sequences:
+    """Who waits, in the order of their turns, and who runs. One that runs has a slot and pages; one
+    that waits has neither. When one has ended, nothing is left of it here.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, seats: Seats, counters: Counters
+    ) -> None:
+        self._config = config
+        self._kv_cache = kv_cache
+        self._seats = seats
+        self._counters = counters
+        self.by_id: dict[str, Request] = {}
+        self.waiting: list[Request] = []  # the next first
+        self.running: list[Request] = []
+        self._arrivals = count()
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue sequences, all or none. Raises QueueFullError or InvalidRequestError."""
+        places = self._config.max_num_seqs + self._config.max_queue_len
+        if len(requests) > places:
+            raise InvalidRequestError(
+                f"n: the {len(requests)} sequences of one request can never be queued together; "
+                f"{places} may run or wait (max_num_seqs and max_queue_len): ask for fewer"
+            )
+        if len(self.by_id) + len(requests) > places:
+            raise QueueFullError(
+                f"the queue is full: {len(self.running)} sequences run, {len(self.waiting)} wait; "
+                f"{len(requests)} more do not fit into {places} places"
+            )
+        for request in requests:
+            request.turn = (request.turn[0], next(self._arrivals))
+            insort(self.waiting, request, key=_TURN)
+            self.by_id[request.request_id] = request
+
+    def admit(self, request: Request, num_cached_tokens: int) -> None:
+        """Let a waiting sequence run; it holds pages already if it found so many tokens cached."""
+        if request.num_cached_tokens is None:  # a preempted sequence finds its own pages again
+            request.num_cached_tokens = num_cached_tokens
+            request.queue_s = time.perf_counter() - request.arrival_s
+            self._counters.num_cached_tokens += num_cached_tokens
+            self._counters.num_prompt_tokens += request.num_prompt_tokens
+        self.waiting.remove(request)
+        self.running.append(request)
+        self._seats.seat(request)
+
+    def preempt_last(self) -> Request:
+        """Take slot and pages from the running sequence that is last in turn; it waits again."""
+        request = max(self.running, key=_TURN)
+        self._stop_running(request)
+        insort(self.waiting, request, key=_TURN)
+        self._counters.num_preemptions += 1
+        return request
+
+    def finish(self, request: Request) -> None:
+        """Remove a sequence wherever it is, and free what it holds. Unknown ones are ignored."""
+        if request in self.running:
+            self._stop_running(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if request.compiling is not None:
+            request.compiling.cancel()
+        self.by_id.pop(request.request_id, None)
+
+    def take_uncompiled(self) -> list[RequestOutput]:
+        """End the sequences whose grammars could not be compiled, through no fault of theirs."""
+        outputs = []
+        for request in [r for r in self.waiting if r.compile_error is not None]:
+            request.finish_reason = "error"
+            outputs.append(request.output([], error=f"grammar: {request.compile_error}"))
+            self.finish(request)
+        return outputs
+
+    def wait_for_grammars(self, timeout_s: float) -> None:
+        """Wait until a sequence can start whose grammar was still being compiled."""
+        compiling = [r.compiling for r in self.waiting if r.compiling is not None]
+        concurrent.futures.wait(compiling, timeout_s, concurrent.futures.FIRST_COMPLETED)
+
+    def _stop_running(self, request: Request) -> None:
+        self.running.remove(request)
+        self._seats.unseat(request)
+        self._kv_cache.release(request)
