@@ -7,7 +7,6 @@
 Needs the extra `ray`. Settings come from OUTRIDER_* variables and from `config`, as everywhere.
 """
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from outrider.engine.processes.client import EngineUnavailableError
 from outrider.engine.processes.process_engine import ProcessEngine
 
 from .cli.console import configure_logging
-from .cli.progress import ignore_progress
 from .config.settings_loader import load_settings
 from .http.http_server import load_app
 from .http.middleware import Gate
-from .models.pair import engine_config, prepare_pair
+from .models.prepare import prepare
 
 # Of Ray's own routers, the one that keeps a session (header x-session-id) on its replica, where the
 # conversation so far is cached. Requests without one are spread evenly.
@@ -58,14 +56,13 @@ class Replica:
     async def __init__(self, config: str | None) -> None:  # type: ignore[misc]
         # Ray's proxy is called by whatever name the cluster has; server.allowed_hosts still counts.
         flags = {"server.host": "0.0.0.0"}
-        self._settings = load_settings(Path(config) if config else None, flags=flags)
-        server = self._settings.server
+        settings = load_settings(Path(config) if config else None, flags=flags)
+        server = settings.server
         configure_logging(server.log_level, server.log_format, Console(file=sys.stderr))
-        pair = await asyncio.to_thread(prepare_pair, self._settings, ignore_progress)
-        self._settings, self._config = pair.settings, engine_config(pair)
+        self._prepared = await prepare(settings)
         self._engine = ProcessEngine(
-            self._config,
-            step_timeout_s=self._settings.engine.step_timeout_s or None,
+            self._prepared.engine,
+            step_timeout_s=settings.engine.step_timeout_s or None,
             log_format=server.log_format,
         )
         try:
@@ -76,7 +73,7 @@ class Replica:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         # Ray drains: a replica that is to go gets no new requests, and its gate need never close.
-        return await load_app(self._settings, self._config, self._engine, Gate())
+        return await load_app(self._prepared, self._engine, Gate())
 
     def check_health(self) -> None:
         """Ray replaces a replica whose engine has failed; one that restarts comes back sooner."""

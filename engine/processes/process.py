@@ -8,8 +8,6 @@ with the `EngineConfig` as one line of JSON on its stdin.
 """
 
 import contextlib
-import ctypes
-import gc
 import logging
 import sys
 import time
@@ -28,6 +26,7 @@ from ..api import (
 )
 from ..config import CacheConfig, EngineConfig
 from .child_process import leave_with_parent
+from .heap import give_memory_back
 from .log_lines import JSONFormatter, LineFormatter
 from .messages import (
     Abort,
@@ -77,16 +76,8 @@ def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
 def _load_warm_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
     engine = load_engine(config, progress)
     engine.warm_up_grammars()
-    _give_memory_back()
+    give_memory_back()
     return engine
-
-
-def _give_memory_back() -> None:
-    """Return what loading freed to the system; by itself the C library keeps 100 MB of it."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def run(

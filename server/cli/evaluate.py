@@ -82,9 +82,7 @@ def evaluate_command(
             ks: list[int | None] = [measure.PLAIN, *sorted(set(k or _powers_up_to(most)))]
             if settings.speculation.adaptive:
                 ks.append(measure.OWN_CHOICE)
-            tokenizer = Tokenizer.load(
-                pair.target, trust_remote_code=settings.target.trust_remote_code
-            )
+            tokenizer = Tokenizer(pair.tokenizer)
             prompts = {
                 category: [_encode(tokenizer, text) for text in texts[:prompts_per_category]]
                 for category, texts in measure.held_out_prompts().items()

@@ -73,7 +73,7 @@ async def _run(settings: "Settings", given: IO[str], answers: IO[str]) -> tuple[
     from ..http.batch import answer_lines
     from ..http.http_server import load_app
     from ..http.middleware import Gate
-    from ..models.pair import engine_config, prepare_pair
+    from ..models.prepare import prepare
 
     # Nobody else is here to be kept out.
     open_to_us = settings.server.model_copy(
@@ -88,13 +88,12 @@ async def _run(settings: "Settings", given: IO[str], answers: IO[str]) -> tuple[
     settings = settings.model_copy(update={"server": open_to_us})
     num_done = num_failed = 0
     with ProgressDisplay() as progress:
-        pair = prepare_pair(settings, progress)
-        settings, told = pair.settings, engine_config(pair)
-        engine = ProcessEngine(told, progress)
+        prepared = await prepare(settings, progress)
+        engine = ProcessEngine(prepared.engine, progress)
         try:
             await engine.start()
-            app = await load_app(settings, told, engine, Gate())
-            at_once = settings.scheduler.max_num_seqs
+            app = await load_app(prepared, engine, Gate())
+            at_once = prepared.settings.scheduler.max_num_seqs
             async for line in answer_lines(app, given, max_at_once=at_once):
                 answers.write(json.dumps(line, ensure_ascii=False) + "\n")
                 answers.flush()

@@ -1,8 +1,9 @@
 """Every setting of Outrider, described; `settings_loader` reads them from their sources."""
 
+import json
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from .server_settings import Section, ServerSettings
 
@@ -226,6 +227,14 @@ class Settings(Section):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     engine: EngineSettings = EngineSettings()
+
+    def to_json(self) -> bytes:
+        """What is set, its secrets among it: for processes of ours alone, by a pipe."""
+
+        def plain(value: object) -> str:
+            return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+
+        return json.dumps(self.model_dump(exclude_unset=True), default=plain).encode()
 
     @model_validator(mode="after")
     def _draft_fits_target(self) -> Self:

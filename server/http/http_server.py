@@ -11,13 +11,13 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from outrider.engine.config import EngineConfig
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.processes.client import EngineClient
+from outrider.engine.processes.heap import give_memory_back
 
 from ..api.sampling_defaults import sampling_defaults
 from ..config.server_settings import ServerSettings
-from ..config.settings import Settings
+from ..models.prepare import Prepared
 from ..text.tokenizer import Tokenizer
 from .app import create_app
 from .connection import KEEP_ALIVE_S, Connection
@@ -30,20 +30,17 @@ SWEEP_TICKS = 5  # of uvicorn's loop, 0.1 s each
 FAREWELL_S = 2  # for the last bytes to reach their clients once the engine has stopped
 
 
-async def load_app(
-    settings: Settings, config: EngineConfig, client: EngineClient, gate: Gate
-) -> ASGIApp:
+async def load_app(prepared: Prepared, client: EngineClient, gate: Gate) -> ASGIApp:
     """The application, with the tokenizer and the grammars of the engine's target."""
-    tokenizer = await asyncio.to_thread(
-        Tokenizer.load, Path(config.target.path), trust_remote_code=config.target.trust_remote_code
-    )
+    settings, config = prepared.settings, prepared.engine
+    tokenizer = await asyncio.to_thread(Tokenizer, prepared.tokenizer)
     compiler = None
     if config.token_table is not None and config.eos_token_ids and config.vocab_size is not None:
         compiler = await asyncio.to_thread(
             GrammarCompiler, config.token_table, config.eos_token_ids, config.vocab_size
         )
         compiler.warm_up()
-    return create_app(
+    app = create_app(
         client,
         tokenizer,
         gate,
@@ -55,6 +52,8 @@ async def load_app(
         ),
         card=PairCard.of(settings),
     )
+    give_memory_back()
+    return app
 
 
 class Server(uvicorn.Server):

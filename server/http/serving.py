@@ -13,7 +13,6 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from outrider.engine.config import EngineConfig
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.engine.processes.process_engine import ProcessEngine
 
@@ -22,7 +21,7 @@ from ..cli.console import configure_logging, report_status, show_summary
 from ..cli.progress import ProgressDisplay
 from ..config.server_settings import ServerSettings
 from ..config.settings import Settings
-from ..models.pair import Pair, engine_config, prepare_pair
+from ..models.prepare import Prepared, prepare
 from ..models.store import ModelError
 from ..observe.tracing import TracingError
 from .hosts import is_loopback
@@ -51,13 +50,8 @@ def serve(settings: Settings) -> int:
         ]
         if settings.server.metrics_port is not None:
             listeners.append(bind(settings.server.host, settings.server.metrics_port))
-        with ProgressDisplay(console) as progress:
-            pair = prepare_pair(settings, progress)
-        defaults = sampling_defaults(settings.server.generation_config, pair.target)
-        if defaults != NEUTRAL:
-            log.info("sampling: %s, unless a request says otherwise", defaults)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(pair, listeners, console))
+            return runner.run(_serve(settings, listeners, console))
     except (ModelError, TracingError, WorkerError, OSError) as error:
         log.error("%s", error)
         return 1
@@ -139,11 +133,18 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
     return listeners
 
 
-async def _serve(pair: Pair, listeners: list[socket.socket], console: Console) -> int:
+async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
+    with ProgressDisplay(console) as progress:
+        prepared = await prepare(settings, progress)
+    settings = prepared.settings
+    defaults = sampling_defaults(
+        settings.server.generation_config, Path(prepared.engine.target.path)
+    )
+    if defaults != NEUTRAL:
+        log.info("sampling: %s, unless a request says otherwise", defaults)
     progress = ProgressDisplay(console)
-    settings, config = pair.settings, engine_config(pair)
     engine = ProcessEngine(
-        config,
+        prepared.engine,
         progress,
         step_timeout_s=settings.engine.step_timeout_s or None,
         log_format=settings.server.log_format,
@@ -151,7 +152,7 @@ async def _serve(pair: Pair, listeners: list[socket.socket], console: Console) -
     )
     tasks: list[asyncio.Future[Any]] = [starting := asyncio.create_task(engine.start())]
     try:
-        front = await _front(settings, config, engine)
+        front = await _front(prepared, engine)
         shared = [share(listener, settings.server.api_workers) for listener in listeners]
         sockets = [own for process in zip(*shared, strict=True) for own in process]
         serving: asyncio.Future[Any] = asyncio.create_task(front.serve(sockets))
@@ -182,14 +183,13 @@ async def _serve(pair: Pair, listeners: list[socket.socket], console: Console) -
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _front(
-    settings: Settings, config: EngineConfig, engine: ProcessEngine
-) -> Server | Workers:
+async def _front(prepared: Prepared, engine: ProcessEngine) -> Server | Workers:
     """What answers HTTP: this process, or so many beside it."""
-    if settings.server.api_workers > 1:
-        return Workers(settings, config, engine)
+    settings = prepared.settings.server
+    if settings.api_workers > 1:
+        return Workers(prepared, engine)
     gate = Gate()
-    return Server(await load_app(settings, config, engine, gate), gate, engine, settings.server)
+    return Server(await load_app(prepared, engine, gate), gate, engine, settings)
 
 
 def _url(listener: socket.socket, settings: ServerSettings) -> str:

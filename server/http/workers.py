@@ -1,7 +1,6 @@
 """HTTP processes around one engine: started, watched, drained. Each runs `worker.py`."""
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -11,16 +10,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import msgspec
 import zmq.asyncio
-from pydantic import SecretStr
 
-from outrider.engine.config import EngineConfig
 from outrider.engine.processes.child_process import ChildProcess, Restarts, describe_exit
 from outrider.engine.processes.messages import Shutdown, Up
 from outrider.engine.processes.process_engine import ProcessEngine
 
-from ..config.settings import Settings
+from ..models.prepare import Prepared
 from .http_server import FAREWELL_S
 
 log = logging.getLogger("outrider.server")
@@ -41,15 +37,15 @@ class Workers:
     a row, or if one cannot start at all.
     """
 
-    def __init__(self, settings: Settings, config: EngineConfig, engine: ProcessEngine) -> None:
+    def __init__(self, prepared: Prepared, engine: ProcessEngine) -> None:
         self.leaving = False
-        self._settings = settings
-        self._lines = [to_json(settings), msgspec.json.encode(config)]
+        self._settings = prepared.settings.server
+        self._lines = [prepared.to_json()]
         self._engine = engine
         self._engine.on_change = self._tell
         self._context = zmq.asyncio.Context()
         self._living: dict[ChildProcess[Up], bool] = {}  # and whether it has come up
-        self._up = [asyncio.Event() for _ in range(settings.server.api_workers)]
+        self._up = [asyncio.Event() for _ in range(self._settings.api_workers)]
 
     async def listening(self) -> None:
         """Wait until each of them has come up."""
@@ -142,18 +138,9 @@ class Workers:
                 child.connection.send(Shutdown())
             else:
                 child.kill()
-        patience_s = self._settings.server.shutdown_timeout_s + 3 * FAREWELL_S
+        patience_s = self._settings.shutdown_timeout_s + 3 * FAREWELL_S
         asyncio.get_running_loop().call_later(patience_s, self._kill, list(self._living))
 
     def _kill(self, children: Sequence[ChildProcess[Up]]) -> None:
         for child in children:
             child.kill()
-
-
-def to_json(settings: Settings) -> bytes:
-    """With their secrets: this goes to a process of ours, by a pipe."""
-
-    def plain(value: object) -> str:
-        return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
-
-    return json.dumps(settings.model_dump(), default=plain).encode()

@@ -21,7 +21,7 @@ from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
 
 from ..cli.progress import ignore_progress
 from ..config.settings import DraftSettings, Settings, TargetSettings
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, without_draft
 from .compatibility import Vocabulary, shared_vocab_size
 from .resolve import resolve
@@ -43,6 +43,7 @@ class Pair:
     draft: Path | None  # None: nothing to load besides the target
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    tokenizer: TokenizerData
     token_table: TokenTable | None = None  # None: grammars cannot be followed
 
 
@@ -97,8 +98,12 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
                 )
                 vocab_size = shared_vocab_size(vocabulary, draft_vocabulary)
     eos_token_ids = _eos_token_ids(target, config, tokenizer)
-    token_table = _token_table(tokenizer, vocab_size)
-    return Pair(settings, target, draft, vocab_size, eos_token_ids, token_table)
+    try:
+        data = TokenizerData.of(tokenizer)
+    except ValueError as error:
+        raise ModelError(f"{target} cannot be served: {error}") from None
+    token_table = _token_table(data, vocab_size)
+    return Pair(settings, target, draft, vocab_size, eos_token_ids, data, token_table)
 
 
 def engine_config(pair: Pair) -> EngineConfig:
@@ -198,7 +203,7 @@ def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any
         raise ModelError(f"cannot load the tokenizer of {directory}: {error}") from error
 
 
-def _token_table(tokenizer: Any, vocab_size: int) -> TokenTable | None:
+def _token_table(tokenizer: TokenizerData, vocab_size: int) -> TokenTable | None:
     try:
         return Tokenizer(tokenizer).token_table(vocab_size)
     except ValueError as error:

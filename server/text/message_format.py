@@ -63,7 +63,7 @@ class MessageFormat:
         if must_call:
             return MarkerParser(LIST, tools)
         if self._template is not None and (tools or reasoning):
-            from .response_template import TemplateParser  # brings in torch
+            from .response_template import TemplateParser  # brings in transformers
 
             return TemplateParser(self._template, prompt, tools)
         form = self._format if tools else None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,20 +33,45 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 
 
-class Tokenizer:
-    """The target's tokenizer, reduced to what can be called from any thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerData:
+    """A tokenizer as transformers loads it, reduced to data that any process can take up.
 
-    It works on the backend of the transformers tokenizer: the wrapper sets padding and truncation
-    on the shared backend at every call, which fails when two threads meet there.
+    Loading takes transformers with torch, seconds and hundreds of megabytes; what serves HTTP has
+    neither.
     """
 
-    def __init__(self, wrapper: "PreTrainedTokenizerBase") -> None:
+    backend: str  # the JSON of the `tokenizers` library
+    class_name: str
+    special_tokens: dict[str, Any]  # by their roles, such as eos_token
+    chat_template: str | dict[str, str] | None
+    response_template: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, wrapper: "PreTrainedTokenizerBase") -> "TokenizerData":
+        """Raises ValueError if it is none of the `tokenizers` library."""
         backend: Backend | None = getattr(wrapper, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(
                 f"the tokenizer is a {type(wrapper).__name__}, which has no `tokenizers` backend; "
                 "use a model whose directory has a tokenizer.json"
             )
+        return cls(
+            backend=backend.to_str(),
+            class_name=type(wrapper).__name__,
+            special_tokens=wrapper.special_tokens_map,
+            chat_template=wrapper.chat_template,
+            response_template=getattr(wrapper, "response_template", None),
+        )
+
+
+class Tokenizer:
+    """The target's tokenizer; can be called from any thread."""
+
+    def __init__(self, data: TokenizerData) -> None:
+        # Not transformers' wrapper: that sets padding and truncation on the backend at every call,
+        # which fails when two threads meet there.
+        backend = Backend.from_str(data.backend)
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
@@ -54,23 +80,31 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        self.chat_template = ChatTemplate(wrapper) if wrapper.chat_template is not None else None
+        self.chat_template = (
+            ChatTemplate(data.chat_template, data.special_tokens)
+            if data.chat_template is not None
+            else None
+        )
         self.info: dict[str, Any] = {
-            "tokenizer_class": type(wrapper).__name__,
-            **wrapper.special_tokens_map,
-            "chat_template": wrapper.chat_template,
+            "tokenizer_class": data.class_name,
+            **data.special_tokens,
+            "chat_template": data.chat_template,
         }
-        self.response_template: dict[str, Any] | None = getattr(wrapper, "response_template", None)
+        self.response_template = data.response_template
         # In characters of the text, or in bytes, which are no fewer.
         self.longest_token = max(map(len, backend.get_vocab()))
         self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, wrapper: "PreTrainedTokenizerBase") -> "Tokenizer":
+        return cls(TokenizerData.of(wrapper))
 
     @classmethod
     def load(cls, directory: Path, *, trust_remote_code: bool = False) -> "Tokenizer":
         from transformers import AutoTokenizer  # brings in torch, which takes seconds
 
         wrapper = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        return cls(wrapper)
+        return cls.of(wrapper)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # As a batch of one: `encode` would hold the GIL throughout, and with it the event loop.

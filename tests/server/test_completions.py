@@ -377,7 +377,7 @@ def test_gap_before_a_suffix_is_filled_by_a_model_that_can(
 ) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.backend.add_special_tokens([*marks, "<|file_sep|>"])
-    tokenizer = type(tokenizer)(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
+    tokenizer = type(tokenizer).of(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
     ids = [tokenizer.backend.token_to_id(mark) for mark in marks]
     served = Served(lambda request: steps(request, [70, 71], finish="stop"), tokenizer)
     reply = post(served.app, {"prompt": "def f(", "suffix": "return 1"})

@@ -1,15 +1,20 @@
 """The pair that the engine is handed."""
 
+import asyncio
 import json
+import logging
 from pathlib import Path
 
 import pytest
 from heads import save_tiny_head
 from tiny_pairs import save_tiny_model_with_tokenizer
+from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models.pair import Pair, engine_config, prepare_pair
+from outrider.server.models.prepare import Prepared, prepare
 from outrider.server.models.store import ModelError
+from outrider.server.text.tokenizer import TokenizerData
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,20 @@ def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> No
     assert config.vocab_size == found.vocab_size < 512  # the draft's padding does not count
     assert (config.device, config.cache.num_pages) == ("cpu", 64)
     assert config.speculation.num_speculative_tokens == 4
+
+
+def test_another_process_prepares_the_same(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = settings_for(models, "draft", "speculation.proposer=auto", "server.api_keys=secret")
+    with caplog.at_level(logging.INFO, "outrider"):
+        expected = Prepared.of(prepare_pair(settings))
+        told = [(record.name, record.levelno, record.message) for record in caplog.records]
+        caplog.clear()
+        found = asyncio.run(prepare(settings))
+    assert found == expected
+    assert found.settings.server.api_keys == settings.server.api_keys
+    assert [(r.name, r.levelno, r.message) for r in caplog.records] == told != []
+    with pytest.raises(ModelError, match=r"draft\.model = '.*not-there': .*does not exist"):
+        asyncio.run(prepare(settings_for(models, "not-there")))
 
 
 def test_eos_is_what_generation_and_the_tokenizer_say(models: Path) -> None:
@@ -104,7 +123,8 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "engine.batch_invariant=true",
         "engine.gpu_memory_utilization=0.6",
     )
-    config = engine_config(Pair(settings, models, None, 10, (1,)))
+    tokenizer = TokenizerData.of(byte_level_wrapper())
+    config = engine_config(Pair(settings, models, None, 10, (1,), tokenizer))
     speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
     assert (speculation.proposer, speculation.num_speculative_tokens) == ("ngram", 7)
     assert speculation.verification == "block"

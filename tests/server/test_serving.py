@@ -110,10 +110,13 @@ def test_missing_model_ends_the_command(
 
 def test_sigterm_ends_a_start_that_is_still_preparing() -> None:
     program = """
-import time
+import asyncio
 from outrider.server.http import serving
 from outrider.server.config.settings import Settings
-serving.prepare_pair = lambda *_: print("preparing", flush=True) or time.sleep(60)
+async def prepare(*_):
+    print("preparing", flush=True)
+    await asyncio.sleep(60)
+serving.prepare = prepare
 raise SystemExit(serving.serve(Settings(server={"port": 0})))
 """
     command = [sys.executable, "-P", "-c", program]

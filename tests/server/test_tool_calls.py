@@ -252,7 +252,7 @@ REASONS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor
 def reasoning_tokenizer() -> Tokenizer:
     wrapper = byte_level_wrapper()
     wrapper.chat_template = REASONS
-    return Tokenizer(wrapper)
+    return Tokenizer.of(wrapper)
 
 
 @pytest.mark.parametrize("told", ["by its template", "by a setting"])

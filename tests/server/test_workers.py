@@ -17,7 +17,6 @@ from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.server.config.settings import Settings
-from outrider.server.http.workers import to_json
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +75,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 def counted(text: str) -> dict[str, float]:
     lines = re.findall(r"^(outrider_\S+) (\S+)$", text, re.M)
     return {name: float(value) for name, value in lines if "_created" not in name}
+
+
+def test_processes_that_answer_http_have_no_torch(server: RunningServer) -> None:
+    until(lambda: len(workers(server)) == 2)
+    for pid in (server.process.pid, *workers(server)):
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_each_answers_alike_and_tells_of_all(
@@ -180,7 +185,7 @@ def test_all_drain_and_leave_nothing(server: RunningServer, clients: list[httpx.
 def test_settings_reach_the_workers_with_their_secrets(tmp_path: Path) -> None:
     server = {"api_keys": ("secret",), "api_key_file": tmp_path, "cors_origins": ("*",), "port": 1}
     settings = Settings.model_validate({"server": server, "engine": {"logits_processors": ("a",)}})
-    assert Settings.model_validate_json(to_json(settings)) == settings
+    assert Settings.model_validate_json(settings.to_json()) == settings
 
 
 def test_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:

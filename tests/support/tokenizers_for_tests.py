@@ -27,7 +27,7 @@ CHAT_TEMPLATE = """\
 
 def byte_level_tokenizer() -> Tokenizer:
     """As GPT-2's: every byte is a token, and any sequence of tokens has a text."""
-    return Tokenizer(byte_level_wrapper())
+    return Tokenizer.of(byte_level_wrapper())
 
 
 def byte_level_wrapper() -> PreTrainedTokenizerFast:
@@ -66,4 +66,4 @@ def byte_fallback_tokenizer() -> Tokenizer:
         ]
     )
     backend.add_special_tokens([EOS])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))
+    return Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))

@@ -1,0 +1,166 @@
+"""Preparing a pair in a process of its own, which takes torch and transformers away again.
+
+`prepare` starts it as `python -P -m outrider.server.models.prepare ENDPOINT`, with the settings as
+one line of JSON on its stdin.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from outrider.engine.api import ReportProgress
+from outrider.engine.config import EngineConfig
+from outrider.engine.processes.child_process import (
+    ChildProcess,
+    describe_exit,
+    leave_with_parent,
+)
+from outrider.engine.processes.messages import Failed, Loading
+
+from ..cli.progress import ignore_progress
+from ..config.settings import Settings
+from ..text.tokenizer import TokenizerData
+from .store import ModelError
+
+if TYPE_CHECKING:
+    from .pair import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What it takes to serve a pair, with nothing left to look up."""
+
+    settings: Settings
+    engine: EngineConfig
+    tokenizer: TokenizerData
+
+    @classmethod
+    def of(cls, pair: "Pair") -> "Prepared":
+        from .pair import engine_config
+
+        return cls(pair.settings, engine_config(pair), pair.tokenizer)
+
+    def to_json(self) -> bytes:
+        """One line, with secrets: for processes of ours alone."""
+        settings = msgspec.Raw(self.settings.to_json())
+        return msgspec.json.encode(_Written(settings, self.engine, self.tokenizer))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "Prepared":
+        written = msgspec.json.decode(data, type=_Written)
+        settings = Settings.model_validate_json(bytes(written.settings))
+        return cls(settings, written.engine, written.tokenizer)
+
+
+class _Written(msgspec.Struct, frozen=True):
+    settings: msgspec.Raw
+    engine: EngineConfig
+    tokenizer: TokenizerData
+
+
+class _Logged(msgspec.Struct, frozen=True, tag=True):
+    """A line for the log of the server."""
+
+    logger: str
+    level: int
+    text: str
+
+
+class _Done(msgspec.Struct, frozen=True, tag=True):
+    prepared: bytes
+
+
+_Told = Loading | _Logged | _Done | Failed
+
+
+async def prepare(settings: Settings, progress: ReportProgress = ignore_progress) -> Prepared:
+    """As `prepare_pair`, in another process: none of its libraries stay in this one.
+
+    Raises ModelError.
+    """
+    decoder = msgspec.msgpack.Decoder(_Told)
+    ended: asyncio.Future[_Done | Failed] = asyncio.get_running_loop().create_future()
+
+    def hear(data: bytes) -> None:
+        match decoder.decode(data):
+            case Loading(stage, done, total):
+                progress(stage, done, total)
+            case _Logged(logger, level, text):
+                logging.getLogger(logger).log(level, "%s", text)
+            case _Done() | Failed() as last:
+                ended.set_result(last)
+
+    context = zmq.asyncio.Context()
+    child = ChildProcess(
+        context,
+        (sys.executable, "-P", "-m", "outrider.server.models.prepare"),
+        [],
+        lines=[settings.to_json()],
+        hear=hear,
+        environment=dict(os.environ),
+    )
+    running = asyncio.create_task(child.run())
+    try:
+        either: set[asyncio.Future[Any]] = {running, ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            raise ModelError(f"the pair could not be prepared: {describe_exit(await running)}")
+    finally:
+        running.cancel()  # which ends the child: it has nothing more to say
+        await asyncio.wait({running})
+        context.destroy(linger=0)
+    last = ended.result()
+    if isinstance(last, Failed):
+        raise ModelError(last.message)
+    return Prepared.from_json(last.prepared)
+
+
+class _Hand(logging.Handler):
+    """Gives the log lines of this process to its parent, which knows how they are to look."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        super().__init__()
+        self._socket = socket
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _send(self._socket, _Logged(record.name, record.levelno, self.format(record)))
+
+
+def _send(socket: "zmq.Socket[bytes]", message: _Told) -> None:
+    socket.send(msgspec.msgpack.encode(message))
+
+
+def main() -> None:
+    (endpoint,) = sys.argv[1:]
+    (line,) = leave_with_parent(num_lines=1)
+    settings = Settings.model_validate_json(line)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.set_hwm(0)
+        socket.connect(endpoint)
+        hand = _Hand(socket)
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[hand])
+        logging.captureWarnings(True)
+        logging.getLogger("outrider").setLevel(settings.server.log_level.upper())
+
+        def progress(stage: str, done: int, total: int) -> None:
+            _send(socket, Loading(stage, done, total))
+
+        from .pair import prepare_pair
+
+        try:
+            prepared = Prepared.of(prepare_pair(settings, progress))
+        except (ModelError, OSError) as error:
+            _send(socket, Failed(str(error)))
+        else:
+            _send(socket, _Done(prepared.to_json()))
+
+
+if __name__ == "__main__":
+    main()
