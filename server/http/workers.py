@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+import msgspec
 import zmq.asyncio
 
 from outrider.engine.processes.child_process import ChildProcess, Restarts, describe_exit

@@ -85,11 +85,10 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
 
     Raises ModelError.
     """
-    decoder = msgspec.msgpack.Decoder(_Told)
     ended: asyncio.Future[_Done | Failed] = asyncio.get_running_loop().create_future()
 
-    def hear(data: bytes) -> None:
-        match decoder.decode(data):
+    def hear(message: _Told) -> None:
+        match message:
             case Loading(stage, done, total):
                 progress(stage, done, total)
             case _Logged(logger, level, text):
@@ -103,6 +102,7 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
         (sys.executable, "-P", "-m", "outrider.server.models.prepare"),
         [],
         lines=[settings.to_json()],
+        decoder=msgspec.msgpack.Decoder(_Told),
         hear=hear,
         environment=dict(os.environ),
     )
@@ -141,9 +141,9 @@ def main() -> None:
     (endpoint,) = sys.argv[1:]
     (line,) = leave_with_parent(num_lines=1)
     settings = Settings.model_validate_json(line)
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set_hwm(0)
-        socket.connect(endpoint)
+        socket.bind(endpoint)
         hand = _Hand(socket)
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[hand])
         logging.captureWarnings(True)
