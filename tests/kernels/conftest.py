@@ -2,7 +2,13 @@
 
 import pytest
 import torch
+from fast_interpreter import speed_up
 from verification import DEVICE, ROADS
+
+from outrider.kernels._dispatch import INTERPRET
+
+if INTERPRET:
+    speed_up()
 
 
 @pytest.fixture

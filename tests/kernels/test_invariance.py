@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from grids import pairwise
 from verification import (
     DEVICE,
     HAS_KERNELS,
+    ROADS,
     cu_rows_of,
     equal,
     make_sampling,
@@ -69,8 +71,9 @@ def run(
     return [tokens[:n] for tokens, n in pairs]
 
 
-@pytest.mark.parametrize("rule", list(Rule))
-@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("rule", "filters", "road"), pairwise(list(Rule), [{}, {"top_k": 20, "top_p": 0.9}], ROADS)
+)
 def test_tokens_are_the_same_alone_and_in_company(
     rule: Rule, filters: dict[str, float], road: str
 ) -> None:

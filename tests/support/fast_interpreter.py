@@ -1,0 +1,16 @@
+"""Triton's interpreter in half of its time.
+
+It patches `triton.language` anew for every launch and once more for every function that a kernel
+calls. Nothing is compiled beside it in a process, so once a function is enough, for good.
+"""
+
+import functools
+from typing import Any
+
+
+def speed_up() -> None:
+    import triton.runtime.interpreter as module
+
+    interpreter: Any = module
+    interpreter._LangPatchScope.restore = lambda scope: None
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
