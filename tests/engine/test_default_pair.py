@@ -4,14 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from engines import GREEDY, engine_config, generate, run, tokens
+from engines import GREEDY, engine_config, is_greedy, run, tokens
 from transformers import AutoTokenizer
 
-from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.loading import load_network
 from outrider.server.cli.progress import ignore_progress
 from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
@@ -53,12 +50,26 @@ def prompts(pair: tuple[Path, Path]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def truth(pair: tuple[Path, Path], prompts: list[list[int]]) -> list[list[int]]:
-    return [generate(pair[0], prompt, PARAMS.max_tokens) for prompt in prompts]
+    """What the target says alone, all of which `generate` would have said."""
+    config = engine_config(pair[0], page_size=16, max_num_batched_tokens=256)
+    answers = [tokens(outputs) for outputs in run(Engine(config), prompts, PARAMS)]
+    assert all(len(answer) == PARAMS.max_tokens for answer in answers)
+    assert all(is_greedy(pair[0], *each) for each in zip(prompts, answers, strict=True))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def engine(pair: tuple[Path, Path]) -> Engine:
+    return Engine(engine_config(*pair, k=3, page_size=4, max_num_batched_tokens=256))
 
 
 @pytest.mark.parametrize(
     ("proposer", "k"),
-    [("none", 0), ("draft_model", 1), ("draft_model", 3), ("draft_model", 8), ("ngram", 5)],
+    [
+        ("ngram", 5),
+        pytest.param("draft_model", 1, marks=pytest.mark.deep),
+        pytest.param("draft_model", 8, marks=pytest.mark.deep),
+    ],
 )
 def test_sixteen_at_once_give_what_generate_gives(
     pair: tuple[Path, Path],
@@ -74,10 +85,19 @@ def test_sixteen_at_once_give_what_generate_gives(
     assert [tokens(o) for o in run(Engine(config), prompts, PARAMS)] == truth
 
 
-def test_our_decoder_runs_both_of_them(pair: tuple[Path, Path]) -> None:
-    for i, path in enumerate(pair):
-        network, _ = load_network(ModelConfig(path=str(path)), torch.device("cpu"), is_draft=i == 1)
-        assert isinstance(network, Decoder)
+def test_our_decoder_runs_both_of_them(engine: Engine) -> None:
+    models = engine.worker.pair.target, engine.worker.pair.draft
+    assert all(model is not None and isinstance(model.network, Decoder) for model in models)
+
+
+def test_drafts_and_prefix_hits_change_nothing(
+    engine: Engine, prompts: list[list[int]], truth: list[list[int]]
+) -> None:
+    assert [tokens(o) for o in run(engine, prompts, PARAMS)] == truth
+    assert sum(engine.stats().accepted_per_position) > 0
+    again = run(engine, prompts, PARAMS)
+    assert [tokens(o) for o in again] == truth
+    assert sum(outputs[-1].num_cached_tokens > 0 for outputs in again) > 10
 
 
 def test_preemption_changes_nothing(
@@ -87,13 +107,3 @@ def test_preemption_changes_nothing(
     engine = Engine(replace(config, max_model_len=336))
     assert [tokens(o) for o in run(engine, prompts, PARAMS)] == truth
     assert engine.stats().preemptions > 0
-
-
-def test_prefix_hits_change_nothing(
-    pair: tuple[Path, Path], prompts: list[list[int]], truth: list[list[int]]
-) -> None:
-    engine = Engine(engine_config(*pair, k=3, page_size=4, max_num_batched_tokens=256))
-    run(engine, prompts, PARAMS)
-    again = run(engine, prompts, PARAMS)
-    assert [tokens(o) for o in again] == truth
-    assert sum(outputs[-1].num_cached_tokens > 0 for outputs in again) > 10

@@ -51,6 +51,13 @@ def tokenizer(pair: Pair) -> Any:
     return AutoTokenizer.from_pretrained(pair.target)
 
 
+@pytest.fixture(scope="module")
+def target(pair: Pair) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        pair.target, dtype=torch.float32, **transformers_arguments(pair.target)
+    )
+
+
 def byte_alphabet() -> dict[int, str]:
     """GPT-2's printable stand-in for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -105,12 +112,9 @@ def test_the_chat_template_and_its_tokens_survive(pair: Pair, tokenizer: Any) ->
     assert (pair.vocab_size, pair.eos_token_ids) == (49152, (2,))
 
 
-def test_the_target_speaks_english(pair: Pair, tokenizer: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        pair.target, dtype=torch.float32, **transformers_arguments(pair.target)
-    )
+def test_the_target_speaks_english(target: Any, tokenizer: Any) -> None:
     ids = tokenizer("The capital of France is", return_tensors="pt")
-    output = model.generate(**ids, max_new_tokens=4, do_sample=False)
+    output = target.generate(**ids, max_new_tokens=4, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0])
 
 
@@ -125,19 +129,14 @@ def test_the_draft_is_an_ordinary_small_model_with_the_targets_tokenizer(pair: P
     assert "held-out" in (pair.draft / "README.md").read_text()
 
 
-def test_the_draft_agrees_with_the_target(pair: Pair, tokenizer: Any) -> None:
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, **transformers_arguments(path)
-        )
-        for path in (pair.target, pair.draft)
-    )
+def test_the_draft_agrees_with_the_target(pair: Pair, target: Any, tokenizer: Any) -> None:
+    draft = AutoModelForCausalLM.from_pretrained(pair.draft, dtype=torch.float32)
     agreed = []
     for question in QUESTIONS:
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
         )
-        answer = target.generate(**prompt, max_new_tokens=32, do_sample=False)
+        answer = target.generate(**prompt, max_new_tokens=24, do_sample=False)
         start = prompt["input_ids"].shape[1]
         agreed.append(draft(answer).logits[0, start - 1 : -1].argmax(-1) == answer[0, start:])
     assert torch.cat(agreed).float().mean() > 0.35

@@ -109,6 +109,17 @@ def generate(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
     return [int(token_id) for token_id in ids[0, len(prompt) :]]
 
 
+@torch.inference_mode()
+def is_greedy(path: Path, prompt: list[int], output: list[int]) -> bool:
+    """Whether each token is the target's likeliest behind those before it, by transformers' own
+    code: by induction, whether it is the output that `generate` gives. One pass instead of one for
+    every token.
+    """
+    ids = torch.tensor([[*prompt, *output]], device=DEVICE)
+    logits = _by_transformers(path)(ids).logits[0, len(prompt) - 1 : -1]
+    return bool((logits.argmax(-1) == ids[0, len(prompt) :]).all())
+
+
 def prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
