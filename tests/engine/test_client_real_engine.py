@@ -22,12 +22,14 @@ from outrider.engine.processes.process_engine import ProcessEngine
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(params=[InProcessEngine, pytest.param(ProcessEngine, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[InProcessEngine, pytest.param(ProcessEngine, marks=pytest.mark.slow)]
+)
 async def client(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path]
 ) -> AsyncIterator[EngineClient]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from scripted_client import steps
 from served import Served
+from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
 from outrider.engine.api import QueueFullError
@@ -116,21 +117,23 @@ def test_answer_that_fails_under_way_does_not_end_the_batch(serve: Serve) -> Non
     assert told["b"]["response"]["status_code"] == 200
 
 
-@pytest.mark.model
 @pytest.mark.slow
 def test_command_answers_a_file(tmp_path: Path) -> None:
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    target = save_tiny_model_with_tokenizer(tmp_path / "target")
     body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
     given.write_text(line("a", body) + line("b", body | {"max_tokens": 0}))
-    settings = ["target.dtype=float32", "cache.num_pages=64", "engine.num_threads=1"]
-    settings.append('server.api_keys=["key"]')
+    settings = [f"target.model={target}", "speculation.proposer=ngram", "cache.num_pages=64"]
+    settings += ["engine.num_threads=1", 'server.api_keys=["key"]']
     arguments = ["run-batch", "-i", str(given), "-o", str(output)]
     arguments += [argument for setting in settings for argument in ("--set", setting)]
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.output
     assert "2 requests, 1 of them failed" in run.output
     told = {each["custom_id"]: each for each in map(json.loads, output.read_text().splitlines())}
-    assert " Paris" in told["a"]["response"]["body"]["choices"][0]["text"]
+    answer = told["a"]["response"]["body"]
+    assert answer["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] == 4
     assert told["b"]["response"]["status_code"] == 400
 
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from running_server import RunningServer, running_server
+from running_server import RunningServer, free_port, running_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -29,10 +29,16 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(metrics_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     log = tmp_path_factory.mktemp("server") / "log"
     settings = ["target.dtype=float32", "cache.num_pages=512", "engine.num_threads=1"]
     settings += ["server.tool_call_format=hermes", 'server.api_keys=["key"]']
+    settings.append(f"server.metrics_port={metrics_port}")
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     with running_server(log, arguments) as running:
         yield running
@@ -187,6 +193,22 @@ def test_clients_read_our_errors(
     stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(model=MODEL, max_tokens=1, messages=ASKED)
+
+
+def test_the_metrics_port_asks_for_no_key(
+    ours: openai.OpenAI, server: RunningServer, metrics_port: int
+) -> None:
+    def told() -> float:
+        text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+        (line,) = [x for x in text.splitlines() if x.startswith("vllm:generation_tokens_total{")]
+        return float(line.split()[-1])
+
+    before = told()
+    answer = ours.completions.create(model=MODEL, prompt="x", max_tokens=3)
+    assert answer.usage is not None
+    assert told() == before + answer.usage.completion_tokens
+    assert httpx.get(f"http://127.0.0.1:{metrics_port}/v1/models").status_code == 404
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
 def test_leaving_client_frees_its_pages(server: RunningServer) -> None:

@@ -1,18 +1,12 @@
 """What routers and dashboards made for other engines read here."""
 
-import socket
 from collections.abc import Callable
-from pathlib import Path
 
-import httpx
 import pytest
 from asgi import Reply, get, post
 from prometheus_client.parser import text_string_to_metric_families
-from running_server import running_server
 from served import Served
 from starlette.types import Receive, Scope, Send
-from tiny_models import save_tiny_model
-from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.engine.api import EngineStats
 
@@ -136,36 +130,3 @@ def test_metrics_port_asks_for_no_key_and_serves_nothing_else(busy: Served) -> N
     for path in ("/v1/models", "/health", "/openapi.json", "/metrics/"):
         assert on_port(9000, path).status == 404
     assert on_port(8000, "/health").status == 200
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("api_workers", [1, 2])
-def test_server_listens_on_its_metrics_port(api_workers: int, tmp_path: Path) -> None:
-    port = free_port()
-    tokenizer = byte_level_wrapper()
-    save_tiny_model(tmp_path / "target", vocab_size=len(tokenizer))
-    tokenizer.save_pretrained(tmp_path / "target")
-    settings = [f"target.model={tmp_path / 'target'}", "speculation.proposer=ngram"]
-    settings += ["cache.num_pages=64", "server.api_keys=one", f"server.metrics_port={port}"]
-    settings.append(f"server.api_workers={api_workers}")
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    with running_server(tmp_path / "log", arguments) as server:
-        url = f"http://127.0.0.1:{port}"
-        body = {"prompt": "x", "max_tokens": 3}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=60)
-        assert answer.status_code == 200
-        (name,) = [
-            value
-            for (name, labels), value in series(httpx.get(f"{url}/metrics").text).items()
-            if name == "vllm:request_generation_tokens_sum"
-        ]
-        assert name == answer.json()["usage"]["completion_tokens"]
-        assert httpx.get(f"{url}/v1/models").status_code == 404
-        assert httpx.get(f"{server.url}/metrics").status_code == 401
-        assert server.stop() == 0

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from running_server import RunningServer, events_of, running_server
+from running_server import RunningServer, events_of, free_port, running_server
 from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_wrapper
 
@@ -25,13 +25,19 @@ LONG = SHORT | {"max_tokens": 4000, "stream": True}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(metrics_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     tokenizer = byte_level_wrapper()
     target = tmp_path_factory.mktemp("target")
     save_tiny_model(target, vocab_size=len(tokenizer), max_position_embeddings=5000)
     tokenizer.save_pretrained(target)
     settings = ["speculation.proposer=ngram", "cache.num_pages=512", "server.api_workers=2"]
     settings += [f"target.model={target}", "server.shutdown_timeout_s=0.5"]
+    settings.append(f"server.metrics_port={metrics_port}")
     arguments = [part for setting in settings for part in ("--set", setting)]
     with running_server(tmp_path_factory.mktemp("server") / "log", arguments) as running:
         yield running
@@ -94,6 +100,17 @@ def test_each_answers_alike_and_tells_of_all(
     assert one['outrider_requests_total{outcome="ok",path="/v1/completions"}'] == 2
     assert one["outrider_time_to_first_token_seconds_count"] == 2
     assert one["outrider_generation_tokens_total"] == 10
+
+
+def test_the_metrics_port_tells_of_all_and_of_nothing_else(
+    server: RunningServer, metrics_port: int, clients: list[httpx.Client]
+) -> None:
+    for client in clients:
+        client.post("/v1/completions", json=SHORT)
+    server.wait_for("outrider_requests_running 0")
+    url = f"http://127.0.0.1:{metrics_port}"
+    assert counted(httpx.get(f"{url}/metrics").text) == counted(clients[0].get("/metrics").text)
+    assert httpx.get(f"{url}/v1/models").status_code == 404
 
 
 def test_the_page_finds_the_same_behind_each(clients: list[httpx.Client]) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +78,12 @@ def running_server(log: Path, arguments: Sequence[str]) -> Iterator[RunningServe
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def events_of(response: httpx.Response) -> Iterator[str]:
