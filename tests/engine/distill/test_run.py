@@ -1,10 +1,15 @@
 """A whole distillation of a tiny target: what appears, what goes on after a break, what not."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engines import engine_config, generate, prompts, tokens
+from engines import run as run_engine
 from safetensors.torch import load_file
 from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -12,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.distill import train
 from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.run import distill
+from outrider.engine.api import SamplingParams
+from outrider.engine.engine import Engine
 
-RECIPE = Recipe(
+DRAFT = Recipe(
     target="",
     out="",
     size="1x64",
@@ -27,6 +34,13 @@ RECIPE = Recipe(
     batch_tokens=128,
     micro_batch_rows=2,
 )
+HEAD = replace(DRAFT, kind="eagle3", draft_vocab=120, budget="6K", learning_rate=2e-3)
+
+
+class Distilled(NamedTuple):
+    out: Path
+    tensors: dict[str, torch.Tensor]
+    held_out: Any  # how it did on held-out text
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +48,37 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model_with_tokenizer(
         tmp_path_factory.mktemp("models") / "target",
         architecture="qwen3",
+        num_hidden_layers=6,
         max_position_embeddings=256,
     )
 
 
 @pytest.fixture
 def recipe(target: Path, tmp_path: Path) -> Recipe:
-    return replace(RECIPE, target=str(target), out=str(tmp_path / "draft"))
+    return replace(DRAFT, target=str(target), out=str(tmp_path / "draft"))
+
+
+@pytest.fixture
+def recipe_of(target: Path, tmp_path: Path) -> Callable[[str], Recipe]:
+    """The recipe of a `draft` or a `head`."""
+    recipes = {"draft": DRAFT, "head": HEAD}
+    return lambda kind: replace(recipes[kind], target=str(target), out=str(tmp_path / kind))
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Distilled:
+    return distilled(target, DRAFT, tmp_path_factory.mktemp("distilled") / "draft")
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Distilled:
+    return distilled(target, HEAD, tmp_path_factory.mktemp("distilled") / "head")
+
+
+def distilled(target: Path, recipe: Recipe, out: Path) -> Distilled:
+    recipe = replace(recipe, target=str(target), out=str(out))
+    held_out = distill(recipe, lambda stage, done, total: None)
+    return Distilled(out, load_file(out / "model.safetensors"), held_out)
 
 
 def run(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -49,13 +87,12 @@ def run(recipe: Recipe) -> dict[str, torch.Tensor]:
 
 
 def test_the_draft_is_an_ordinary_model_directory_with_the_targets_tokenizer(
-    recipe: Recipe, target: Path
+    draft: Distilled, target: Path
 ) -> None:
-    run(recipe)
-    out = Path(recipe.out)
-    draft = AutoModelForCausalLM.from_pretrained(out)
-    assert draft.config.model_type == "llama"
-    assert draft.dtype == torch.bfloat16
+    out = draft.out
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == "llama"
+    assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(out).get_vocab() == (
         AutoTokenizer.from_pretrained(target).get_vocab()
     )
@@ -63,11 +100,32 @@ def test_the_draft_is_an_ordinary_model_directory_with_the_targets_tokenizer(
     assert [path.name for path in out.parent.iterdir()] == ["draft"]
 
 
-def test_interrupted_and_resumed_it_is_the_same_draft(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_trained_head_is_served_and_described(head: Distilled, target: Path) -> None:
+    told = json.loads((head.out / "config.json").read_text())
+    assert told["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert told["eagle_aux_hidden_state_layer_ids"] == [2, 3, 5] or told["draft_vocab_size"] == 120
+    assert head.tensors["lm_head.weight"].shape == (120, told["hidden_size"])
+    assert head.tensors["d2t"].dtype == torch.int64
+    assert head.tensors["t2d"].dtype == torch.bool
+    assert "| draft 3 |" in (head.out / "README.md").read_text()
+    assert len(head.held_out.later) == 2
+    assert 0 < head.held_out.sampled_acceptance < 1
+    engine = Engine(engine_config(target, head.out, k=3))
+    asked = prompts([6, 9, 12], 250)
+    answers = run_engine(engine, asked, SamplingParams(max_tokens=20, temperature=0.0))
+    assert [tokens(o) for o in answers] == [generate(target, p, 20) for p in asked]
+    assert engine.info.proposer == "eagle3"
+
+
+@pytest.mark.parametrize("kind", ["draft", "head"])
+def test_interrupted_and_resumed_it_is_the_same(
+    kind: str,
+    recipe_of: Callable[[str], Recipe],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = run(recipe)
-    again = replace(recipe, out=str(tmp_path / "again"))
+    expected = request.getfixturevalue(kind).tensors
+    again = recipe_of(kind)
     whole_step = train.Trainer.train_step
 
     def interrupted(trainer: train.Trainer, *args: object) -> torch.Tensor:
@@ -93,7 +151,13 @@ def test_interrupted_and_resumed_it_is_the_same_draft(
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in expected.items())
 
 
-def test_training_lowers_the_loss(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "changes"), [("draft", {}), ("head", {"last_share": 0.0})])
+def test_training_lowers_the_loss(
+    kind: str,
+    changes: dict[str, Any],
+    recipe_of: Callable[[str], Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     losses: list[float] = []
     whole_step = train.Trainer.train_step
 
@@ -103,21 +167,27 @@ def test_training_lowers_the_loss(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
         return loss
 
     monkeypatch.setattr(train.Trainer, "train_step", watched)
-    run(replace(recipe, budget="8K"))
+    run(replace(recipe_of(kind), budget="8K", **changes))
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 def test_a_draft_can_go_on_from_where_another_ended(
-    recipe: Recipe, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, draft: Distilled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run(recipe)
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "train_step", _without_a_change)
-        again = run(replace(recipe, start=recipe.out, size="2x64", out=str(tmp_path / "again")))
-    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+        again = run(replace(recipe, start=str(draft.out), size="2x64"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in draft.tensors.items())
     other = save_tiny_model_with_tokenizer(tmp_path / "other", vocab_size=1024)
     with pytest.raises(DistillError, match="vocabulary of 1024"):
         run(replace(recipe, start=str(other), out=str(tmp_path / "third")))
+
+
+def test_a_head_does_not_go_on_from_a_draft(
+    recipe_of: Callable[[str], Recipe], target: Path
+) -> None:
+    with pytest.raises(DistillError, match="a head begins from its target"):
+        run(replace(recipe_of("head"), start=str(target)))
 
 
 def _without_a_change(trainer: train.Trainer, *args: object) -> None:
