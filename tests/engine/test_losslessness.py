@@ -27,18 +27,20 @@ PARAMS = {
     "top_k": SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=3),
     "top_p": SamplingParams(max_tokens=LENGTH, temperature=1.5, top_p=0.8, min_p=0.05),
 }
-# Every parameter with one proposer, both proposers with one; the deep cases see what is rarer.
-SOME = [*((name, "draft_model") for name in PARAMS), ("token", "ngram")]
-SOME += [("token", "head"), ("block", "head"), ("top_p", "head")]
-SOME += [("token", "dflash"), ("block", "dspark"), ("top_p", "dspark")]
+# Every rule with one proposer, every proposer with one rule, the filters with one. Of joints that
+# are off by 7 % in total variation, 4,800 samples see nine of ten; 2,400 do of those off by 10 %,
+# the 12,000 of the deep cases of those off by 5 %.
+SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
+SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "ngram", 2400)]
+SOME += [(name, "head", 2400) for name in ("token", "block", "top_p")]
+SOME += [("token", "dflash", 2400), ("block", "dspark", 2400), ("top_p", "dspark", 2400)]
 PROPOSERS = ("draft_model", "ngram", "head", "dflash", "dspark")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 
 
 @pytest.mark.parametrize(
     ("name", "proposer", "num_samples"),
-    [*((*case, 4800) for case in SOME)]
-    + [pytest.param(*case, 12_000, marks=pytest.mark.deep) for case in EVERY],
+    SOME + [pytest.param(*case, 12_000, marks=pytest.mark.deep) for case in EVERY],
 )
 def test_the_joint_over_many_steps_is_the_targets(
     name: str, proposer: str, num_samples: int, tiny_model: Callable[..., Path], tmp_path: Path
@@ -94,7 +96,7 @@ def test_a_k_that_follows_what_was_drafted_and_accepted_keeps_the_joint(
     params = SamplingParams(max_tokens=LENGTH)
     truth = joint(target, PROMPT, params)
     counts: Counter[tuple[int, ...]] = Counter()
-    for first in range(0, 4800, 40):
+    for first in range(0, 2400, 40):
         each = [
             replace(params, seed=seed, verification="block" if seed % 2 else "token")
             for seed in range(first, first + 40)
