@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 # In parts of about the same length, for workers beside each other; the longest file first.
 SLOWEST = ["breakpoints", "kernel_equals_reference", "linear", "paged_attention", "edges"]
 FILES = sorted(HERE.glob("test_*.py"), key=lambda path: (path.stem[5:] not in SLOWEST, path.stem))
-NUM_PARTS = 5
+NUM_PARTS = 4
 
 
 @pytest.mark.slow
