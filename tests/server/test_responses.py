@@ -15,8 +15,10 @@ from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.processes.client import EngineUnavailableError
+from outrider.server.api.response_items import OutputItems
 from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES
+from outrider.server.text.message_parser import Text
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
@@ -68,6 +70,11 @@ def without_ids(value: Any) -> Any:
 
 def prompts(served: Served) -> list[list[int]]:
     return [requests[0].prompt_token_ids for requests in served.client.submitted]
+
+
+def said_of(response: dict[str, Any]) -> str:
+    text: str = response["output"][-1]["content"][0]["text"]
+    return text
 
 
 def test_every_field_of_an_openai_client_is_known() -> None:
@@ -161,6 +168,14 @@ def test_logprobs_come_with_the_text(serve: Serve, tokenizer: Tokenizer) -> None
     assert streamed[-1]["response"]["output"][0]["content"][0]["logprobs"] == entries
 
 
+def test_logprobs_of_text_in_two_pieces_are_told_once() -> None:
+    items, logprobs = OutputItems(short_ids=False), [{"token": "ab"}]
+    grown = [*items.add(Text("a"), logprobs), *items.add(Text("b"), logprobs), *items.close()]
+    deltas = [fields["logprobs"] for name, fields in grown if name.endswith("text.delta")]
+    assert deltas == [[{"token": "ab"}], []]
+    assert items.items[0]["content"][0]["logprobs"] == [{"token": "ab"}]
+
+
 def test_items_reach_the_model_as_a_chat(serve: Serve, tokenizer: Tokenizer) -> None:
     served = saying(serve, tokenizer, "Hello")
     items = [
@@ -238,7 +253,11 @@ def test_response_goes_on_from_an_earlier_one(
     third = ask(served, previous_response_id=first["id"])
     assert (third.status, third.error["param"]) == (400, "previous_response_id")
     # What goes on from it has the conversation itself.
-    assert ask(served, previous_response_id=second["id"]).status == 200
+    assert ask(served, input="So?", previous_response_id=second["id"]).status == 200
+    turns += [{"role": "assistant", "content": said_of(second)}, {"role": "user", "content": "So?"}]
+    post(served.app, {"messages": turns}, path="/v1/chat/completions")
+    *_, carried, whole = prompts(served)
+    assert carried == whole
 
 
 def test_nothing_is_kept_that_was_not_to_be(serve: Serve, tokenizer: Tokenizer) -> None:
