@@ -39,6 +39,14 @@ def test_a_prefix_is_shared_without_a_copy() -> None:
     cache.check_integrity([first, second])
 
 
+def test_a_page_that_is_filled_in_part_is_allocated() -> None:
+    cache = KVCacheManager(num_pages=10, page_size=PAGE)
+    for num_tokens, num_pages in ((1, 1), (4, 1), (5, 2)):
+        one = request(list(range(num_tokens)))
+        assert cache.allocate(one, num_tokens)
+        assert len(one.pages) == num_pages
+
+
 def test_the_last_token_is_always_left_to_compute() -> None:
     cache = KVCacheManager(num_pages=10, page_size=PAGE)
     compute(cache, request(list(range(8))))

@@ -73,6 +73,15 @@ def test_ties_at_the_boundary_go_to_the_lowest_ids(top_k: int, top_p: float, roa
     assert kept_by_state(logits[0], state[0]) == {900} | set(range(size - 1))
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6)])
+def test_ties_of_a_few_candidates_go_to_the_lowest_ids(top_k: int, top_p: float, road: str) -> None:
+    logits = torch.full((1, 100), -20.0)
+    logits[0, [40, 5, 95, 70, 71]] = 0.0
+    logits[0, 90] = 1.0
+    state = states(logits, make_sampling(1, top_k=top_k, top_p=top_p), road, 100)
+    assert kept_by_state(logits[0], state[0]) == {90, 5, 40}
+
+
 def test_a_nucleus_of_many_thousands_is_exact(road: str) -> None:
     generator = torch.Generator().manual_seed(1)
     vocab = 8193
