@@ -36,7 +36,7 @@ def timed_parts(engine: Engine) -> Iterator[dict[str, list[float]]]:
         (engine.worker.scorer, "score", "score"),
         (engine.worker.verifier, "verify", "verify"),
         (engine.worker.verifier, "read", "verify"),
-        (engine.scheduler, "commit", "commit"),
+        (engine.committer, "commit", "commit"),
         (engine, "step", "step"),
     ]
 

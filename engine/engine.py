@@ -122,7 +122,7 @@ class Engine:
             max_model_len,
             adaptive,
         )
-        self._committer = Committer(
+        self.committer = Committer(
             self.sequences, self._kv_cache, self.worker.slots, counters, max_model_len, adaptive
         )
         self.lag = 1 if self.worker.device.type == "cuda" else 0  # on a CPU nothing would overlap
@@ -161,7 +161,7 @@ class Engine:
             outputs += self._commit()
             _follow(plan)
         self.worker.verify(step)
-        self._committer.launched(plan)
+        self.committer.launched(plan)
         self._in_flight = step
         if self.lag == 0:
             outputs += self._commit()
@@ -176,7 +176,7 @@ class Engine:
         self._read_s = time.perf_counter()
         if step.device_s is not None:
             self._pace.observe(step.plan, step.device_s, step.launch_s)
-        return self._committer.commit(step.plan, verified)
+        return self.committer.commit(step.plan, verified)
 
     def spare_s(self) -> float:
         """How long the next launch may wait for new requests before the device runs dry."""

@@ -109,7 +109,7 @@ def test_a_submission_that_fails_leaves_nothing_behind(
         group += [new("group 2", SHORT, good), new("group 3", SHORT, good)]
     with monkeypatch.context() as patch:
         if fails == "queueing":
-            patch.setattr(engine.scheduler, "add", _raise)
+            patch.setattr(engine.sequences, "add", _raise)
         with pytest.raises((InvalidRequestError, QueueFullError, RuntimeError)):
             engine.submit(group)
     gc.collect()
