@@ -14,7 +14,7 @@ from .logit_edits import LogitEdits
 from .models.pair import ModelPair
 from .proposers import build_proposer
 from .request import Request
-from .scheduling.plan import Plan, Verified
+from .scheduling.plan import Plan, StepResult
 from .scoring.scorer import Scorer
 from .scoring.verifier import Drawn, Verifier
 from .state.compiling import compile_together
@@ -161,7 +161,7 @@ class Worker:
         event.record()
         return event
 
-    def read(self, step: LaunchedStep) -> Verified:
+    def read(self, step: LaunchedStep) -> StepResult:
         """Wait for a step, and return what it drew and scored."""
         if step.end is not None:
             step.end.synchronize()

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and how others talk to it."""
+"""Runs the engine in a process of its own, and lets other processes talk to it."""

@@ -1,7 +1,7 @@
-"""A child process at the other end of a private socket, which never outlives its parent.
+"""A child process at the other end of a private socket. It never outlives its parent.
 
-It is started as COMMAND ENDPOINT ARGUMENTS, binds a socket to that endpoint, and has lines of its
-own on a stdin that stays open for as long as the parent lives.
+It is started as COMMAND ENDPOINT ARGUMENTS, and binds a socket to that endpoint. It reads a few
+lines from its stdin, which stays open as long as the parent lives.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ import zmq.asyncio
 from .connection import Connection
 
 RESTART_DELAYS_S = (0.0, 2.0)  # after the first and the second death in a row; the third is final
-HEALTHY_S = 60.0  # of being ready end the row
-_SILENCE_S = 0.1  # after so long, a dead child has nothing left to say
+HEALTHY_S = 60.0  # after so long ready, a death is the first of a new row
+_SILENCE_S = 0.1  # after so much silence, no more messages of a dead child will arrive
 
 T = TypeVar("T")
 
 
 class ChildProcess(Generic[T]):
-    """The parent's end. The socket's private directory is gone once the child has spoken, so that
-    nothing is left of it whatever ends either process; unless it `is_shared`: then others can
-    connect to the child for as long as it lives.
+    """The parent's end. The socket's private directory is deleted after the child's first message,
+    so that nothing is left behind, however either process ends. If the child `is_shared`, the
+    directory stays, so that others can connect as long as the child lives.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class ChildProcess(Generic[T]):
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
-        """Start the child and hear it out to its end; returns its exit code."""
+        """Start the child and handle its messages until it ends; returns its exit code."""
         with self._directory, contextlib.closing(self.connection):
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 self.endpoint,
                 *self._arguments,
                 env=self._environment,
-                stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child of ours
-                start_new_session=True,  # signals to our group are for us, who may want to drain
+                stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child that we died
+                start_new_session=True,  # signals to our group must not reach it: we may drain
                 pass_fds=self._pass_fds,
             )
             self._process = process
@@ -87,20 +87,20 @@ class ChildProcess(Generic[T]):
 
     def _hear_first(self, message: T) -> None:
         if not self._is_shared:
-            self._directory.cleanup()  # both ends hold the connection now; nobody else shall
+            self._directory.cleanup()  # both ends are connected, and nobody else should be
         self.connection.hear = self._hear
         self._hear(message)
 
 
 class Restarts:
-    """Whether a child that died is started again, and when."""
+    """Decides whether a child that died is started again, and when."""
 
     def __init__(self) -> None:
         self._deaths_in_a_row = 0
 
     def delay_s(self, ready_s: float) -> float | None:
-        """How long to wait after a death, for a child that had been ready so long; None: it keeps
-        dying, and another start is no use."""
+        """How long to wait after the death of a child that was ready for `ready_s`; None if it
+        keeps dying, so that starting it again is useless."""
         self._deaths_in_a_row = 1 if ready_s >= HEALTHY_S else self._deaths_in_a_row + 1
         if self._deaths_in_a_row > len(RESTART_DELAYS_S):
             return None
@@ -114,9 +114,9 @@ def describe_exit(exit_code: int) -> str:
 
 
 def leave_with_parent(*, num_lines: int) -> list[bytes]:
-    """The child's first act: take its lines, and from now on end when the parent does, however
-    that ends and whatever this process is busy with."""
-    # Nothing that runs in here may read from the lifeline or hand it on to a child.
+    """Called first in the child: read its lines, and from then on end together with the parent,
+    however that ends and whatever this process is doing."""
+    # Nothing in this process may read from the lifeline, or pass it on to a child.
     lifeline_fd = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     lines = _read_lines(lifeline_fd, num_lines)
@@ -128,8 +128,8 @@ def leave_with_parent(*, num_lines: int) -> list[bytes]:
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
     if sys.platform == "linux":
-        # The thread needs the GIL to act; the kernel does not. To it, the parent is the thread
-        # that started us: the one of the parent's event loop, which must live as long.
+        # The thread needs the GIL to act; the kernel does not. For the kernel, the parent is the
+        # thread that started us: that of the parent's event loop, which must live as long.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     return lines

@@ -1,4 +1,4 @@
-"""The server's handle on an engine: submit sequences, receive their tokens, watch it live."""
+"""How the server uses an engine: submit sequences, receive their tokens, watch its state."""
 
 import asyncio
 import dataclasses
@@ -32,7 +32,7 @@ from .messages import (
 
 
 class EngineUnavailableError(RuntimeError):
-    """The engine is not (or no longer) there: starting, restarting, failed or stopped."""
+    """The engine is not, or no longer, available: starting, restarting, failed or stopped."""
 
 
 class OutputStream(Protocol):
@@ -43,16 +43,16 @@ class OutputStream(Protocol):
     async def __anext__(self) -> RequestOutput: ...
 
     async def aclose(self) -> None:
-        """Abort what has not finished. Harmless after the end, and a second time."""
+        """Abort unfinished sequences. May be called after the end, and again."""
         ...
 
 
 class EngineClient(Protocol):
     """One engine, in this process or in its own.
 
-    `state` goes from "starting" to "ready"; from there to "restarting" when the engine dies, and
-    back to "ready". "failed" (it could not start, or keeps dying) and "stopped" are final: make a
-    new client. `status_reason` says why the state is neither "starting" nor "ready".
+    `state` goes from "starting" to "ready". If the engine dies, it becomes "restarting" and then
+    "ready" again. "failed" (it could not start, or keeps dying) and "stopped" are final: make a new
+    client. `status_reason` explains any state other than "starting" and "ready".
     """
 
     @property
@@ -63,18 +63,18 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineInfo | None:
-        """Set once the engine has been ready."""
+        """Set once the engine was ready."""
         ...
 
     @property
     def stats(self) -> EngineStats:
-        """Gauges as of the last step; counters since the client started, restarts included."""
+        """Gauges of the last step; counters since the client started, also over restarts."""
         ...
 
     async def start(self) -> EngineInfo:
-        """Bring the engine up; raises EngineUnavailableError with the engine's own words.
+        """Start the engine; raises EngineUnavailableError with the engine's own message.
 
-        Call `stop` afterwards in every case, cancellation included.
+        Always call `stop` afterwards, even if this is cancelled.
         """
         ...
 
@@ -82,19 +82,19 @@ class EngineClient(Protocol):
         """Submit sequences together; returns once the engine has admitted them.
 
         Raises QueueFullError, InvalidRequestError or EngineUnavailableError before that, and
-        EngineUnavailableError from the stream if the engine dies under way. Close the stream when
-        done with it; cancelling a task that waits on it closes it too.
+        EngineUnavailableError from the stream if the engine dies meanwhile. Close the stream after
+        use; cancelling a task that waits on it closes it too.
         """
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Stop sequences early: pages are free within a step, and each sequence's stream gets a
-        last output with finish reason "abort". Unknown and finished ids are ignored.
+        """Stop sequences early. Their pages are free within a step, and each gets a last output
+        with finish reason "abort". Unknown and finished ids are ignored.
         """
         ...
 
     async def stop(self) -> None:
-        """Stop the engine and leave nothing of it behind; streams under way raise."""
+        """Stop the engine and clean up; open streams raise."""
         ...
 
 
@@ -106,7 +106,7 @@ class _Stream:
         self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def admit(self) -> None:
-        if not self.admission.done():  # done: cancelled, and dropped or about to be
+        if not self.admission.done():  # it is done if it was cancelled
             self.admission.set_result(None)
 
     def put(self, output: RequestOutput) -> None:
@@ -135,7 +135,7 @@ class _Stream:
             await self.aclose()
             raise
         if item is None:
-            self._queue.put_nowait(None)  # the end stays the end
+            self._queue.put_nowait(None)  # further calls see the end again
             raise StopAsyncIteration
         if isinstance(item, EngineUnavailableError):
             raise item
@@ -151,21 +151,21 @@ class _Stream:
 
 
 class Dispatcher(ABC):
-    """What every client does, whatever carries the messages: match them to their streams."""
+    """The part that all clients share, whatever carries the messages: passing them to streams."""
 
     def __init__(self, progress: ReportProgress | None = None) -> None:
         self.state: EngineState = "starting"
         self.status_reason: str | None = None
         self.info: EngineInfo | None = None
         self._progress = progress
-        self._up: asyncio.Future[EngineInfo] | None = None  # what `start` waits for
-        self._last_words = ""  # of an engine that said that it cannot go on
+        self._up: asyncio.Future[EngineInfo] | None = None  # awaited by `start`
+        self._last_words = ""  # the reason, if the engine said that it cannot go on
         self._submission_ids = count()
-        self._submitted: dict[int, _Stream] = {}  # not answered yet
+        self._submitted: dict[int, _Stream] = {}  # by submission id, not answered yet
         self._running: dict[str, _Stream] = {}  # by request id, admitted and not finished
-        self.on_change: Callable[[], None] = lambda: None  # called in each new state
-        self._stats = EngineStats()  # of the engine that runs now
-        self._past_stats = EngineStats()  # of those before it
+        self.on_change: Callable[[], None] = lambda: None  # called after each change of state
+        self._stats = EngineStats()  # of the present engine
+        self._past_stats = EngineStats()  # of the engines before it
 
     @property
     def stats(self) -> EngineStats:
@@ -181,11 +181,11 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def _launch(self) -> None:
-        """Set the engine off; its messages go to `_receive`, its end to `_down`."""
+        """Start the engine. Its messages go to `_receive`; `_down` is called when it ends."""
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None:
-        """Hand a message to the transport without waiting."""
+        """Send a message without waiting."""
 
     async def generate(self, requests: list[NewRequest]) -> OutputStream:
         if self.state != "ready":
@@ -201,7 +201,7 @@ class Dispatcher(ABC):
             self._send(Submit(submission_id, requests))
         except OverflowError as error:
             raise InvalidRequestError(f"a number is too large: {error}") from None
-        self._submitted[submission_id] = stream  # only now: what was not sent is not answered
+        self._submitted[submission_id] = stream  # only now: if sending fails, no answer will come
         try:
             await stream.admission
         except asyncio.CancelledError:
@@ -217,13 +217,13 @@ class Dispatcher(ABC):
             stream.put(RequestOutput(request_id=request_id, token_ids=[], finish_reason="abort"))
 
     def _drop(self, request_ids: Collection[str]) -> None:
-        """Stop sequences of which nobody wants to hear any more."""
+        """Stop sequences whose output nobody reads any more."""
         for request_id in request_ids:
             self._running.pop(request_id, None)
         self._send(Abort(list(request_ids)))
 
     def _receive(self, message: FromEngine) -> None:
-        """Act on a message of the engine. Outputs of unknown ids are of sequences dropped here."""
+        """Handle a message of the engine. Outputs with unknown ids are of dropped sequences."""
         if self.state == "stopped":
             return
         match message:
@@ -252,7 +252,7 @@ class Dispatcher(ABC):
                 self._last_words = text
 
     def _down(self, state: EngineState, reason: str) -> None:
-        """Enter a state without an engine; what was under way ends with the reason."""
+        """Enter a state without an engine; open streams end with the reason."""
         self.state, self.status_reason = state, reason
         self._past_stats, self._stats = self.stats, EngineStats()
         streams = {*self._submitted.values(), *self._running.values()}

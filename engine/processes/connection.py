@@ -1,4 +1,4 @@
-"""A socket between two processes, which carries messages both ways without ever making one wait."""
+"""A socket between two processes that carries messages both ways; sending never waits."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ import zmq.asyncio
 
 log = logging.getLogger("outrider.engine.processes.connection")
 
-_RECONNECT_MS = 10  # between attempts, as long as nobody has bound the endpoint
+_RECONNECT_MS = 10  # between attempts, until the other process has bound the endpoint
 
 T = TypeVar("T")
 
 
 class Connection(Generic[T]):
-    """An event loop's end: `hear` gets each message of the other end, in order."""
+    """One end, on an event loop: `hear` is called with each message of the other end, in order."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class Connection(Generic[T]):
         self._reader = asyncio.create_task(self._read(), name=f"reader of {endpoint}")
 
     def send(self, message: object) -> None:
-        """Without waiting: with no limit on the queue only a dead peer would make it wait, and
-        then closing the socket cancels it. Raises OverflowError for a number over 64 bits.
+        """Send without waiting. The queue has no limit, so only a dead peer could make this wait,
+        and closing the socket then cancels it. Raises OverflowError for a number over 64 bits.
         """
         data = self._encoder.encode(message)
         if not self.socket.closed:
             self.socket.send(data)
 
     def close(self) -> None:
-        """Act on what has arrived already, and hear nothing more."""
+        """Handle what has arrived already, and receive nothing more."""
         self._reader.cancel()
         arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket)
         with self.socket, contextlib.suppress(zmq.Again):
@@ -65,5 +65,5 @@ class Connection(Generic[T]):
     def _act(self, data: bytes) -> None:
         try:
             self.hear(self._decoder.decode(data))
-        except Exception:  # one message must not cost the others
+        except Exception:  # a bad message must not affect the others
             log.exception("could not act on a message (%d bytes)", len(data))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _QueueChannel:
-    """To the one client that there is, on the event loop of this process."""
+    """The channel to the only client, which is on the event loop of this process."""
 
     def __init__(self, deliver: Callable[[FromEngine], object]) -> None:
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ class _QueueChannel:
 
 
 class InProcessEngine(Dispatcher):
-    """An engine on a thread. If it dies, the state is "failed"; nothing restarts it."""
+    """An engine on a thread. If it dies, the state becomes "failed"; it is not restarted."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Log lines, for people and for machines: a record is one line, whatever a client put into it."""
+"""Log lines for people and machines: a record is one line, even if it quotes what clients sent."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ _ODD = re.compile(r"[^\x20-\x7e]")
 
 
 def one_line(text: str) -> str:
-    """The text without anything that begins a line or moves a cursor, and not endless."""
+    """The text without characters that begin a line or move the cursor, cut to a length."""
     if len(text) > MAX_MESSAGE_CHARS:
         text = f"{text[:MAX_MESSAGE_CHARS]}…"
     if text.isprintable():
@@ -26,7 +26,7 @@ def _escape(char: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """Plain text: a line a record, and below it its traceback."""
+    """Plain text: one line for each record, and its traceback below."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = one_line(record.message.rstrip())
@@ -37,7 +37,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """A JSON object a line; a record's `facts`, if it has any, are fields of it."""
+    """One JSON object for each line; a record's `facts`, if any, are fields of it."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC)
@@ -52,14 +52,14 @@ class JSONFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             line["exception"] = format_exception(record.exc_info[1])
         text = json.dumps(line, ensure_ascii=False, default=str)
-        # JSON itself lets through what some readers take for the end of a line, or for a command.
+        # JSON allows characters that some readers take for a line end or a terminal command.
         return _ODD.sub(
             lambda odd: odd[0] if odd[0].isprintable() else json.dumps(odd[0])[1:-1], text
         )
 
 
 def format_exception(error: BaseException | None) -> str:
-    """The traceback as Python writes it, but what each exception says is one line."""
+    """The traceback as Python writes it, but with each exception's message on one line."""
     return "" if error is None else "\n".join(_exception_lines(error, set()))
 
 

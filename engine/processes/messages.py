@@ -1,7 +1,7 @@
-"""What the processes of a server say to each other, encoded with msgspec.
+"""The messages between the processes of a server, encoded with msgspec.
 
-The engine answers whoever speaks to it: the process that started it, which owns it, and the HTTP
-processes beside that one, which share it. Each hears of its own sequences alone.
+The engine answers every process that writes to it: the one that started and owns it, and the HTTP
+processes that share it. Each is told only about its own sequences.
 """
 
 from typing import Literal
@@ -14,15 +14,15 @@ from ..api import EngineInfo, EngineState, EngineStats, NewRequest, RequestOutpu
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Tell me of your steps from now on, and how you are at once. The owner speaks first, and
-    hears of loading too.
+    """Asks to be told about steps from now on, and at once about the engine's state. The owner
+    sends this first, and is also told about the progress of loading.
     """
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Sequences that are admitted together or turned away together."""
+    """Sequences that are admitted or turned away together."""
 
-    submission_id: int  # of this client's; the answer names it
+    submission_id: int  # chosen by the client; the answer repeats it
     requests: list[NewRequest]
 
 
@@ -31,7 +31,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: finish nothing further; leave. To an HTTP process: finish and leave."""
+    """The engine exits at once; an HTTP process finishes its requests first."""
 
 
 ToEngine = Hello | Submit | Abort | Shutdown
@@ -59,7 +59,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The sequences of a Submit were turned away; nothing was kept of them."""
+    """The sequences of a Submit were turned away."""
 
     submission_id: int
     reason: Literal["queue_full", "invalid"]
@@ -67,14 +67,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What one step produced for this client, and how the engine is after it."""
+    """What one step produced for this client, and the engine's statistics after it."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not come up or cannot go on; it leaves after this."""
+    """The engine could not start, or cannot go on; it exits after this message."""
 
     message: str
 
@@ -86,17 +86,17 @@ FromEngine = Loading | Ready | Admitted | Refused | Outputs | Failed
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
-    """The sharing process has come up: it could shut down in order."""
+    """The sharing process is ready: from now on it can shut down in order."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """How the engine is; if it is not ready, what was running has ended."""
+    """The state of the engine; if it is not ready, all its sequences have ended."""
 
     state: EngineState
     reason: str | None
     info: EngineInfo | None
-    endpoint: str | None  # where an engine that is ready can be reached
-    past_stats: EngineStats  # the counters of the engines before it
+    endpoint: str | None  # where the engine can be reached, if it is ready
+    past_stats: EngineStats  # the counters of earlier engines
 
 
 FromOwner = Status | Shutdown

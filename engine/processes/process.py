@@ -1,6 +1,6 @@
-"""The engine process: brings an engine up, then takes messages and steps until told to leave.
+"""The engine process: starts an engine, then alternates between messages and steps.
 
-It answers every process that says Hello. The first to speak is the one that started it.
+It answers every process that sends Hello. The first one is the process that started it.
 
 Started by `ProcessEngine` as
 `python -P -m outrider.engine.processes.process ENDPOINT LOG_LEVEL LOG_FORMAT`,
@@ -53,16 +53,17 @@ log = logging.getLogger("outrider.engine.processes.process")
 
 
 class Channel(Protocol):
-    """The engine's end of the lines to its clients, which it tells apart by their names."""
+    """The engine's end of the connections to its clients, each of which has a name."""
 
     def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
-        """Take every message that arrives within so long, in order, each behind the name of who
-        sent it; None: wait for the first.
+        """The messages that arrive within `wait_s`, in order, each with the name of its sender.
+
+        None: wait for the first message.
         """
         ...
 
     def send(self, client: bytes, message: FromEngine) -> bool:
-        """Hand a message over without waiting for the client to read it. False: it has gone."""
+        """Send without waiting for the client to read; returns False if the client has gone."""
         ...
 
 
@@ -83,7 +84,7 @@ def _load_warm_engine(config: EngineConfig, progress: "ReportProgress") -> "Engi
 def run(
     make_engine: "Callable[[ReportProgress], Engine]", channel: Channel, cache: CacheConfig
 ) -> bool:
-    """Load and serve; whatever goes wrong is logged and sent as Failed. True: left as asked."""
+    """Load and serve; errors are logged and sent as Failed. Returns True after a Shutdown."""
     messages = channel.receive(None)
     owner, _ = messages[0]
 
@@ -118,7 +119,7 @@ def serve(
     messages: list[tuple[bytes, ToEngine]],
     publisher: "Publisher | None" = None,
 ) -> None:
-    """Alternate between messages, these first, and steps; without work, wait. Ends on Shutdown."""
+    """Alternate between messages and steps; without work, wait. Returns on Shutdown."""
     clients = Clients(engine, channel)
     while True:
         for client, message in messages:
@@ -135,16 +136,16 @@ def serve(
 
 
 class Clients:
-    """Those who use an engine: each is told of its own sequences, and how the engine is.
+    """The processes that use an engine; each is told about its own sequences and the engine.
 
-    One that has gone is found out when it is told something, and its sequences end.
+    If sending to a client fails, it has gone, and its sequences are aborted.
     """
 
     def __init__(self, engine: "Engine", channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
         self._clients: set[bytes] = set()
-        self._client_of: dict[str, bytes] = {}  # by request id, not finished
+        self._client_of: dict[str, bytes] = {}  # by request id, for unfinished sequences
 
     def hear(self, client: bytes, message: Hello | Submit | Abort) -> None:
         self._clients.add(client)
@@ -155,7 +156,7 @@ class Clients:
                 self._abort([i for i in request_ids if self._client_of.get(i) == client])
 
     def tell(self, outputs: list[RequestOutput]) -> None:
-        """Tell each client what a step brought it."""
+        """Send each client its outputs of a step."""
         own: dict[bytes, list[RequestOutput]] = {client: [] for client in self._clients}
         for output in outputs:
             own[self._client_of[output.request_id]].append(output)
@@ -165,7 +166,7 @@ class Clients:
         if gone := [c for c in own if not self._channel.send(c, Outputs(own[c], stats))]:
             self._clients.difference_update(gone)
             self._abort([i for i, client in self._client_of.items() if client in gone])
-            self.tell([])  # that there is room now
+            self.tell([])  # there is room now
 
     def _submit(self, client: bytes, submission_id: int, requests: list[NewRequest]) -> None:
         ids = [request.request_id for request in requests]
@@ -178,7 +179,7 @@ class Clients:
         except InvalidRequestError as error:
             self._channel.send(client, Refused(submission_id, "invalid", str(error)))
             return
-        except Exception as error:  # ours, not the client's: these requests fail, others go on
+        except Exception as error:  # our own error: these requests fail, the others go on
             log.exception("could not take requests %s", ids)
             self._engine.abort(ids)
             reason = f"{type(error).__name__}: {error}"
@@ -194,7 +195,7 @@ class Clients:
     def _abort(self, request_ids: list[str]) -> None:
         self._engine.abort(request_ids)
         for request_id in request_ids:
-            self._client_of.pop(request_id, None)  # it may be named twice
+            self._client_of.pop(request_id, None)  # an id may be listed twice
 
 
 class _SocketChannel:
@@ -218,7 +219,7 @@ class _SocketChannel:
             data = b"".join(frames)
             try:
                 messages.append((client, self._decoder.decode(data)))
-            except Exception as error:  # whatever the bytes did to the decoder, they are no message
+            except Exception as error:  # bytes that cannot be decoded, for any reason
                 log.warning("ignored %d bytes that are no message: %s", len(data), error)
 
     def send(self, client: bytes, message: FromEngine) -> bool:
@@ -243,8 +244,8 @@ def main(
     config = msgspec.json.decode(line, type=EngineConfig)
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.set_hwm(0)  # a slow client must not hold the batch up
-        socket.router_mandatory = True  # to send to one that has gone is an error
+        socket.set_hwm(0)  # a slow client must not delay the others
+        socket.router_mandatory = True  # sending to a client that has gone raises
         socket.bind(endpoint)
         channel = _SocketChannel(socket)
         served = run(lambda progress: make_engine(config, progress), channel, config.cache)

@@ -19,16 +19,16 @@ from .messages import FromEngine, Hello, Ready, Shutdown, Status, ToEngine
 
 log = logging.getLogger("outrider.engine.processes.process_engine")
 
-_LEAVE_S = 5.0  # to finish a step and exit when asked; then the process is killed
+_LEAVE_S = 5.0  # time to finish a step and exit; then the process is killed
 
 
 class ProcessEngine(Dispatcher):
     """An engine in a child process.
 
-    A child that dies is started again, the first time at once; after three deaths in a row, or if
-    it never became ready at all, the state is "failed". A child that does not answer between two
-    steps for `step_timeout_s` (None: as long as it likes) is killed and started again. One that
-    `is_shared` can be reached by others too, at the endpoint that `status` tells.
+    A child that dies is started again, the first time at once. After three deaths in a row, or if
+    it never became ready, the state is "failed". A child that sends nothing for `step_timeout_s`
+    (None: no limit) is killed and started again. If it `is_shared`, other processes can reach it
+    too, at the endpoint in `status`.
     """
 
     _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.processes.process")
@@ -51,11 +51,11 @@ class ProcessEngine(Dispatcher):
         self._child: ChildProcess[FromEngine] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0
-        self._heard = asyncio.Event()  # something, since this was last cleared
+        self._heard = asyncio.Event()  # set by each message
 
     @property
     def status(self) -> Status:
-        """What those who share the engine must know."""
+        """What the processes that share the engine must know."""
         endpoint = self._child.endpoint if self._child and self.state == "ready" else None
         return Status(self.state, self.status_reason, self.info, endpoint, self._past_stats)
 
@@ -82,7 +82,7 @@ class ProcessEngine(Dispatcher):
         while True:
             try:
                 cause = await self._run_child()
-            except Exception as error:  # it could not be started at all
+            except Exception as error:  # the process could not be started
                 cause = f"{type(error).__name__}: {error}"
             if self.state == "stopped":
                 return
@@ -99,7 +99,7 @@ class ProcessEngine(Dispatcher):
             await asyncio.sleep(delay_s)
 
     async def _run_child(self) -> str:
-        """Start a child and hear it out to its end; returns what ended it."""
+        """Start a child and handle its messages until it ends; returns the reason why it ended."""
         self._last_words = ""
         self._child = child = ChildProcess(
             self._context,
@@ -125,7 +125,7 @@ class ProcessEngine(Dispatcher):
         return describe_exit(exit_code)
 
     async def _kill_if_hung(self, child: ChildProcess[FromEngine]) -> None:
-        """Ask it now and then how it is; return once it has been killed for its silence."""
+        """Ping the child now and then; returns after it was killed because it did not answer."""
         interval_s = (self._step_timeout_s or math.inf) / 10
         while True:
             await asyncio.sleep(interval_s)
@@ -147,10 +147,11 @@ class ProcessEngine(Dispatcher):
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, and CPU threads that wait for each other awake, unless the user says otherwise.
+    """Our environment; unless the user set it, CPU threads spin while they wait for each other.
 
-    A thread that falls asleep at a barrier is woken by a system call (56 to 38 tokens/s). Beside a
-    neighbour waiting awake is worse, but there `CPUShare` lets nobody wait: benchmarks/log/cpu.md.
+    A thread that sleeps at a barrier must be woken by a system call (38 instead of 56 tokens/s).
+    Next to another busy process spinning is worse, but then `CPUShare` uses a single thread
+    (benchmarks/log/cpu.md).
     """
     environment = dict(os.environ)
     if environment.keys().isdisjoint({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}):

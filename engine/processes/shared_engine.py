@@ -1,4 +1,4 @@
-"""An engine for several processes: all but its owner reach it through this."""
+"""An engine that several processes share: all but its owner reach it through this."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from .messages import FromEngine, FromOwner, Hello, Ready, Shutdown, Status, ToE
 
 
 class SharedEngine(Dispatcher):
-    """An engine that the parent of this process owns: the parent tells how it is and where, and the
-    rest is said to the engine itself. It is not ours to stop.
+    """An engine that the parent of this process owns. The parent sends its state and endpoint; all
+    else goes directly to the engine. Only the owner can stop it.
 
-    `endpoint`: where the parent connects to; `on_shutdown` is called when it wants us to leave.
+    `endpoint`: where the parent connects to; `on_shutdown` is called when this process must leave.
     """
 
     def __init__(self, endpoint: str, on_shutdown: Callable[[], None]) -> None:
         super().__init__()
-        self.has_heard = asyncio.Event()  # how the engine is
+        self.has_heard = asyncio.Event()  # set once the engine's state is known
         self._endpoint = endpoint
         self._on_shutdown = on_shutdown
         self._context = zmq.asyncio.Context()
@@ -32,12 +32,12 @@ class SharedEngine(Dispatcher):
         self._owner = Connection(self._context, self._endpoint, decoder, self._hear, binds=True)
 
     def report_up(self) -> None:
-        """Tell the owner that this process does its work from here on."""
+        """Tell the owner that this process is ready."""
         if self._owner is not None:
             self._owner.send(Up())
 
     async def stop(self) -> None:
-        """End what is under way here; the engine drops it once it finds nobody here."""
+        """End all streams here; the engine drops the sequences when it cannot send to us."""
         if self._owner is not None:
             self._owner.close()
             self._owner = None

@@ -1,4 +1,4 @@
-"""What a step changes: for the sequences when it is launched, and when the host has read it."""
+"""Updates the sequences: when a step is launched, and when the host has read it."""
 
 import time
 
@@ -8,12 +8,17 @@ from ..state.slots import Slots
 from .adaptive_speculation import AdaptiveSpeculation, times_decoding
 from .counters import Counters
 from .kv_cache import KVCacheManager
-from .plan import Plan, ScheduledRequest, Verified
+from .plan import Plan, ScheduledRequest, StepResult
 from .sequences import Sequences
 
 
 class Committer:
-    """Advances the sequences by what steps compute and draw, and ends those that are done."""
+    """Advances sequences by what steps compute and draw, and ends those that are done.
+
+    Only here does the host learn new tokens. KV is right for a sequence's known tokens and the
+    accepted drafts; the next step overwrites what lies behind them. What a step drew for a sequence
+    that was preempted, or started over, after its launch is void: it is skipped.
+    """
 
     def __init__(
         self,
@@ -33,8 +38,8 @@ class Committer:
         self._last_commit_s = 0.0
 
     def launched(self, plan: Plan) -> None:
-        """Take note of what a step computes, once the one before is committed; what it draws comes
-        with its own commit.
+        """Record what a step computes, as soon as it is launched; what it draws is recorded by
+        `commit`. The step before must be committed already.
         """
         for scheduled in plan.scheduled:
             request = scheduled.request
@@ -47,12 +52,13 @@ class Committer:
                 request.num_computed_tokens = scheduled.end
                 if scheduled.num_prompt_logits:
                     request.num_scored_tokens = scheduled.end
-            self._kv_cache.record_computed(request)  # who finds the pages comes later on the device
+            # Pages may be shared at once: whoever finds them runs later on the device.
+            self._kv_cache.record_computed(request)
 
-    def commit(self, plan: Plan, verified: Verified) -> list[RequestOutput]:
-        """Advance every sequence by what a step drew; free what is done, pass over what is void."""
+    def commit(self, plan: Plan, result: StepResult) -> list[RequestOutput]:
+        """Advance every sequence by what a step drew; ends those that are done, skips void ones."""
         self._counters.num_steps += 1
-        self._observe(plan, verified)
+        self._observe(plan, result)
         outputs = []
         sampled_idx = 0
         for scheduled in plan.scheduled:
@@ -61,12 +67,12 @@ class Committer:
                     outputs.append(output)
                 continue
             if not scheduled.is_void:
-                outputs.append(self._commit_drawn(scheduled, verified, sampled_idx))
+                outputs.append(self._commit_drawn(scheduled, result, sampled_idx))
             sampled_idx += 1
         return outputs
 
-    def _observe(self, plan: Plan, verified: Verified) -> None:
-        """Tell the choice of k how many drafts stood, and how long the step took."""
+    def _observe(self, plan: Plan, result: StepResult) -> None:
+        """Report to the choice of k how many drafts stood, and how long the step took."""
         last_commit_s, self._last_commit_s = self._last_commit_s, time.perf_counter()
         sampled = plan.sampled
         if self._adaptive is None or not sampled:
@@ -75,14 +81,14 @@ class Committer:
         is_timed = plan.is_timed and times_decoding(num_prefill_rows, len(sampled))
         self._adaptive.observe(
             [s.num_drafts for s in sampled],
-            [len(drawn) - 1 for drawn in verified.token_ids],
+            [len(drawn) - 1 for drawn in result.token_ids],
             self._last_commit_s - last_commit_s if is_timed else None,
             [s.request.params.num_speculative_tokens is None for s in sampled],
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
         request = scheduled.request
-        # One that was preempted since then does not score these prompt tokens again.
+        # A sequence preempted since then still needs these: its prompt is not scored twice.
         if scheduled.is_void and request not in self._sequences.waiting:
             return None
         if scheduled.has_nan:
@@ -92,25 +98,25 @@ class Committer:
         return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
 
     def _commit_drawn(
-        self, scheduled: ScheduledRequest, verified: Verified, i: int
+        self, scheduled: ScheduledRequest, result: StepResult, i: int
     ) -> RequestOutput:
         request, num_drafts = scheduled.request, scheduled.num_drafts
         request.num_drafts_in_flight = None
-        drawn = verified.token_ids[i]
+        drawn = result.token_ids[i]
         num_accepted = len(drawn) - 1
-        if is_bad := verified.is_bad[i] or scheduled.has_nan:
+        if is_bad := result.is_bad[i] or scheduled.has_nan:
             if num_drafts == 0:
                 is_dead_end = request.can_reach_a_dead_end and not scheduled.has_nan
                 return self._commit_bad(request, is_dead_end=is_dead_end)
             request.speculates = False
             fixed = self._slots.draws_are_fixed(request.params)
             if num_accepted == 0 or fixed or scheduled.has_nan:
-                # A draft that the target turns into NaN spoils the rows before it too (0 * NaN in
-                # the attention). Without drafts the same step may well be sound: compute it again.
+                # A draft whose values are NaN spoils the rows before it (0 * NaN in attention). The
+                # same step without drafts may be sound: compute it again.
                 self._start_over(request)
                 return request.output([])
-            # The accepted drafts lead to where nothing is left. They stand, as they would without
-            # speculation: to draw again would favour whatever leads elsewhere.
+            # The accepted drafts lead to a dead end. They stand, as they would without speculation:
+            # to draw them again would favour tokens that lead elsewhere.
             drawn = drawn[:num_accepted]
         if num_drafts:
             self._counters.count_drafts(num_drafts, num_accepted)
@@ -118,7 +124,7 @@ class Committer:
             request.num_draft_computed_tokens = num_seen
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
-        # KV is right for all known tokens and the accepted drafts; behind them it is overwritten.
+        # KV is right for all known tokens and the accepted drafts. The rest will be overwritten.
         num_valid = request.num_tokens + num_accepted
 
         request.num_scored_tokens = request.num_prompt_tokens
@@ -132,19 +138,19 @@ class Committer:
         if is_bad:
             self._start_over(request)
 
-        logprobs = verified.logprobs[i]
+        logprobs = result.logprobs[i]
         output = request.output(
             kept,
             logprobs[: len(kept)] if logprobs is not None else None,
             scheduled.prompt_logprobs,
-            draft_token_ids=verified.draft_token_ids[i],
+            draft_token_ids=result.draft_token_ids[i],
         )
         if request.finish_reason is not None:
             self._sequences.finish(request)
         return output
 
     def _start_over(self, request: Request) -> None:
-        """Have the device go on from what the host knows; what it was about to draw is void."""
+        """Make void what is in flight, and have the device continue from the host's tokens."""
         request.num_computed_tokens = request.num_tokens - 1
         request.num_draft_computed_tokens = min(
             request.num_draft_computed_tokens, request.num_tokens
@@ -165,7 +171,7 @@ class Committer:
         return output
 
     def _until_stop(self, request: Request, drawn: list[int]) -> list[int]:
-        """What is kept of the drawn tokens; sets the request's finish reason if they end it."""
+        """The drawn tokens up to a stop; sets the request's finish reason if they end it."""
         room = min(
             request.params.max_tokens - request.num_output_tokens,
             self._max_model_len - request.num_tokens,

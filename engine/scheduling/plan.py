@@ -90,7 +90,7 @@ def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
 
 
 @dataclass(slots=True)
-class Verified:
+class StepResult:
     """What a step drew, on the host; row i is the plan's i-th sampled sequence."""
 
     token_ids: list[list[int]]  # accepted drafts, then one recovered or bonus token
@@ -99,5 +99,5 @@ class Verified:
     draft_token_ids: list[list[int] | None]  # None unless the request `tells_drafts`
 
     @staticmethod
-    def nothing() -> "Verified":
-        return Verified([], [], [], [])
+    def nothing() -> "StepResult":
+        return StepResult([], [], [], [])

@@ -1,4 +1,4 @@
-"""What the next step computes: for which sequences, how many tokens, and with how many drafts."""
+"""Plans the next step: which sequences run, for how many tokens, with how many drafts."""
 
 from ..config import SchedulerConfig
 from ..request import Request
@@ -9,14 +9,15 @@ from .sequences import Seats, Sequences
 
 
 class Scheduler:
-    """By priority, then first come, first served, under a token budget a step and a page budget.
+    """By priority, then first come, first served, within a token budget and the free pages.
 
-    Sequences that decode go before those still in prefill, so that a long prompt, taken in chunks,
-    delays nobody's next token. A sequence waits while a prefix that it can share is being computed,
-    so that samples of one prompt compute it once, also when they come together; meanwhile those
-    behind it in the queue take the free seats, and a prompt in chunks leaves rows to short ones.
-    When pages run out, the last in turn of the running sequences gives its pages up and is computed
-    again later.
+    Decoding sequences go before those in prefill, so that a long prompt, computed in chunks, delays
+    no other sequence's next token. A sequence waits while another computes a prefix that it can
+    share; so samples of one prompt compute it only once, even if they arrive together. Sequences
+    behind it in the queue may start meanwhile, and a prompt in chunks leaves rows to short prompts.
+
+    When pages run out, drafts are given up first. Then the running sequence that is last in turn is
+    preempted: it loses slot and pages, waits again, and is computed again later from its tokens.
     """
 
     def __init__(
@@ -35,15 +36,19 @@ class Scheduler:
         self._seats = seats
         self._slots = seats.slots
         self._max_speculative_tokens = num_speculative_tokens
-        self._num_speculative_tokens = num_speculative_tokens  # of requests that leave it open
+        self._num_speculative_tokens = num_speculative_tokens  # k of requests that name none
         self._adaptive = adaptive
         self._max_model_len = max_model_len
-        self.lag = 0  # steps that are launched before the host has read the one before
-        # Since the last step, and from which page on; the device does not know them yet.
+        self.lag = 0  # steps launched ahead of the last one that the host has read
+        # Sequences with new pages, and the first of these; the device does not know them yet.
         self._grown: list[tuple[Request, int]] = []
 
     def schedule(self) -> Plan:
-        """Choose this step's sequences and make sure that each has the pages it needs."""
+        """Choose the sequences of the next step, and give each the pages that it may need.
+
+        A sequence in flight may have any number of tokens between `least_tokens` and `most_tokens`,
+        so its pages are allocated for the most.
+        """
         waiting, running = self._sequences.waiting, self._sequences.running
         plan = Plan(is_timed=bool(running))
         budget = self._config.max_num_batched_tokens
@@ -67,9 +72,9 @@ class Scheduler:
                 break
             if i == len(decoding):
                 reserved = self._num_rows_of_short(startable, prefilling, budget // 2)
-            if request.slot is None:  # preempted for an older one just now
+            if request.slot is None:  # preempted by this very step
                 continue
-            # Drafts take what is left once each that decodes or may be seated has a row.
+            # Drafts get only what is left when every decoding or seatable sequence has a row.
             num_behind = max(0, len(decoding) - 1 - i) + num_seatable
             available = max(1, budget - num_behind) if i < len(decoding) else budget - reserved
             if scheduled := self._schedule_running(request, available, plan):
@@ -92,7 +97,7 @@ class Scheduler:
         return plan
 
     def must_know(self) -> bool:
-        """Whether the next step can only be planned once the host has read the one in flight."""
+        """Whether the host must read the step in flight before it can plan the next one."""
         return any(
             request.is_in_flight
             and self._num_drafts_wanted(request) > 0
@@ -110,10 +115,10 @@ class Scheduler:
             return None
         while not self._grow(request, scheduled.end + scheduled.num_drafts):
             if scheduled.num_drafts:
-                scheduled.num_drafts = 0  # drafts are never worth a neighbour's pages
+                scheduled.num_drafts = 0  # drafts are not worth preempting another sequence
                 continue
             if request.is_in_flight:
-                return None  # once that step is read it may want fewer
+                return None  # once the step in flight is read, it may need fewer pages
             victim = self._sequences.preempt_last()
             plan.scheduled = [s for s in plan.scheduled if s.request is not victim]
             if victim is request:
@@ -121,8 +126,8 @@ class Scheduler:
         return scheduled
 
     def _may_go_on(self, request: Request) -> bool:
-        """Whether a step may follow the one in flight, if any: not if that one ends the sequence
-        for certain, or may fill it to its end.
+        """Whether the sequence may be in the next step: not if the step in flight is sure to end
+        it, or may fill its context.
         """
         num_output_tokens = request.least_tokens - request.num_prompt_tokens
         return not request.is_in_flight or (
@@ -133,8 +138,8 @@ class Scheduler:
     def _num_rows_of_short(
         self, startable: list[Request], prefilling: list[Request], most: int
     ) -> int:
-        """Rows, up to `most`, that a prompt in chunks leaves to short ones that need no second
-        step: those may take seats that nobody else can use yet.
+        """Rows, up to `most`, that a prompt in chunks leaves to short prompts which one step can
+        compute whole: they may take slots that are free anyway.
         """
         num_rows, num_seats = 0, self._slots.num_free
         for request in startable:
@@ -150,14 +155,14 @@ class Scheduler:
         return num_rows
 
     def _should_wait(self, request: Request, prefilling: list[Request], plan: Plan) -> bool:
-        """Whether a later step serves the request better, however much room this one has."""
+        """Whether the request should wait for a later step, even if this one has room."""
         scores_prompt = request.params.prompt_logprobs is not None
         if scores_prompt and plan.num_prompt_logits >= MAX_PROMPT_LOGITS:
             return True
         return self._kv_cache.prefix_is_coming(request, prefilling)
 
     def _admit(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest | None:
-        """Seat a waiting sequence if pages for all its known tokens are there."""
+        """Seat a waiting sequence if there are pages for all its known tokens."""
         kv_cache = self._kv_cache
         num_cached_tokens = kv_cache.attach_prefix(request)
         missing = kv_cache.pages_for(request.num_tokens + 1) - len(request.pages)
@@ -184,15 +189,15 @@ class Scheduler:
         num_wanted = self._num_drafts_wanted(request)
         scheduled.is_drafted_for = num_wanted > 0
         if scheduled.samples and num_wanted:
-            # The last token needs no draft: verification emits one more than it accepts.
+            # The last token needs no draft, since verification emits one more than it accepts.
             num_output_tokens = request.least_tokens - request.num_prompt_tokens
             room = min(
                 request.params.max_tokens - num_output_tokens - 1,
                 self._max_model_len - request.most_tokens - 1,
                 budget - num_new,
             )
-            # A first token does not wait for the draft to read the prompt: the next step does
-            # that, in one pass with the others' drafts.
+            # The first token does not wait until the draft has read the prompt: the next step does
+            # that, in one pass with the drafts of others.
             if num_output_tokens > 0 or self.lag == 0:
                 scheduled.num_drafts = max(0, min(num_wanted, room))
         return scheduled

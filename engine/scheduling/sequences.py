@@ -1,4 +1,4 @@
-"""The sequences that have not ended: those that wait, and those that run."""
+"""The sequences that have not ended: those that wait and those that run."""
 
 import concurrent.futures
 import time
@@ -18,7 +18,7 @@ _TURN = attrgetter("turn")
 
 
 class Seats(Protocol):
-    """What scheduling asks of a worker."""
+    """The part of a worker that scheduling uses."""
 
     slots: Slots
 
@@ -30,8 +30,9 @@ class Seats(Protocol):
 
 
 class Sequences:
-    """Who waits, in the order of their turns, and who runs. One that runs has a slot and pages; one
-    that waits has neither. When one has ended, nothing is left of it here.
+    """The waiting sequences, in the order of their turns, and the running ones.
+
+    A running sequence has a slot and pages; a waiting one has neither. Ended ones are removed.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Sequences:
         self._seats = seats
         self._counters = counters
         self.by_id: dict[str, Request] = {}
-        self.waiting: list[Request] = []  # the next first
+        self.waiting: list[Request] = []  # in order: the first is next
         self.running: list[Request] = []
         self._arrivals = count()
 
@@ -65,8 +66,8 @@ class Sequences:
             self.by_id[request.request_id] = request
 
     def admit(self, request: Request, num_cached_tokens: int) -> None:
-        """Let a waiting sequence run; it holds pages already if it found so many tokens cached."""
-        if request.num_cached_tokens is None:  # a preempted sequence finds its own pages again
+        """Let a waiting sequence run; it already holds the pages of its cached tokens."""
+        if request.num_cached_tokens is None:  # not counted again after a preemption
             request.num_cached_tokens = num_cached_tokens
             request.queue_s = time.perf_counter() - request.arrival_s
             self._counters.num_cached_tokens += num_cached_tokens
@@ -76,7 +77,10 @@ class Sequences:
         self._seats.seat(request)
 
     def preempt_last(self) -> Request:
-        """Take slot and pages from the running sequence that is last in turn; it waits again."""
+        """Preempt the running sequence that is last in turn: it loses slot and pages, and waits.
+
+        It keeps its tokens and page hashes, and may find some of its pages again.
+        """
         request = max(self.running, key=_TURN)
         self._stop_running(request)
         insort(self.waiting, request, key=_TURN)
@@ -84,7 +88,7 @@ class Sequences:
         return request
 
     def finish(self, request: Request) -> None:
-        """Remove a sequence wherever it is, and free what it holds. Unknown ones are ignored."""
+        """Remove a sequence, waiting or running, and free what it holds. Ignores unknown ones."""
         if request in self.running:
             self._stop_running(request)
         elif request in self.waiting:
@@ -94,7 +98,7 @@ class Sequences:
         self.by_id.pop(request.request_id, None)
 
     def take_uncompiled(self) -> list[RequestOutput]:
-        """End the sequences whose grammars could not be compiled, through no fault of theirs."""
+        """End the sequences whose grammars failed to compile, other than by their own fault."""
         outputs = []
         for request in [r for r in self.waiting if r.compile_error is not None]:
             request.finish_reason = "error"
@@ -103,7 +107,7 @@ class Sequences:
         return outputs
 
     def wait_for_grammars(self, timeout_s: float) -> None:
-        """Wait until a sequence can start whose grammar was still being compiled."""
+        """Wait until some sequence's grammar is compiled, so that it can start."""
         compiling = [r.compiling for r in self.waiting if r.compiling is not None]
         concurrent.futures.wait(compiling, timeout_s, concurrent.futures.FIRST_COMPLETED)
 

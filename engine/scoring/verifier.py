@@ -16,7 +16,7 @@ from outrider.kernels.verify.verify import verify
 from ..api import MAX_LOGPROBS
 from ..logit_edits import LogitEdits, RequestRows
 from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
-from ..scheduling.plan import Plan, Verified, slots_of
+from ..scheduling.plan import Plan, StepResult, slots_of
 from ..state.host_copy import HostCopy, uploaded
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
 from ..state.ragged import aligned
@@ -146,17 +146,17 @@ class Verifier:
         edited = self._edits.apply(logits, rows)
         return self._run(integers, (size, *kind), edited, *distributions)
 
-    def read(self, plan: Plan, drawn: Drawn | None) -> Verified:
+    def read(self, plan: Plan, drawn: Drawn | None) -> StepResult:
         """Wait for what `verify` drew and for the step's prompt logprobs."""
         read_prompt_logprobs(plan)
         if drawn is None:
-            return Verified.nothing()
+            return StepResult.nothing()
         host_np, *logprobs = drawn.copy.arrays()
         drawn_np = host_np[:, :-1]  # padded with -1
         lens = (drawn_np >= 0).sum(1).tolist()
         token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
         drafts_np = drawn.drafts.arrays()[0] if drawn.drafts is not None else None
-        return Verified(
+        return StepResult(
             token_ids=token_ids,
             is_bad=host_np[:, -1].astype(bool).tolist(),
             logprobs=[
