@@ -1,4 +1,4 @@
-"""Attention of one layer over its pages, and what the layers of one forward pass share."""
+"""Attention of one layer over its pages, and the data that layers share during a forward pass."""
 
 import functools
 from dataclasses import dataclass
@@ -37,18 +37,18 @@ class Rope(NamedTuple):
 
 
 class SequenceRows(NamedTuple):
-    """Where a sequence stands in a batch."""
+    """The rows of one sequence in a batch, and the pages that they attend to."""
 
     rows: slice
-    num_tokens: int  # that its last row attends to
-    pages: Tensor | slice  # of these tokens; a slice, read in place, if they lie side by side
-    behind: list[int]  # places in its last page behind these tokens, in their block of keys
+    num_tokens: int  # tokens that its last row attends to
+    pages: Tensor | slice  # of these tokens; a slice, without a copy, if they are consecutive
+    behind: list[int]  # places in its last page after these tokens, in the same block of keys
 
 
 class PassContext:
-    """One batch on its way through a model: what several layers need, made once.
+    """One batch on its way through a model, with data that several layers need, computed once.
 
-    With `same_bits` attention gives each row the same to the bit in any company.
+    With `same_bits`, the bits of a row of attention do not depend on the batch.
     """
 
     def __init__(self, batch: ForwardBatch, *, same_bits: bool = False) -> None:
@@ -66,7 +66,7 @@ class PassContext:
         return self._rotary[key]
 
     def items(self, num_kv_heads: int, group: int) -> AttentionItems:
-        """The attention kernel's work for layers with such heads."""
+        """The list of work for the attention kernel, for layers with these heads."""
         key = (num_kv_heads, group)
         if key not in self._items:
             batch = self.batch
@@ -85,7 +85,7 @@ class PassContext:
 
     @functools.cached_property
     def sequences(self) -> list[SequenceRows]:
-        """The batch's sequences that have rows, for attention without a kernel."""
+        """The sequences of the batch that have rows, for attention without a kernel."""
         batch = self.batch
         bounds, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
         sequences = []
@@ -117,13 +117,13 @@ class PassContext:
 
     @functools.cached_property
     def behind(self) -> Tensor | None:
-        """Places that attention reads behind the sequences; None if it reads none."""
+        """Places after the sequences that attention reads nevertheless; None if there are none."""
         places = [place for seq in self.sequences for place in seq.behind]
         return torch.tensor(places) if self._same_bits and places else None
 
 
 def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:
-    """Places in the last page of so many tokens, from them to the end of their block of keys."""
+    """Places in the last page from the end of the tokens to the end of their block of keys."""
     num_in_page = (num_tokens - 1) % page_size + 1
     num_left = min(-num_tokens % KEY_BLOCK, page_size - num_in_page)
     first = last_page * page_size + num_in_page
@@ -132,19 +132,19 @@ def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:
 
 @dataclass(slots=True)
 class PagedAttention:
-    """Attention of one layer over the pages that it is bound to."""
+    """Attention of one layer over its pages."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int
     scale: float
-    window: int | None = None  # tokens that a row sees, itself included
+    window: int | None = None  # how many tokens a row sees, including itself
     softcap: float | None = None
     sinks: Tensor | None = None  # [num_heads]
-    k_scale: float = 1.0  # by which keys are divided in pages of FP8
-    v_scale: float = 1.0  # and values
-    causal: bool = True  # else every row sees the sequence to its last token
+    k_scale: float = 1.0  # in FP8 pages, keys are divided by this
+    v_scale: float = 1.0  # and values by this
+    causal: bool = True  # if False, every row sees its sequence to the last token
     pages: KVPages | None = None
 
     @property
@@ -153,7 +153,7 @@ class PagedAttention:
         return self.pages
 
     def __call__(self, query: Tensor, context: PassContext) -> Tensor:
-        """Attend over pages that hold the KV of these rows already.
+        """Attend over the pages, which must already hold the KV of these rows.
 
         Shape: query [T, num_heads, head_dim] -> [T, num_heads, value_dim]
         """
@@ -174,7 +174,7 @@ class PagedAttention:
                 self.v_scale,
                 causal=self.causal,
             )
-        if context.behind is not None:  # a rejected draft, or whoever had the page, may leave NaN
+        if context.behind is not None:  # rejected drafts or earlier owners may have left NaN there
             for pages in (keys, values):
                 pages.flatten(0, 1).index_fill_(0, context.behind, 0)
         outs = [

@@ -1,17 +1,17 @@
-"""A head that drafts a whole block in one pass: DFlash, and DSpark over it.
+"""A head that drafts a whole block in one pass: DFlash, and DSpark, which extends it.
 
-The target's states g_t are the head's context. Each layer keeps keys and values of
+The target's states g_t are the head's context. Each layer stores keys and values of
 
     c_t = hidden_norm(fc(g_t))
 
-as if c_t were its normalised input: RoPE(k_norm(W_k c_t), t) and W_v c_t. The rows of a block at
-positions n, n + 1, … embed the last known token x_n, the anchor, and the mask token behind it. They
-attend to the context before n and to the whole block, also to the rows behind them. What they leave
-in the pages is overwritten once the target has computed their positions.
+as if c_t were its normalised input: RoPE(k_norm(W_k c_t), t) and W_v c_t. The rows of a block, at
+positions n, n + 1, …, embed the last known token x_n (the anchor) and then mask tokens. They attend
+to the context before n and to the whole block, including later rows. Their KV in the pages is
+overwritten once the target has computed these positions.
 
-The row of a mask predicts the token at its own position; of heads that predict from the anchor each
-row predicts the one behind it. A Markov head (DSpark) adds to a draft's logits what follows from
-the token before it, so that q_i depends on x_{i-1} alone:
+A mask's row predicts the token at its own position. In heads that predict from the anchor, each row
+predicts the next token instead. A Markov head (DSpark) adds to a draft's logits a term of the token
+before it; so q_i depends on x_{i-1} and on no other draft:
 
     logits_i = lm_head(h_i) + W2 latent_i,    e = W1[x_{i-1}]
     vanilla: latent = e
@@ -19,7 +19,8 @@ the token before it, so that q_i depends on x_{i-1} alone:
     rnn:     gate, candidate, output = W_j [s; e; h_i]
              s = sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(candidate),  latent = tanh(output)
 
-A confidence head says how likely draft i stands if those before it do: sigmoid(w . [h_i; e] + b).
+A confidence head estimates how likely draft i stands if those before it do:
+sigmoid(w . [h_i; e] + b).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ from .weights import Linear, packed
 
 
 class MarkovHead(NamedTuple):
-    """What the token before a draft adds to its logits."""
+    """Computes the term that the token before a draft adds to its logits."""
 
     embedding: Tensor  # [V, r], by the target's ids
     output: Linear  # of [V', r]
@@ -47,7 +48,7 @@ class MarkovHead(NamedTuple):
     joint: Linear | None = None  # of [3 r, 2 r + hidden]
 
     def step(self, h: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The latent of a draft and the state behind it; a state of None begins a block.
+        """The latent of a draft and the state after it; a state of None begins a block.
 
         Shape: h [N, hidden], previous [N, r], state [N, r] -> [N, r] each
         """
@@ -66,9 +67,9 @@ class MarkovHead(NamedTuple):
 
 
 class ConfidenceHead(NamedTuple):
-    """How likely a draft stands if those before it do."""
+    """Estimates how likely a draft stands if those before it do."""
 
-    weight: Tensor  # [hidden] or, if it reads the token before, [hidden + r]; float32
+    weight: Tensor  # [hidden] or, if it also reads the token before, [hidden + r]; float32
     bias: Tensor  # [1]
 
     def __call__(self, h: Tensor, previous: Tensor | None) -> Tensor:
@@ -94,15 +95,15 @@ class BlockHead(Head):
         confidence: ConfidenceHead | None,
         **layers: Any,
     ) -> None:
-        """`layers` are those of Head; `context_kv` the keys' and values' part of each mixer's qkv;
-        `block_size` counts the rows of a block in training, the anchor's included.
+        """`layers` as in Head; `context_kv` is the part of each mixer's qkv for keys and values;
+        `block_size` is the number of rows of a block in training, including the anchor.
         """
         super().__init__(**layers)
         self.kind = "dflash" if markov is None else "dspark"
         self.hidden_norm = hidden_norm
         self.context_kv = list(context_kv)
         self.mask_token_id = mask_token_id
-        # Rows of a block in front of the first that predicts a draft.
+        # Rows of a block before the first that predicts a draft.
         self.num_leading_rows = 0 if predicts_from_anchor else 1
         self.max_drafts = block_size - self.num_leading_rows
         self.embedding_scale = embedding_scale
@@ -128,7 +129,7 @@ class BlockHead(Head):
             self.markov = self.markov.changed(change)
 
     def read(self, taps: Tensor, context: PassContext) -> None:
-        """Keep keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""
+        """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""
         c = rms_norm(self.fc(taps.flatten(1)), self.hidden_norm)
         for block, kv in zip(self.blocks, self.context_kv, strict=True):
             mixer = block.mixer
@@ -142,7 +143,7 @@ class BlockHead(Head):
             )
 
     def __call__(self, input_ids: Tensor, context: PassContext) -> Tensor:
-        """The rows of blocks, in front of the last norm. Shape: [T] -> [T, hidden]."""
+        """The rows of blocks, before the last norm. Shape: [T] -> [T, hidden]."""
         x = F.embedding(input_ids, self.embedding)
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
@@ -152,5 +153,5 @@ class BlockHead(Head):
         return x
 
     def states(self, x: Tensor) -> Tensor:
-        """h of rows that predict. Shape: [N, hidden]."""
+        """The normalised states h of predicting rows. Shape: [N, hidden]."""
         return rms_norm(x, self.norm)

@@ -1,12 +1,12 @@
 """The two parts of a decoder block: a mixer, which looks at other tokens, and an MLP.
 
-A part is called with the residual stream x and adds its own output to it, in place:
+A part gets the residual stream x and adds its output to it, in place:
 
     x += part(norm(x))
 
-Its norm may have been applied already by whatever made x, which then hands over the result as
-`normed`; a part applies the norm of the part behind it on its way if that is cheap, and returns
-the result or None. A new kind of layer is a class of this form, built in `families.py`.
+If the part before has already applied this norm, the result is passed as `normed`. In the same way
+a part applies the norm of the next part if that is cheap, and returns the result, or else None. A
+new kind of layer is a class of this form, built in `families.py`.
 """
 
 import math
@@ -24,7 +24,7 @@ from .weights import Linear
 
 @dataclass(slots=True)
 class AttentionMixer:
-    """Attention with rotary positions and, in some families, a norm of each head."""
+    """Attention with RoPE and, in some families, a norm for each head."""
 
     norm: Norm
     qkv: Linear  # query heads, then key heads, then value heads
@@ -105,7 +105,7 @@ class Block:
         return sum(math.prod(linear.weight.shape) for linear in self.linears)
 
     def changed(self, change: Callable[[Linear], Linear]) -> "Block":
-        """The same block with other linear layers in place of its own."""
+        """The same block with its linear layers replaced."""
         return Block(self.mixer.changed(change), self.mlp.changed(change))
 
 

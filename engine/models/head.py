@@ -1,4 +1,4 @@
-"""A head: layers that read the target's hidden states and draft for it."""
+"""The common part of heads: layers that read the target's hidden states and draft for it."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from .weights import Linear, packed
 
 
 class Head(PagedLayers):
-    """What heads of all kinds have: a projection of the target's states, layers, and logits."""
+    """All heads have a projection of the target's states, layers, and logits."""
 
-    kind: str  # as users know it
-    lookahead: int = 0  # tokens behind a row's own that its KV depends on
-    max_drafts: int | None = None  # in one step; None: as many as wanted
+    kind: str  # the name that users know
+    lookahead: int = 0  # how many tokens after its own the KV of a row depends on
+    max_drafts: int | None = None  # in one step; None: no limit
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class Head(PagedLayers):
 
     @property
     def weight_bytes(self) -> int:
-        """What a pass reads of the weights; `fc` is read once a step."""
+        """Bytes of weights that a pass reads; `fc` is read once a step."""
         linears = [linear for block in self.blocks for linear in block.linears]
         return sum(linear.weight.num_bytes for linear in (*linears, self.head))
 
     @abstractmethod
     def bytes_read(self, num_drafts: int) -> int:
-        """What so many drafts read of the weights."""
+        """Bytes of weights that are read for this many drafts."""
 
     def pack(self, *, rounds: bool) -> None:
-        """Lay the weights out as a CPU reads them best; with `rounds`, in 8 bits if that pays."""
+        """Convert the weights to the fastest format for a CPU; `rounds` allows 8 bits."""
         change = partial(packed, rounds=rounds)
         self.blocks = [block.changed(change) for block in self.blocks]
         self.fc, self.head = change(self.fc), change(self.head)

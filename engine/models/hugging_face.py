@@ -1,9 +1,9 @@
 """The unmodified Hugging Face model, for every checkpoint whose structure we do not know.
 
-transformers calls our attention through its AttentionInterface. No mask function is registered, so
-that models are handed no mask, and every rule of visibility is ours. What varies from batch to
-batch is not passed by keyword: some models drop what they do not know. Each model has a name of its
-own in the interface instead, and its own context behind it.
+transformers calls our attention through its AttentionInterface. We register no mask function, so
+models get no mask, and our attention decides what each row sees. The batch cannot be passed by
+keyword, because some models drop keywords that they do not know. So each model registers its own
+name in the interface, and that function knows the model's current batch.
 """
 
 import inspect
@@ -23,21 +23,21 @@ from .network import Network, Pass
 from .packed_modules import PackedLinear
 from .weights import Dense, Linear, Packed
 
-# Not "flash", "sdpa", "flex", "paged|" or "/" in it: transformers gives each of these a meaning.
+# Must not contain "flash", "sdpa", "flex", "paged|" or "/", which mean something to transformers.
 _NAME = "outrider_{}"
 _numbers = count()
 
 
 class HuggingFaceModel(Network):
-    """A causal LM of transformers that runs its own code around our attention."""
+    """A causal LM of transformers: its own code around our attention."""
 
     def __init__(self, load: Callable[[str], PreTrainedModel]) -> None:
-        """`load` returns the model with the attention implementation of that name.
+        """`load` returns the model, with the attention implementation of the given name.
 
-        Raises UnsupportedModelError if the model would silently run wrong.
+        Raises UnsupportedModelError if the model would silently compute wrong results.
         """
         self._attention_of: dict[nn.Module, PagedAttention] = {}
-        self._context: PassContext | None = None  # None: the dry run is under way
+        self._context: PassContext | None = None  # None during the dry run
         self._num_calls = 0
         name = _NAME.format(next(_numbers))
         AttentionInterface.register(name, self._attend)
@@ -125,7 +125,7 @@ class HuggingFaceModel(Network):
         """
         if self._context is None:
             self._num_calls += 1
-            # What a model passes and we would drop is what makes its output silently wrong.
+            # An argument that we ignored would silently make the output wrong.
             dropped = sorted(name for name, given in unknown.items() if given not in (None, False))
             if dropped:
                 raise UnsupportedModelError(f"its attention passes {', '.join(dropped)}, unknown")
@@ -151,7 +151,7 @@ class HuggingFaceModel(Network):
 
     @torch.inference_mode()
     def _dry_run(self) -> None:
-        """One tiny forward: every layer must call our attention once, as we understand it."""
+        """Run one tiny forward: every layer must call our attention once, with known arguments."""
         model = self.model
         if not model.is_backend_compatible():
             raise UnsupportedModelError("it does not dispatch its attention to a backend")

@@ -1,4 +1,4 @@
-"""Proposers by name. To add one: write its file, and enter it here."""
+"""The proposers, by name. To add one, write its file and enter it here."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a proposer is: something that runs ahead of the target and says what it thinks will come."""
+"""The interface of a proposer, which guesses the tokens that the target will produce next."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from ..scheduling.plan import Plan, ScheduledRequest
 log = logging.getLogger(__name__)
 
 
-# (whether any sequence filters, whether any samples): what the kernels may leave out
+# (whether any sequence filters, whether any samples): kernels leave out what is not needed.
 SAMPLING_KINDS = ((True, True), (False, True), (False, False))
 
 
@@ -27,9 +27,9 @@ def sampling_kind(sampled: list[ScheduledRequest]) -> tuple[bool, bool]:
 
 
 class DraftDistributions(NamedTuple):
-    """What the drafts in each slot were drawn from; rows from k_i on are undefined."""
+    """The distributions that the drafts in each slot were drawn from; undefined from row k_i on."""
 
-    # [num_slots, K, V'] raw, in the head's dtype
+    # [num_slots, K, V'] raw logits, in the draft's dtype
     logits: Tensor
     # [num_slots, K, 4] row states of the draft sampler
     state: Tensor
@@ -47,16 +47,17 @@ class DraftDistributions(NamedTuple):
 class Proposer(ABC):
     """Proposes up to `num_drafts` tokens for each sampled sequence of a plan.
 
-    The drafts go into the slots, behind the known tokens, and the plan's `num_drafts` come down to
-    how many they are. To propose fewer, or none, is always allowed: those sequences decode plainly
-    in the same step. `distributions` is what drafts were drawn from; None: they are one-hot.
+    It writes the drafts into the slots, after the known tokens, and lowers the plan's `num_drafts`
+    to how many there are. Proposing fewer, or none, is always allowed: such sequences decode
+    plainly in the same step. `distributions` holds what the drafts were drawn from; None: they are
+    one-hot.
     """
 
     distributions: DraftDistributions | None = None
-    needs_host = False  # whether it can draft only behind tokens that the host knows
+    needs_host = False  # whether the host must know all tokens before it can draft
 
     def propose(self, plan: Plan) -> None:
-        """Draft for the plan. A proposer that fails costs nobody more than its drafts."""
+        """Draft for the plan. If the proposer fails, the step decodes plainly."""
         try:
             self._propose(plan)
         except Exception:
@@ -65,26 +66,26 @@ class Proposer(ABC):
                 scheduled.num_drafts = 0
 
     def follow(self, plan: Plan) -> None:
-        """Take in what a step computed, once its tokens are drawn and before anybody is seated."""
+        """Called after a step is verified, and before the next sequence is seated."""
         try:
             self._follow(plan)
         except Exception:
             log.exception("the drafts' source lost the thread; its sequences decode plainly")
 
     def warm_ups(self) -> Iterable[Callable[[], Tensor]]:
-        """Draws of nobody that launch every sampling kernel between them."""
+        """Dummy draws that together launch every sampling kernel."""
         return ()
 
     def rehearse(self) -> None:
-        """Run the largest passes that drafting takes, on padding alone."""
+        """Run the largest passes that drafting may need, over padding."""
         return
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
-        """Draft for so many sequences of nobody, of so many rows each."""
+        """Draft for dummy sequences of `num_rows` rows each."""
         return
 
     def capture(self, report: ReportProgress) -> None:
-        """Capture what it runs on a GPU."""
+        """Capture its passes as CUDA graphs."""
         return
 
     @abstractmethod

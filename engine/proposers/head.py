@@ -1,12 +1,12 @@
-"""A head reads the target's hidden states, then runs ahead, each sequence for its own k_i.
+"""Drafts with a head that reads the target's hidden states, k_i drafts for each sequence.
 
-Every pass of the target leaves its hidden states. Once the step's tokens are verified, the head
-computes a row for each of the pass: what it leaves in the pages is of true states and true tokens,
-whether or not anybody is drafted for. Of rows behind a rejected draft it is garbage, like the
-target's own, and overwritten.
+Every pass of the target leaves its hidden states. After a step is verified, the head computes a row
+for each row of that pass, whether or not anything is drafted. So its KV in the pages comes from
+true states and true tokens. KV of rows after a rejected draft is garbage, like the target's own,
+and will be overwritten.
 
-So a head is never behind: what it has not read in the step that computed it, it can never read. A
-sequence with such a gap, which only an error leaves, decodes plainly.
+So a head never falls behind, and cannot catch up either: states are gone after the step that
+computed them. If an error leaves a gap in a sequence, that sequence decodes plainly from then on.
 """
 
 from abc import abstractmethod
@@ -35,12 +35,13 @@ AnyHead = TypeVar("AnyHead", bound=Head)
 
 
 class HeadProposer(Proposer, Generic[AnyHead]):
-    """Drafts one line of tokens a sequence from a head, under the request's own sampling.
+    """Drafts one line of tokens for each sequence, with the request's own sampling parameters.
 
-    Positions count from the tokens that the device knows, so that drafts can be launched before the
-    host has read what they follow. All are drawn in one phase on the device, unless the host has to
-    edit logits, or with `adaptive`, on a CPU, looks at each: a sequence then gets no further draft
-    once those it has are unlikely to stand. That hangs on the drafts before it alone.
+    Positions count from the tokens that the device knows, so drafts can be launched before the host
+    has read the tokens that they follow. All are drawn in one phase on the device, with two
+    exceptions: the host edits logits, or (with `adaptive`, on a CPU) it looks at each draft and
+    stops once a sequence's drafts are unlikely to stand. Whether it stops depends only on the
+    drafts so far, so that every rule stays exact.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         self._stops_early = adaptive and slots.device.type == "cpu"
         self._draws = Draws(slots, vocab_size, head.vocab_size, head.dtype)
         self.distributions: DraftDistributions = self._draws.distributions
-        # [most rows of logits at once, V] by the target's ids; where the draft has no token, -inf
+        # [most rows of logits at once, V] by the target's ids; -inf for ids that are not drafted
         num_wide = self._rows_at_once if head.target_ids is not None else 0
         self._wide = torch.full(
             (num_wide, head.vocab_size), -torch.inf, dtype=head.dtype, device=slots.device
         )
         # By slot: the sequence that can be drafted for there, and its epoch.
         self._holders: list[tuple[Request, int] | None] = [None] * (slots.max_num_seqs + 1)
-        self._gaps: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # epochs that have one
+        self._gaps: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # epochs with a gap
         self._reads = Phase(self._read, slots.device)
         self._drafts = Phase(self._draft, slots.device)
         self._sizes: list[int] = []  # captured, ascending
@@ -76,33 +77,33 @@ class HeadProposer(Proposer, Generic[AnyHead]):
     @property
     @abstractmethod
     def _rows_at_once(self) -> int:
-        """The most rows of logits that are computed at once."""
+        """The most rows of logits that are computed together."""
 
     @abstractmethod
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
-        """Compute the rows of a pass of the target.
+        """Compute the head's rows for a pass of the target.
 
-        Shape: taps [T, num_taps, target's hidden], rows those of BatchRows.
+        Shape: taps [T, num_taps, target's hidden], rows as in BatchRows.
         """
 
     @abstractmethod
     def _pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
     ) -> np.ndarray:
-        """The integers of `_draft` for sequences of which those with more drafts come first."""
+        """The integers of `_draft`; sequences with more drafts must come first."""
 
     @abstractmethod
     def _draft(
         self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor
     ) -> Tensor:
-        """Draw up to k drafts a sequence; shape is (sequences, k, filters, samples).
+        """Draw up to k drafts for each sequence; shape is (sequences, k, filters, samples).
 
         Shape: integers, see `_pack`; kept_logits, kept_state as in DraftDistributions.
         """
 
     @abstractmethod
     def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
-        """The logits of these sequences' drafts, one draft after another."""
+        """A function that returns the logits of these sequences' drafts, one draft at a time."""
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         return self._draws.warm_ups()
@@ -124,7 +125,7 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         self._reads(_NOTHING, shape, *_tensors(computed))
 
     def capture(self, report: ReportProgress) -> None:
-        """Capture the reading of each pass of the target that is captured, and all drafting."""
+        """Capture the head's pass for each captured pass of the target, and all drafting."""
         passes = self._target.captured
         for done, (shape, computed) in enumerate(passes.items()):
             report("capturing the head's passes", done, len(passes))
@@ -149,13 +150,13 @@ class HeadProposer(Proposer, Generic[AnyHead]):
             if scheduled.num_drafts > 0:
                 (one_by_one if is_edited or self._stops_early else together).append(scheduled)
         if together:
-            together.sort(key=lambda scheduled: -scheduled.num_drafts)  # who goes on is in front
+            together.sort(key=lambda scheduled: -scheduled.num_drafts)  # longest first
             self._draft_together(together)
         if one_by_one:
             self._draft_one_by_one(one_by_one)
 
     def _follow(self, plan: Plan) -> None:
-        """Compute a row for each that the target computed in this step."""
+        """Compute the head's rows for all rows that the target computed in this step."""
         assert self._target.last_pass is not None
         shape, computed = self._target.last_pass
         try:
@@ -170,14 +171,14 @@ class HeadProposer(Proposer, Generic[AnyHead]):
                 self._holders[scheduled.slot or 0] = (request, epoch) if is_held else None
 
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
-        """Draw k_i drafts for each sequence on the device; returns what `_draft` does."""
+        """Draw k_i drafts for each sequence on the device; returns the output of `_draft`."""
         num_drafts_np = np.array([s.num_drafts for s in scheduled])
         size, k = padded_size(len(scheduled), self._sizes), int(num_drafts_np.max())
         packed = self._pack(slots_of(scheduled), num_drafts_np, size, k)
         return self._drafts(packed, (size, k, *sampling_kind(scheduled)), *self.distributions)
 
     def _draft_one_by_one(self, scheduled: list[ScheduledRequest]) -> None:
-        """Draw up to k_i drafts for each sequence, while the host looks at each or edits them."""
+        """Draw up to k_i drafts for each sequence; the host edits logits or looks at each draft."""
         slots_np, device = slots_of(scheduled), self._slots.device
         line = self._line(slots_np, np.array([s.num_drafts for s in scheduled]))
         kind = sampling_kind(scheduled)
@@ -189,7 +190,7 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         draw_in_turn(scheduled, line, draw, self._edits, stops_early=self._stops_early)
 
     def _widened(self, logits: Tensor) -> Tensor:
-        """By the target's ids, valid until the next call. Shape: [N, V'] -> [N, V]."""
+        """The logits by the target's ids, valid until the next call. Shape: [N, V'] -> [N, V]."""
         if self._head.target_ids is None:
             return logits
         return self._wide[: len(logits)].index_copy_(1, self._head.target_ids, logits)
@@ -199,7 +200,7 @@ _NOTHING = np.zeros(2, dtype=np.int64)
 
 
 def _tensors(computed: Pass) -> tuple[Tensor, ...]:
-    """What the head reads of a pass."""
+    """The tensors of a pass that the head reads."""
     assert computed.taps is not None
     assert computed.rows is not None
     return computed.taps, *computed.rows

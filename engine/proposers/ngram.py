@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last time these words were said. No model, no KV."""
+"""Prompt lookup: propose what followed the last time that the same tokens occurred. No model."""
 
 from weakref import WeakKeyDictionary
 
@@ -12,21 +12,21 @@ from .base import Proposer
 
 
 class NgramLookup:
-    """Finds where the last words of a sequence were said before.
+    """Finds where the last tokens of a sequence occurred before.
 
-    It looks through the whole text each time, as one array: of 100,000 tokens that takes less than
-    a fifth of a millisecond, where an index of them would take half a second to build.
+    It searches the whole sequence every time, as one array. For 100,000 tokens that takes less than
+    a fifth of a millisecond; building an index of them would take half a second.
     """
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
-        self._tokens_np = np.zeros(0, dtype=np.int32)  # with room behind those known
+        self._tokens_np = np.zeros(0, dtype=np.int32)  # with room after the known tokens
         self._num_known = 0
 
     def lookup(self, token_ids: list[int], num_drafts: int) -> list[int]:
         """The tokens that followed the latest earlier occurrence of the longest known suffix."""
         text_np = self._known_np(token_ids)
-        # [N] where earlier occurrences end: of the last token, then of ever longer suffixes
+        # [N] where earlier occurrences of the suffix end: first of one token, then of longer ones
         ends_np = np.flatnonzero(text_np[:-1] == text_np[-1]) + 1
         found = None
         for n in range(1, self._max_tokens + 1):
@@ -40,7 +40,7 @@ class NgramLookup:
         return token_ids[found : found + num_drafts] if found is not None else []
 
     def _known_np(self, token_ids: list[int]) -> np.ndarray:
-        """The whole sequence; what it was at the last call is there already."""
+        """The whole sequence as an array; copies only tokens that are new since the last call."""
         num_tokens = len(token_ids)
         if num_tokens > len(self._tokens_np):
             self._tokens_np = np.resize(self._tokens_np, 2 * num_tokens)

@@ -1,4 +1,4 @@
-"""The draft model runs ahead, one token a pass, each sequence for its own k_i."""
+"""Drafts with a draft model, one token a pass, k_i drafts for each sequence."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,16 +20,15 @@ from .draws import Draws, draw_in_turn
 
 
 class Top1Proposer(Proposer):
-    """Drafts one line of tokens per sequence from a draft model, under the request's own sampling.
+    """Drafts one line of tokens for each sequence, with the request's own sampling parameters.
 
-    Sequences that would outgrow the draft's context, or are not to be drafted for, are left out:
-    they decode plainly in the same step and keep their place in its order. The draft's KV catches
-    up with whatever it has not seen: two tokens after a fully accepted step, a prompt in chunks, a
-    long gap after plain decoding.
+    Sequences that would outgrow the draft's context, or that need no drafts, decode plainly in the
+    same step. Before it drafts, the draft model computes what it has missed: two tokens after a
+    fully accepted step, a prompt in chunks, a long gap after plain decoding.
 
-    With `stops_early` a sequence gets no further draft once the draft model itself holds those it
-    has for unlikely. Whether there is a next draft hangs on those before it alone, so that every
-    rule stays exact. It reads each draft at once: nothing on a CPU, a wait on a GPU.
+    With `stops_early`, a sequence gets no more drafts once the draft model itself finds those so
+    far unlikely. This depends only on the drafts so far, so every rule stays exact. The host must
+    read each draft, which costs nothing on a CPU, but a wait on a GPU.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Top1Proposer(Proposer):
         self._draft = draft
         self._slots = slots
         self._edits = edits
-        # Of one pass: a step's, and the two that each seat may not have seen.
+        # Rows of one pass: those of a step, and two that each slot may have missed.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
         self._stops_early = stops_early
         self._draws = Draws(slots, vocab_size, draft.vocab_size, draft.dtype)
@@ -64,7 +63,7 @@ class Top1Proposer(Proposer):
         self._draft.rehearse_short(num_seqs, num_rows)
 
     def capture(self, report: ReportProgress) -> None:
-        """Capture the draft's passes, of one row or two a sequence, and its draws."""
+        """Capture the draft's passes of one or two rows a sequence, and its draws."""
         progress = partial(report, "capturing the draft's graphs")
         logits = self._draft.capture(2, self._most_rows, False, progress)
         sizes, nobody = padded_sizes(self._slots.max_num_seqs), np.zeros(0, dtype=np.int64)
@@ -81,14 +80,14 @@ class Top1Proposer(Proposer):
             self._draft_for(drafting, logits)
 
     def _catch_up(self, plan: Plan) -> tuple[list[ScheduledRequest], Tensor]:
-        """Compute what the draft has not seen, in one ragged batch.
+        """Compute the tokens that the draft has not computed yet, in one ragged batch.
 
-        Returns the sequences to draft for, and the logits behind their last known tokens: [B, V'].
+        Returns the sequences to draft for, and the logits after their last known tokens: [B, V'].
         """
         num_rows_left = self._most_rows
         reading, starts, lens = [], [], []
         for scheduled in plan.scheduled:
-            # The last draft is never fed back, so k drafts take k - 1 positions behind the known.
+            # The last draft is never computed: k drafts need k - 1 positions after known tokens.
             room = self._draft.max_positions - scheduled.request.most_tokens + 1
             scheduled.num_drafts = max(0, min(scheduled.num_drafts, room))
             reads_prompt = scheduled.is_drafted_for and not scheduled.samples and room > 0
@@ -115,14 +114,14 @@ class Top1Proposer(Proposer):
         )
         for scheduled, first, num_unseen in zip(reading, starts, lens, strict=True):
             request = scheduled.request
-            if not request.num_drafts_in_flight:  # else it hangs on how many of them stand
+            if not request.num_drafts_in_flight:  # otherwise it depends on how many of them stand
                 request.num_draft_computed_tokens = request.least_tokens + first + num_unseen
         return drafting, logits
 
     def _draft_for(self, scheduled: list[ScheduledRequest], logits: Tensor) -> None:
-        """Draw up to k_i drafts for each sequence, writing them behind its known tokens.
+        """Draw up to k_i drafts for each sequence, and write them after its known tokens.
 
-        Shape: logits [B, V'], behind the known tokens.
+        Shape: logits [B, V'], after the last known tokens.
         """
         kind = sampling_kind(scheduled)
 
@@ -143,7 +142,7 @@ class Top1Proposer(Proposer):
         draw_in_turn(scheduled, logits_of, draw, self._edits, stops_early=self._stops_early)
 
     def _draw(self, integers: Tensor, shape: Shape, logits: Tensor, *kept: Tensor) -> Tensor:
-        """Draw one draft a row of a batch of the shape (rows, filters, samples): `Draws.draw`."""
+        """`Draws.draw` as a phase; the shape is (rows, filters, samples)."""
         size, filters, samples = shape
         kind = bool(filters), bool(samples)
         return self._draws.draw(integers, kind, logits[:size], DraftDistributions(*kept))
@@ -160,9 +159,9 @@ class Top1Proposer(Proposer):
 
 
 def _first_unseen(request: Request) -> int:
-    """The first token that the draft has not computed; the last known one is at -1.
+    """The first token that the draft has not computed, relative to the end of the known tokens.
 
-    Behind drafts that the host has not read yet it has seen all but one or two: it computes two.
+    If drafts are in flight, the draft has computed all but the last one or two: compute two.
     """
     if request.num_drafts_in_flight:
         return -2

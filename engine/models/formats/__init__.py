@@ -1,8 +1,9 @@
-"""How quantised checkpoints keep their linear layers, one file a family.
+"""The formats of quantised checkpoints, one file for each family.
 
-What a layer is, its tensors say: their names, dtypes and shapes. The configuration only says how to
-read them, so that layers which were left out, or differ, need no list. To add a format: a function
-from its configuration to a `Read` in a file here, and an entry in FORMATS.
+Whether a layer is quantised follows from its tensors: their names, dtypes and shapes. The
+configuration only says how to read them. So layers that were left out, or differ, need no list. To
+add a format, write a function from its configuration to a `Read` in a file here, and enter it in
+FORMATS.
 """
 
 from collections.abc import Callable
@@ -25,9 +26,9 @@ _KEYS = ("quantization_config", "compression_config")
 
 
 def reader_of(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
-    """The format of a checkpoint's layers and what reads them; None if they are plain.
+    """The format of a checkpoint's layers and its reader; None if they are plain.
 
-    Raises UnsupportedFormatError, which names the format, or the option of it that is not served.
+    Raises UnsupportedFormatError naming the format, or its option, that is not served.
     """
     for config in (hf_config, hf_config.get_text_config()):
         for key in _KEYS:
@@ -45,7 +46,7 @@ def reader_of(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
 
 
 def without_format(hf_config: PreTrainedConfig) -> None:
-    """Make the configuration that of the plain model, in place."""
+    """Turn the configuration, in place, into that of the plain model."""
     for config in (hf_config, hf_config.get_text_config()):
         for key in _KEYS:
             if hasattr(config, key):

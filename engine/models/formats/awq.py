@@ -9,7 +9,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from .base import Read, Tensors, UnsupportedFormatError, group_of, unpacked
 
-# Of eight outputs in a word: which place each has.
+# The place of each of the eight outputs in a word.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

@@ -1,4 +1,4 @@
-"""What reading a quantised layer takes."""
+"""Tools for reading quantised layers."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,7 +10,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix
 
 
 class UnsupportedFormatError(ValueError):
-    """Layers are kept in a way that is not served; says which."""
+    """The layers are in a format that is not served; the message says which."""
 
 
 class Tensors(Protocol):
@@ -19,12 +19,12 @@ class Tensors(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def stored(self, name: str) -> Tensor:
-        """As the checkpoint has it, on the device."""
+        """The tensor in its stored dtype, on the device."""
 
     def dtype_of(self, name: str) -> torch.dtype: ...
 
 
-# From the tensors and the name of a layer to its matrix, or None if it is kept plainly. Raises
+# (tensors, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
 # UnsupportedFormatError.
 Read = Callable[[Tensors, str], NarrowMatrix | None]
 
@@ -37,7 +37,7 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     words = words.movedim(dim, -1).contiguous()
     numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8, device=words.device)
-    for i, shift in enumerate(shifts):  # one by one: eight times the words is much memory
+    for i, shift in enumerate(shifts):  # one by one, since all together take much memory
         numbers[..., i] = (words >> shift) & ((1 << bits) - 1)
     return numbers.flatten(-2).movedim(-1, dim)
 

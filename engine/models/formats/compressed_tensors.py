@@ -22,7 +22,7 @@ _MXFP4_GROUP = 32
 
 
 def reader(config: dict[str, Any]) -> Read:
-    """`quant_method: compressed-tensors`. Activations stay as they are."""
+    """`quant_method: compressed-tensors`. Activations are not quantised."""
     groups = (config.get("config_groups") or {}).values()
     for name in (config.get("format"), *(group.get("format") for group in groups)):
         if name is not None and name not in _FORMATS:
@@ -56,7 +56,7 @@ def _read(tensors: Tensors, layer: str, block: list[int] | None) -> NarrowMatrix
 
 
 def _read_packed(tensors: Tensors, layer: str) -> NarrowMatrix:
-    """Integers in words along the inputs, zero points in words down the outputs."""
+    """Integers packed into words along the inputs, zero points along the outputs."""
     words = tensors.stored(f"{layer}.weight_packed")
     num_out, num_in = tensors.stored(f"{layer}.weight_shape").tolist()
     scale = tensors.stored(f"{layer}.weight_scale")

@@ -1,4 +1,4 @@
-"""FP8 (e4m3): a scale for the whole matrix, for each output, or for each block."""
+"""FP8 (e4m3), with one scale for the whole matrix, for each output, or for each block."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from .base import Read, Tensors, UnsupportedFormatError
 
-# What checkpoints call what the weights are multiplied by.
+# Checkpoints' names for the factor of the weights.
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def reader(config: dict[str, Any]) -> Read:
-    """`quant_method: fp8`. Activations stay as they are, whatever `activation_scheme` says."""
+    """`quant_method: fp8`. Activations are not quantised, whatever `activation_scheme` says."""
     block = config.get("weight_block_size")
     return lambda tensors, layer: read(tensors, layer, block)
 
 
 def read(tensors: Tensors, layer: str, block: list[int] | None) -> NarrowMatrix | None:
-    """`block`: outputs and inputs that share a scale; None unless the scales have that form."""
+    """`block`: how many outputs and inputs share a scale; None if scales are not for blocks."""
     if tensors.dtype_of(f"{layer}.weight") != torch.float8_e4m3fn:
         return None
     name = next((f"{layer}.{name}" for name in _SCALES if f"{layer}.{name}" in tensors), None)

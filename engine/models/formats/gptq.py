@@ -1,4 +1,4 @@
-"""GPTQ: 4 or 8 bits, groups of inputs, which may lie scattered (act-order)."""
+"""GPTQ: 4 or 8 bits, with groups of inputs that need not be neighbours (act-order)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def reader(config: dict[str, Any]) -> Read:
     layout = str(config.get("checkpoint_format") or "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise UnsupportedFormatError(f"checkpoint_format is {layout!r}, not gptq or gptq_v2")
-    # The first version stores a zero point less one.
+    # The first version stores zero points minus one.
     return lambda tensors, layer: _read(tensors, layer, 1 if layout == "gptq" else 0)
 
 
@@ -44,7 +44,7 @@ def _read(tensors: Tensors, layer: str, added: int) -> NarrowMatrix | None:
 
 
 def _zero(stored: Tensor, bits: int, added: int, layer: str) -> Tensor | None:
-    """Zero points of the numbers as they are kept here; None if all are in the middle."""
+    """Zero points in our representation; None if all are in the middle."""
     middle = 1 << (bits - 1)
     zero = stored.to(torch.int16) + added
     if bool((zero == middle).all()):
