@@ -1,4 +1,4 @@
-"""Ray Serve: each replica is a server of its own, its engine included. docs/scaling.md tells how.
+"""Ray Serve: each replica is a complete server with its own engine. See docs/scaling.md.
 
     serve run outrider.server.ray:app
     serve run outrider.server.ray:build config=qwen3-8b num_gpus=1 max_replicas=8
@@ -25,13 +25,13 @@ from .http.http_server import load_app
 from .http.middleware import Gate
 from .models.prepare import prepare
 
-# Of Ray's own routers, the one that keeps a session (header x-session-id) on its replica, where the
-# conversation so far is cached. Requests without one are spread evenly.
+# Ray's own router that keeps a session (header x-session-id) on one replica, where the conversation
+# so far is cached. Requests without a session are spread evenly.
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 class Arguments(BaseModel):
-    """What `serve run … NAME=VALUE`, and `args` in Serve's config files, may give."""
+    """The arguments of `serve run … NAME=VALUE`, and of `args` in Serve's config files."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,7 +54,7 @@ class Replica:
     """An engine in a process of its own, and the application over it; Ray's proxy speaks HTTP."""
 
     async def __init__(self, config: str | None) -> None:  # type: ignore[misc]
-        # Ray's proxy is called by whatever name the cluster has; server.allowed_hosts still counts.
+        # Ray's proxy may have any host name; server.allowed_hosts still applies.
         flags = {"server.host": "0.0.0.0"}
         settings = load_settings(Path(config) if config else None, flags=flags)
         server = settings.server
@@ -72,11 +72,11 @@ class Replica:
             raise
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        # Ray drains: a replica that is to go gets no new requests, and its gate need never close.
+        # Ray drains replicas itself: a stopping one gets no new requests, so the gate stays open.
         return await load_app(self._prepared, self._engine, Gate())
 
     def check_health(self) -> None:
-        """Ray replaces a replica whose engine has failed; one that restarts comes back sooner."""
+        """Ray replaces a replica whose engine has failed; a restarting engine is back sooner."""
         if self._engine.state == "failed":
             raise EngineUnavailableError(self._engine.status_reason)
 
@@ -93,7 +93,7 @@ def build(arguments: Arguments) -> serve.Application:
             min_replicas=arguments.min_replicas,
             max_replicas=max(arguments.min_replicas, arguments.max_replicas),
             target_ongoing_requests=arguments.target_ongoing_requests,
-            upscale_delay_s=5,  # a replica takes tens of seconds to come up: decide soon
+            upscale_delay_s=5,  # a replica takes tens of seconds to start, so decide early
             downscale_delay_s=300,
         ),
         max_ongoing_requests=arguments.max_ongoing_requests,

@@ -88,7 +88,7 @@ def evaluate_command(
                 for category, texts in measure.held_out_prompts().items()
             }
             told = engine_config(pair)
-            # Measured without a prefix cache: every repetition of a prompt shall compute the same.
+            # Without a prefix cache, so that every repetition of a prompt computes the same.
             cache = replace(told.cache, prefix_caching=told.cache.prefix_caching and check_exact)
             told = replace(told, cache=cache)
             temperatures = temperature or [0.0, 0.8]
@@ -138,7 +138,7 @@ async def _measured(
     max_tokens: int,
     counted: Callable[[int, int], None],
 ) -> "tuple[EngineInfo, Tallies]":
-    """What an engine in a process of its own gives."""
+    """Measure with an engine in a process of its own."""
     from outrider.engine.processes.process_engine import ProcessEngine
 
     from ..evaluation.measure import measure
@@ -154,7 +154,7 @@ async def _measured(
 def _problem(
     settings: Settings, ks: list[int] | None, files: list[Path], plot_file: Path | None
 ) -> str | None:
-    """What keeps this from being measured, or its result from being kept; None: nothing."""
+    """Why this cannot be measured, or its result not be saved; None if it can."""
     from ..evaluation.report import can_plot
 
     most = settings.speculation.num_speculative_tokens
@@ -183,7 +183,7 @@ def _text(tokenizer: "Tokenizer", token_id: int) -> str:
 
 
 def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
-    """The prompt of a first user turn, or the text itself where the model knows no turns."""
+    """The prompt of a first user turn; the text itself if the model has no chat template."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(text, add_special_tokens=True)
     rendered = tokenizer.chat_template.render(

@@ -67,7 +67,7 @@ def _opened(name: str, mode: str) -> Iterator[IO[str]]:
 
 
 async def _run(settings: "Settings", given: IO[str], answers: IO[str]) -> tuple[int, int]:
-    """How many requests there were, and how many of them failed."""
+    """Returns how many requests there were, and how many of them failed."""
     from outrider.engine.processes.process_engine import ProcessEngine
 
     from ..http.batch import answer_lines
@@ -75,7 +75,7 @@ async def _run(settings: "Settings", given: IO[str], answers: IO[str]) -> tuple[
     from ..http.middleware import Gate
     from ..models.prepare import prepare
 
-    # Nobody else is here to be kept out.
+    # There are no other clients, so no keys are needed.
     open_to_us = settings.server.model_copy(
         update={
             "api_keys": (),

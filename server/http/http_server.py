@@ -1,4 +1,4 @@
-"""Answering HTTP in one process: the application, and the server that drains before it leaves."""
+"""Answers HTTP in one process: the application, and a server that drains before it exits."""
 
 import asyncio
 import logging
@@ -26,8 +26,8 @@ from .middleware import EarlyAnswer, Gate
 
 log = logging.getLogger("outrider.server")
 
-SWEEP_TICKS = 5  # of uvicorn's loop, 0.1 s each
-FAREWELL_S = 2  # for the last bytes to reach their clients once the engine has stopped
+SWEEP_TICKS = 5  # ticks of uvicorn's loop, 0.1 s each
+FAREWELL_S = 2  # time for the last bytes to reach their clients after the engine has stopped
 
 
 async def load_app(prepared: Prepared, client: EngineClient, gate: Gate) -> ASGIApp:
@@ -57,7 +57,7 @@ async def load_app(prepared: Prepared, client: EngineClient, gate: Gate) -> ASGI
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, but a signal first turns new requests away and lets running ones finish."""
+    """Uvicorn; but on a signal, new requests are refused and running ones may finish first."""
 
     def __init__(
         self, app: ASGIApp, gate: Gate, client: EngineClient, settings: ServerSettings
@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
         return self._draining is not None
 
     async def listening(self) -> None:
-        """Wait until connections are taken."""
+        """Wait until connections are accepted."""
         await self._listening.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._leave, sig)
 
     def drain(self) -> None:
-        """Take no new requests, let those under way finish, and leave."""
+        """Refuse new requests, let running ones finish, and exit."""
         if self._draining is None:
             self._draining = self._loop.create_task(self._drain())
 

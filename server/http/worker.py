@@ -46,7 +46,7 @@ async def _work(prepared: Prepared, endpoint: str, listeners: list[socket.socket
     app = await load_app(prepared, client, gate)
     server = Server(app, gate, client, prepared.settings.server)
     starting = asyncio.create_task(client.start())
-    await client.has_heard.wait()  # so that none is turned away who would not be a moment later
+    await client.has_heard.wait()  # do not refuse requests while the engine's state is unknown
 
     async def report() -> None:
         await server.listening()

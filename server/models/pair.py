@@ -1,4 +1,4 @@
-"""The pair that the settings name, found, checked and described for the engine."""
+"""Finds and checks the pair that the settings name, and describes it for the engine."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ log = logging.getLogger("outrider.server.models.pair")
 
 
 class DraftError(ModelError):
-    """The draft cannot be had, or does not fit the target."""
+    """The draft cannot be obtained, or does not fit the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Pair:
 
 
 def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress) -> Pair:
-    """Fetch, convert and check what the settings name, and choose what they leave open.
+    """Fetch, convert and check the models that the settings name, and choose what they leave open.
 
     Logs what was chosen, and why. Raises ModelError.
     """
@@ -69,7 +69,7 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
     except DraftError as error:
         if settings.draft.model is not None:
             raise
-        # Nobody asked for this draft: do without it.
+        # The user did not ask for this draft: continue without it.
         choice = without_draft(settings, f"{error}, so there is no draft model")
         log.warning("%s", choice.reason)
         return _pair(choice.settings, target, config, progress)
@@ -82,7 +82,7 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
     draft = None
     speculation = settings.speculation
     if speculation.proposer == "draft_model" and speculation.num_speculative_tokens > 0:
-        assert settings.draft.model is not None  # as the settings make sure
+        assert settings.draft.model is not None  # ensured by the settings
         with _told("draft.model", settings.draft.model, DraftError):
             draft = resolve(
                 settings.draft.model,
@@ -90,7 +90,7 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
                 trust_remote_code=settings.draft.trust_remote_code,
                 progress=progress,
             )
-            if head_kind(draft):  # it has its target's tokenizer; the engine checks the rest
+            if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
                 _check_head(draft, config, settings.draft)
             else:
                 draft_vocabulary = _vocabulary(
@@ -107,7 +107,7 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
 
 
 def engine_config(pair: Pair) -> EngineConfig:
-    """What the engine is told: the settings, with nothing left to look up."""
+    """The engine's configuration: the settings, with nothing left to look up."""
     settings = pair.settings
     dtype = settings.target.dtype
     device = resolve_device(settings.target.device)
@@ -148,7 +148,7 @@ def engine_config(pair: Pair) -> EngineConfig:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` made definite: cuda where there is one, else cpu."""
+    """The device that `auto` stands for: cuda if there is a GPU, else cpu."""
     if device != "auto":
         return device
     import torch
@@ -178,7 +178,7 @@ def _told(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterator
 
 
 def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
-    """Refuse before minutes of loading a head that is not known here or of another target."""
+    """Refuse an unknown head, or one of another target, before minutes of loading."""
     try:
         head = HeadConfig.load(directory)
         if settings.head_layers is None:
@@ -212,7 +212,7 @@ def _token_table(tokenizer: TokenizerData, vocab_size: int) -> TokenTable | None
 
 
 def _config(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
-    """The text part of a model's config; a multimodal one has other parts beside it."""
+    """The text part of a model's config; a multimodal config has other parts, too."""
     from transformers import AutoConfig
 
     try:
@@ -232,7 +232,7 @@ def _vocabulary(config: Any, tokenizer: Any) -> Vocabulary:
 
 
 def _eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that ends an answer: what generation stops at, and the tokenizer's own end."""
+    """All ids that end an answer: those in the generation config, and the tokenizer's own."""
     generation = directory / "generation_config.json"
     stated = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
     if stated is None:

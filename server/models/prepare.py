@@ -1,7 +1,7 @@
-"""Preparing a pair in a process of its own, which takes torch and transformers away again.
+"""Prepares a pair in a process of its own, so that torch and transformers are gone afterwards.
 
-`prepare` starts it as `python -P -m outrider.server.models.prepare ENDPOINT`, with the settings as
-one line of JSON on its stdin.
+`prepare` starts `python -P -m outrider.server.models.prepare ENDPOINT`, with the settings as one
+line of JSON on its stdin.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What it takes to serve a pair, with nothing left to look up."""
+    """Everything needed to serve a pair, with nothing left to look up."""
 
     settings: Settings
     engine: EngineConfig
@@ -48,7 +48,7 @@ class Prepared:
         return cls(pair.settings, engine_config(pair), pair.tokenizer)
 
     def to_json(self) -> bytes:
-        """One line, with secrets: for processes of ours alone."""
+        """One line of JSON with secrets: only for our own processes."""
         settings = msgspec.Raw(self.settings.to_json())
         return msgspec.json.encode(_Written(settings, self.engine, self.tokenizer))
 
@@ -66,7 +66,7 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 class _Logged(msgspec.Struct, frozen=True, tag=True):
-    """A line for the log of the server."""
+    """A line for the server's log."""
 
     logger: str
     level: int
@@ -81,7 +81,7 @@ _Told = Loading | _Logged | _Done | Failed
 
 
 async def prepare(settings: Settings, progress: ReportProgress = ignore_progress) -> Prepared:
-    """As `prepare_pair`, in another process: none of its libraries stay in this one.
+    """`prepare_pair` in another process, so that its libraries are not loaded in this one.
 
     Raises ModelError.
     """
@@ -113,7 +113,7 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
         if not ended.done():
             raise ModelError(f"the pair could not be prepared: {describe_exit(await running)}")
     finally:
-        running.cancel()  # which ends the child: it has nothing more to say
+        running.cancel()  # ends the child, which has sent everything
         await asyncio.wait({running})
         context.destroy(linger=0)
     last = ended.result()
@@ -123,7 +123,7 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
 
 
 class _Hand(logging.Handler):
-    """Gives the log lines of this process to its parent, which knows how they are to look."""
+    """Sends the log lines of this process to its parent, which formats them."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         super().__init__()

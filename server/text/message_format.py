@@ -1,5 +1,5 @@
-"""How the served model marks what is not content: by a template of its own, or as is shown by its
-chat template."""
+"""How the served model marks reasoning and calls: according to its response template, or as its
+chat template shows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +15,14 @@ _MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def shows_reasoning(chat_template: str, response_template: dict[str, Any] | None) -> bool:
-    """Whether the model's templates tell that it reasons, in a way that can be told apart."""
+    """Whether the model's templates show that it reasons, and how to tell that from content."""
     if response_template is not None:
         return not REASONING_FIELDS.isdisjoint(response_template["fields"])
     return THINK in chat_template or END_THINK in chat_template
 
 
 class MessageFormat:
-    """Makes the parsers of answers."""
+    """Creates the parsers of answers."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class MessageFormat:
 
     @property
     def delimiters(self) -> tuple[str, ...] | None:
-        """Special tokens that the parser must see; None: all."""
+        """The special tokens that the parser must see; None: all."""
         return None if self._template is not None else (*_MARKERS, THINK, END_THINK)
 
     def parser(
@@ -54,16 +54,16 @@ class MessageFormat:
         must_call: bool = False,
         follows_grammar: bool = False,
     ) -> MessageParser | None:
-        """For one answer to this prompt; None where content is all that can be told apart.
+        """A parser for one answer to this prompt; None if everything in the answer is content.
 
-        An answer that must call is a JSON list of calls, whatever the model's own format. One that
-        follows a grammar has no room for reasoning.
+        An answer that must call tools is a JSON list of calls, whatever the model's own format. An
+        answer that follows a grammar contains no reasoning.
         """
         reasoning = self.has_reasoning and not follows_grammar
         if must_call:
             return MarkerParser(LIST, tools)
         if self._template is not None and (tools or reasoning):
-            from .response_template import TemplateParser  # brings in transformers
+            from .response_template import TemplateParser  # imports transformers
 
             return TemplateParser(self._template, prompt, tools)
         form = self._format if tools else None

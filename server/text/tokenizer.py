@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands in a text for part of a character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for a part of a character
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -35,10 +35,10 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerData:
-    """A tokenizer as transformers loads it, reduced to data that any process can take up.
+    """A tokenizer that transformers has loaded, as data that can be sent to any process.
 
-    Loading takes transformers with torch, seconds and hundreds of megabytes; what serves HTTP has
-    neither.
+    Loading it needs transformers and torch, which take seconds and hundreds of megabytes; the HTTP
+    processes have neither.
     """
 
     backend: str  # the JSON of the `tokenizers` library
@@ -49,7 +49,7 @@ class TokenizerData:
 
     @classmethod
     def of(cls, wrapper: "PreTrainedTokenizerBase") -> "TokenizerData":
-        """Raises ValueError if it is none of the `tokenizers` library."""
+        """Raises ValueError if the tokenizer is not based on the `tokenizers` library."""
         backend: Backend | None = getattr(wrapper, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(
@@ -69,8 +69,8 @@ class Tokenizer:
     """The target's tokenizer; can be called from any thread."""
 
     def __init__(self, data: TokenizerData) -> None:
-        # Not transformers' wrapper: that sets padding and truncation on the backend at every call,
-        # which fails when two threads meet there.
+        # Not transformers' wrapper, which sets padding and truncation on the backend at every call:
+        # that fails if two threads do it at the same time.
         backend = Backend.from_str(data.backend)
         backend.no_padding()
         backend.no_truncation()
@@ -91,7 +91,7 @@ class Tokenizer:
             "chat_template": data.chat_template,
         }
         self.response_template = data.response_template
-        # In characters of the text, or in bytes, which are no fewer.
+        # In characters of the text, or in bytes, of which there are at least as many.
         self.longest_token = max(map(len, backend.get_vocab()))
         self._token_texts: dict[int, str] = {}
 
@@ -107,7 +107,7 @@ class Tokenizer:
         return cls.of(wrapper)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # As a batch of one: `encode` would hold the GIL throughout, and with it the event loop.
+        # A batch of one, because `encode` would hold the GIL, and so block the event loop.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -117,14 +117,14 @@ class Tokenizer:
         return text
 
     def special_ids_of(self, texts: Collection[str] | None) -> frozenset[int]:
-        """Those of the special tokens that are written like this; None: all."""
+        """The ids of special tokens with these texts; None: all special tokens."""
         if texts is None:
             return self.special_ids
         return frozenset(i for i in self.special_ids if self.backend.id_to_token(i) in texts)
 
     def token_table(self, size: int) -> TokenTable:
         """What the first `size` token ids stand for in the middle of a text."""
-        # Not `token_bytes`: by itself a token may lose the space that it begins with.
+        # Not `token_bytes`: alone, a token may lose the space that it begins with.
         tokenizer = LLTokenizer(self.backend.to_str(), slices=[])
         known = range(min(size, tokenizer.vocab_size))
         token_bytes = [tokenizer.decode_bytes([token_id]) for token_id in known]
@@ -134,7 +134,7 @@ class Tokenizer:
         )
 
     def pieces(self, token_ids: list[int]) -> list[str]:
-        """Tokens of the vocabulary, as it writes them."""
+        """Tokens as the vocabulary writes them."""
         pieces = [self.backend.id_to_token(token_id) for token_id in token_ids]
         return cast(list[str], pieces)
 
