@@ -1,7 +1,7 @@
-"""Matrices as the compiled layers read them: tiles of 32 outputs, in each 32 inputs after another.
+"""Matrices in the layout of the compiled layers: tiles of 32 outputs.
 
-A tile keeps, for each group of inputs, a scale (and an offset) of each output, then the codes of
-one input after another: so 16 outputs at a time are unpacked, scaled and summed without a shuffle.
+For each group of inputs, a tile holds a scale (and an offset) of each output, and then the codes of
+one input after another. So 16 outputs at a time are unpacked, scaled and summed without shuffles.
 """
 
 from enum import IntEnum
@@ -14,7 +14,7 @@ TILE, BLOCK = 32, 32  # outputs, inputs
 
 
 class Layout(IntEnum):
-    """How codes are kept; the numbers are those of PRODUCTS in layers.cpp."""
+    """How codes are stored; the numbers are those of PRODUCTS in layers.cpp."""
 
     FOUR_HALF = 0  # 4 bits, unsigned; scale and offset in float16, of 32 inputs
     FOUR_FLOAT = 1  # in float32
@@ -64,7 +64,7 @@ class PackedTiles(NamedTuple):
 
 
 def pack(matrix: Codes, layout: Layout) -> PackedTiles:
-    """Into tiles; the last one is filled up with zeros. K must be a multiple of 32."""
+    """Pack into tiles; the last one is padded with zeros. K must be a multiple of 32."""
     num_out, num_in = matrix.codes.shape
     assert num_in % BLOCK == 0, f"{num_in} inputs are no multiple of {BLOCK}"
     num_groups = num_in // layout.group
@@ -82,7 +82,7 @@ def pack(matrix: Codes, layout: Layout) -> PackedTiles:
 
 
 def unpack(packed: PackedTiles) -> Codes:
-    """What was packed. A row of tiles is one of `data`: some of them may be unpacked alone."""
+    """The codes that were packed; also works on a part of the tiles, the first axis of `data`."""
     data, layout, (num_out, _) = packed
     scale_bytes = TILE * layout.scale_dtype.itemsize
     scales: list[Tensor] = []

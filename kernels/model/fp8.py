@@ -15,7 +15,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """FP8 as bytes, which every operator and every kernel takes; other tensors as they are."""
+    """An FP8 tensor as bytes, which every operator and kernel accepts; others unchanged."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
@@ -28,8 +28,8 @@ def e4m3_bytes(x):
 
 @triton.jit
 def from_e4m3(bytes_, DTYPE: tl.constexpr):
-    """The numbers that these bytes are, exact in DTYPE."""
+    """The numbers in these bytes, exact in DTYPE."""
     x = bytes_.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    if tl.float16 != DTYPE:  # directly to bfloat16 is an instruction of a quarter of the rate
+    if tl.float16 != DTYPE:  # the instruction directly to bfloat16 has a quarter of the rate
         x = x.to(tl.float32).to(DTYPE)
     return x

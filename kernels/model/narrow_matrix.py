@@ -2,12 +2,13 @@
 
     W[n, k] = (value(code[n, k]) - zero[k // group, n]) * scale[k // group, n // rows]
 
-Of 8-bit codes a byte is one number. Of 4-bit codes it is two: of `half` inputs the low nibbles, of
-the next `half` the high ones, so that a block of bytes becomes two blocks of numbers side by side.
+A byte holds one 8-bit code or two 4-bit codes: the low nibbles belong to `half` inputs, the high
+nibbles to the next `half`. So a block of bytes unpacks into two adjacent blocks of numbers.
 
-The bytes of a row stand in another order: of 64 (or 32) of them, those that one thread hands to the
-tensor cores follow each other. Tensor cores take 16 inputs at a time, of which thread t of four has
-2t, 2t + 1, 2t + 8 and 2t + 9. So a thread reads 16 bytes at once and passes none on.
+The bytes of a row are reordered within chunks of 64 (or 32), so that the bytes which one thread
+passes to the tensor cores are adjacent. Tensor cores take 16 inputs at a time, of which thread t of
+four holds 2t, 2t + 1, 2t + 8 and 2t + 9. So a thread reads 16 bytes at once, and threads need not
+exchange any.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from .fp8 import MAX_E4M3, to_e4m3
 
 Kind = Literal["fp8", "int8", "fp4", "int4"]
 
-# Inputs that a step of a product takes at most; a 4-bit row is packed in steps.
+# The most inputs in a step of a product; a 4-bit row is packed step by step.
 STEP = 128
-# Groups of inputs that share a scale: these, or multiples of STEP, or all inputs.
+# Sizes of groups of inputs that share a scale: these, multiples of STEP, or all inputs.
 SMALL_GROUPS = (32, 64)
 _NO_ZERO = {"fp8": 0, "int8": 0, "fp4": 0, "int4": 8}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -31,7 +32,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class NarrowMatrix(NamedTuple):
-    """W of a linear layer, [N, K]."""
+    """The matrix W of a linear layer, [N, K]."""
 
     kind: Kind  # fp8 is e4m3, fp4 is e2m1; int8 is signed, int4 is 0 to 15
     codes: Tensor  # [N, bytes of a row] float8_e4m3fn, int8, or for 4 bits uint8
@@ -53,12 +54,12 @@ class NarrowMatrix(NamedTuple):
 
     @property
     def half(self) -> int:
-        """Inputs of a step of a product: whole groups, or a part of one."""
+        """The inputs of a step of a product: whole groups, or a part of one."""
         return _half(self.group)
 
     @property
     def chunk(self) -> int:
-        """Bytes of a row whose order is changed among themselves."""
+        """How many bytes of a row are reordered among themselves."""
         return _chunk(self.group)
 
 
@@ -84,7 +85,7 @@ def narrow_matrix(
     zero: Tensor | None = None,
     order: Tensor | None = None,
 ) -> NarrowMatrix:
-    """A matrix from one code a number. `group` of at least K: each output has one scale.
+    """A matrix from codes, one a number. If `group` is at least K, each output has one scale.
 
     Shape: codes [N, K], of 4 bits uint8; scale [groups, N / rows]; zero [groups, N].
     Raises ValueError naming a group or a shape that is not served.
@@ -108,14 +109,14 @@ def narrow_matrix(
     plain = codes.contiguous().view(torch.uint8)
     if missing := -plain.shape[1] % chunk:
         plain = F.pad(plain, (0, missing))
-    # [N, chunks, tensor cores' turn, half of its 16 inputs, thread, input of two]
+    # [N, chunks, tensor core steps, halves of 16 inputs, threads, inputs of a pair]
     turns = plain.view(num_out, -1, chunk // 16, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
     codes = turns.reshape(num_out, -1).view(codes.dtype)
     return NarrowMatrix(kind, codes, scale.contiguous(), zero, num_in, group, rows, order)
 
 
 def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
-    """Matrices one below the other; None if they have no form in common."""
+    """The matrices stacked into one; None if their formats differ."""
     first = matrices[0]
     if len(matrices) == 1:
         return first
@@ -135,7 +136,7 @@ def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
         if not (same_order and is_alike):
             return None
         if matrix.rows != rows or len(matrix.codes) % matrix.rows:
-            rows = 1  # their blocks of outputs would not meet
+            rows = 1  # because blocks of outputs would cross the seam
     scales = [matrix.scale if rows > 1 else _scale_of_rows(matrix) for matrix in matrices]
     zeros = [matrix.zero for matrix in matrices if matrix.zero is not None]
     codes = torch.cat([matrix.codes.view(torch.uint8) for matrix in matrices])
@@ -152,7 +153,7 @@ def _scale_of_rows(matrix: NarrowMatrix) -> Tensor:
 
 
 def round_to_fp8(weight: Tensor) -> NarrowMatrix:
-    """A plain matrix in e4m3, a float32 scale for each output. Shape: [N, K]."""
+    """Round a plain matrix to e4m3, with a float32 scale for each output. Shape: [N, K]."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(1, len(weight), dtype=torch.float32, device=weight.device)
     for first in range(0, len(weight), _ROWS_AT_ONCE):
@@ -164,7 +165,7 @@ def round_to_fp8(weight: Tensor) -> NarrowMatrix:
 
 
 def dequantise(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
-    """The plain matrix that this stands for, rounded once. Shape: [N, K]."""
+    """The plain matrix, rounded once. Shape: [N, K]."""
     out = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device)
     for first in range(0, len(out), _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
@@ -177,7 +178,7 @@ def dequantise(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
-    """Some rows, their columns as the codes have them. Shape: [rows, K] float32."""
+    """The numbers of some rows, with columns in the order of the codes. Shape: [rows, K]."""
     values = _numbers(matrix, part)
     num_out = len(values)
     n = torch.arange(len(matrix.codes), device=values.device)[part]
@@ -185,13 +186,13 @@ def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
     zero: Tensor | float = _NO_ZERO[matrix.kind]
     if matrix.zero is not None:
         zero = matrix.zero[:, part].float().t()[:, :, None]
-    # A last group may be short.
+    # The last group may be shorter.
     padded = F.pad(values, (0, -matrix.num_in % matrix.group)).view(num_out, -1, matrix.group)
     return ((padded - zero) * scale.t()[:, :, None]).flatten(1)[:, : matrix.num_in]
 
 
 def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
-    """What the codes of some rows stand for, before zero and scale. Shape: [rows, K] float32."""
+    """The codes of some rows as numbers, before zero and scale. Shape: [rows, K] float32."""
     chunk, half = matrix.chunk, matrix.half
     bytes_ = matrix.codes[part].view(torch.uint8)
     threads = bytes_.view(len(bytes_), -1, 4, chunk // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)

@@ -8,13 +8,13 @@ If attention is not causal, all rows of a sequence see its tokens to the last, p
 
 A head may own a *sink*: one more logit in the softmax's denominator, with no value behind it.
 
-Programs take their work from a list (`attention_items`). Of the splits of a sequence's tokens the
-last to finish merges, in the order of the splits.
+Programs take their work from a list (`attention_items`). Of the programs that share a row's splits,
+the last to finish merges them, in the order of the splits.
 
-With `same_bits` a row comes out the same to the bit however many rows and sequences there are: it
-is summed over the same splits, in the same blocks of tokens, one after another. What else may vary
-is how many rows and warps share a block, since all sums over its tokens are those of the tensor
-cores. A program that takes several splits adds them up as one that merges them does.
+With `same_bits`, the bits of a row do not depend on the other rows: it is summed over the same
+splits, in the same blocks of tokens, in order. The number of rows and warps that share a block may
+vary, because all sums over its tokens are made by tensor cores. A program that computes several
+splits adds them up just as merging does.
 """
 
 import functools
@@ -32,10 +32,10 @@ from ..triton_or_none import tl, triton
 from .attention_items import WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes, from_e4m3
 
-# Of one row: the large product behind them starts early where programs leave it registers.
+# For one row: the large product that follows starts early if programs leave it enough registers.
 _MANY_OUTPUTS = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_SUMS = 16  # columns of a product with ones, as few as tensor cores take
+_SUMS = 16  # columns of a product with ones: the fewest that tensor cores can do
 
 
 def paged_attention(
@@ -55,8 +55,8 @@ def paged_attention(
 ) -> Tensor:
     """Attention of all rows of a ragged batch: prefill chunks, decodes and verifications alike.
 
-    Nothing that varies from batch to batch is a compile-time constant, and the grid follows from
-    shapes alone, so that a captured launch stays right for other lengths.
+    Nothing that varies between batches is a compile-time constant, and the grid depends only on
+    shapes. So a captured launch stays valid for other lengths.
 
     Shape:
         query: [T, num_heads, head_dim], any row and head stride
@@ -64,7 +64,7 @@ def paged_attention(
         items: of this batch, with num_heads // num_kv_heads heads to a KV head
         block_table: [num_slots, pages of the longest sequence possible] int32
         sinks: [num_heads] or None
-        k_scale, v_scale: what keys and values were divided by, if pages are FP8
+        k_scale, v_scale: the divisors of keys and values in FP8 pages
         returns: [T, num_heads, value_dim]
     """
     num_rows, num_heads, head_dim = query.shape
@@ -116,7 +116,8 @@ def paged_attention(
         BLOCK_M=items.block_m,
         NUM_SPLITS=items.num_splits,
         ADDS_SPLITS=items.same_bits and items.is_prefill,
-        # Sums by tensor cores spare few rows the way across warps; many rows have none to spare.
+        # With few rows, summing on tensor cores avoids exchanges between warps; with many rows,
+        # tensor cores are busy enough.
         SUMS=_SUMS if items.same_bits or not items.is_prefill else 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
@@ -132,20 +133,20 @@ def paged_attention(
 def _tiling(
     query: Tensor, items: AttentionItems, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
 ) -> dict[str, int]:
-    """Tokens a block, warps, and blocks under way; measured on an H200 with heads of 128."""
+    """Tokens a block, warps, and blocks loaded ahead; measured on an H200 with heads of 128."""
     num_rows, num_heads = query.shape[:2]
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     bytes_per_token = (head_dim + v_cache.shape[3]) * k_cache.element_size()
-    if bytes_per_token > 512:  # what is measured would not fit a multiprocessor
+    if bytes_per_token > 512:  # the measured sizes would not fit into a multiprocessor
         return {"BLOCK_N": 32, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 1}
     if items.same_bits:
-        # One BLOCK_N, with which both sums of a prefill fit the registers.
+        # A single BLOCK_N, small enough for the registers to hold both sums of a prefill.
         return {"BLOCK_N": 64, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 3}
     if items.is_prefill:
         return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
     num_blocks, num_sms = items.num_row_blocks * num_kv_heads, num_programs(k_cache.device, 1)
     is_short = block_table.shape[1] * page_size <= 8192
-    # The fewer programs have work, the more tokens each asks for at once.
+    # The fewer programs have work, the more tokens each loads at once.
     if num_blocks <= num_sms // 4:
         if is_short and num_rows == 1 and num_heads * head_dim >= _MANY_OUTPUTS:
             return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "EARLY": True}
@@ -159,7 +160,7 @@ def _tiling(
 
 @functools.cache
 def _counters(device: torch.device, size: int) -> Tensor:
-    """How many splits are done, by row block and KV head; left at zero by every launch."""
+    """For each row block and KV head, how many splits are done; every launch leaves zeros."""
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
@@ -198,9 +199,9 @@ def _paged_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,  # of a row, at most
-    ADDS_SPLITS: tl.constexpr,  # whether an item is of all splits
-    SUMS: tl.constexpr,  # columns of totals, all equal; 0: totals are added up without tensor cores
+    NUM_SPLITS: tl.constexpr,  # the most splits of a row
+    ADDS_SPLITS: tl.constexpr,  # whether an item covers all splits, which are added in order
+    SUMS: tl.constexpr,  # equal columns of totals, by tensor cores; 0: totals without tensor cores
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -209,7 +210,7 @@ def _paged_attention_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):
-    """Each program takes every so many of the items, each with all query heads of one KV head."""
+    """Each program strides over the items; an item has all query heads of one KV head."""
     start_next_kernel(DEPENDENT)
     m = tl.arange(0, BLOCK_M)
     head_dims = tl.arange(0, HEAD_PAD)
@@ -234,7 +235,7 @@ def _paged_attention_kernel(
         begin = 0
         if HAS_WINDOW:
             begin = tl.maximum(first_position - window + 1, 0)
-        # Splits lie at fixed positions of the sequence; those that these rows do not see are left.
+        # Splits lie at fixed positions of the sequence; skip those that these rows do not see.
         first_split = split_of(begin, unit)
         last_split = split_of(tl.maximum(end - 1, 0), unit)
         if NUM_SPLITS > 1:
@@ -257,7 +258,7 @@ def _paged_attention_kernel(
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = _no_total(BLOCK_M, SUMS)
             acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-            # Of the splits before the one that is summed up.
+            # Sums of the splits before the present one.
             past_best, past_total, past_acc = best, tl.zeros([BLOCK_M], tl.float32), acc
             next_split = start_of(first_split + 1, unit)
             pages_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride
@@ -270,7 +271,7 @@ def _paged_attention_kernel(
                 wait_for_inputs(DEPENDENT)
                 query = tl.load(query_at + head_dims, mask=query_mask, other=0.0)
 
-            # Blocks that every row sees whole come first, where there are many of them.
+            # First the blocks that every row sees completely, if there are many.
             seen_by_all = start
             if PHASES == 2:
                 seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
@@ -292,17 +293,17 @@ def _paged_attention_kernel(
                     k_row = page.to(tl.int64) * k_stride_page + n % PAGE_SIZE * k_stride_pos
                     v_row = page.to(tl.int64) * v_stride_page + n % PAGE_SIZE * v_stride_pos
                     k_at, v_at = keys_ptr + k_row[None, :], values_ptr + v_row[:, None]
-                    # The next block's pages, so that its keys need not wait for them.
+                    # Load the pages of the next block now, so that its keys need not wait.
                     next_n = n + BLOCK_N
                     page = tl.load(pages_ptr + next_n // PAGE_SIZE, mask=next_n < end, other=0)
-                    # Positions behind the sequence load as 0: a zero weight times NaN would be NaN.
+                    # Positions after the sequence load as 0, since 0 times NaN would be NaN.
                     k_mask = (head_dims < HEAD_DIM)[:, None]
                     v_mask = (value_dims < VALUE_DIM)[None, :]
                     if phase == PHASES - 1:
                         k_mask &= (n < end)[None, :]
                         v_mask &= (n < end)[:, None]
                     if EARLY:
-                        # What earlier passes stored comes while the kernel before still runs.
+                        # Load what earlier passes stored while the kernel before still runs.
                         old = n < context_len
                         key = tl.load(k_at, mask=k_mask & old[None, :], other=0)
                         value = tl.load(v_at, mask=v_mask & old[:, None], other=0)
@@ -322,14 +323,14 @@ def _paged_attention_kernel(
                     )  # fmt: skip
 
             if EARLY:
-                wait_for_inputs(DEPENDENT)  # of sequences without tokens
+                wait_for_inputs(DEPENDENT)  # for sequences without tokens
             mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
             out_row = row * NUM_KV_HEADS * GROUP + head
             if SUMS:
                 total = tl.max(total, 1)
             if ADDS_SPLITS:
                 best, total, acc = _add(past_best, past_total, past_acc, best, total, acc)
-            is_last = True  # of the splits of these rows to be done
+            is_last = True  # whether this is the last split of these rows to finish
             if NUM_SPLITS > 1:
                 num_parts = last_split - first_split + 1
                 if num_parts > 1:
@@ -337,7 +338,7 @@ def _paged_attention_kernel(
                     tl.store(part_ptr + part[:, None] * VALUE_DIM + value_dims, acc, mask=mask)
                     tl.store(part_state_ptr + part * 2, best, mask=is_row)
                     tl.store(part_state_ptr + part * 2 + 1, total, mask=is_row)
-                    tl.debug_barrier()  # all of the program's stores come before its count
+                    tl.debug_barrier()  # all stores of the program must come before its count
                     counter = counters_ptr + row_block * NUM_KV_HEADS + kv_head
                     num_before = tl.atomic_add(counter, 1, sem="acq_rel")
                     is_last = num_before == num_parts - 1
@@ -359,7 +360,7 @@ def _paged_attention_kernel(
                 (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
                 mask=mask & is_last,
             )
-    wait_for_inputs(DEPENDENT)  # of programs without an item
+    wait_for_inputs(DEPENDENT)  # for programs without an item
 
 
 @triton.jit
@@ -372,15 +373,15 @@ def _attend(
     query, key, value, n, position, seen_to, best, total, acc, scale, softcap, window,
     MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, total and sum of some rows, with the tokens n added to them.
+    """Add the tokens n to the maximum, total and sum of some rows.
 
-    Multiply-adds are written out: left to the compiler, each form of the kernel might choose
-    others. The maximum is in base-2 units.
+    Multiply-adds are explicit, because the compiler might fuse them differently in each variant of
+    the kernel. The maximum is in base-2 units.
     """
     logits = tl.dot(query, key, input_precision="ieee")
     factor = scale * _LOG2_E
     if HAS_SOFTCAP:
-        # tanh by exp2 of a negative number only, which cannot overflow.
+        # tanh by exp2 of a negative number, which cannot overflow.
         e = tl.exp2(tl.abs(logits) * scale * (-2.0 * _LOG2_E) / softcap)
         capped = softcap * (1.0 - e) / (1.0 + e)
         logits = tl.where(logits < 0, -capped, capped)
@@ -393,7 +394,7 @@ def _attend(
     new_best = tl.maximum(best, tl.max(logits, 1) * factor)
     shift = new_best
     if MASKED:
-        # A row that has seen nothing yet keeps -inf; subtracting it would make NaN.
+        # A row that has seen nothing yet has -inf; subtracting that would give NaN.
         shift = tl.where(new_best > float("-inf"), new_best, 0.0)
     weights = tl.exp2(tl.fma(logits, factor, -shift[:, None]))
     decay = tl.exp2(best - shift)
@@ -409,7 +410,7 @@ def _attend(
 
 @triton.jit
 def _add(best, total, acc, part_best, part_total, part_acc):
-    """Maximum, total and sum of some rows, with those of other tokens added to them."""
+    """Combine the maximum, total and sum of some rows with those over other tokens."""
     new_best = tl.maximum(best, part_best)
     shift = tl.where(new_best > float("-inf"), new_best, 0.0)
     decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
@@ -423,12 +424,12 @@ def _merge(
     part_ptr, part_state_ptr, parts, first_split, last_split, value_dims, is_row, mask,
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, total and sum of all splits of some rows, the first of which are `parts`."""
+    """Maximum, total and sum of some rows over all splits, the first of which are `parts`."""
     best = tl.full(parts.shape, float("-inf"), tl.float32)
     total = tl.zeros(parts.shape, tl.float32)
     acc = tl.zeros(mask.shape, tl.float32)
     for split in range(first_split, last_split + 1):
-        # Other multiprocessors wrote these: not from this one's cache.
+        # Written by other multiprocessors, so do not read from this one's cache.
         part = parts + split
         state_ptr = part_state_ptr + part * 2
         part_best = tl.load(state_ptr, mask=is_row, other=0.0, cache_modifier=".cg")
