@@ -185,7 +185,7 @@ def _launch(
         ADDS=adds,
         TOGETHER=_TILES_TOGETHER,
         AHEAD=min(share, _AHEAD_BYTES // num_out // 16 * 16),
-        IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
+        IN_PAIRS=x.is_cuda and x.element_size() == 2,
         enable_fp_fusion=False,  # else a scaled sum is rounded in some of these kernels only
         **tiling,
         **dependent_launch(x.device),
@@ -343,7 +343,7 @@ def _share(
                     zero_at = zero_ptr + group * zero_stride + weight_row
                     zero = tl.load(zero_at, mask=is_out, other=0).to(tl.float32)
                     if KIND == "int4" and IN_PAIRS:
-                        zero += 128.0
+                        zero += 128.0 if x_ptr.dtype.element_ty == tl.bfloat16 else 1024.0
                     weight = weight - zero.to(weight.dtype)[:, None]
                 first = start * HALVES + half * STEP + chunk * CHUNK
                 in_x = is_row

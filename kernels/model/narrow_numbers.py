@@ -8,6 +8,19 @@ from .fp8 import from_e4m3
 from .narrow_matrix import NarrowMatrix
 
 _BLOCK_N = 64
+_NIBBLES = """{
+    .reg .b32 t;
+    and.b32 t, $4, 0x0f0f0f0f;
+    prmt.b32 $0, t, HIGH, 0x4140;
+    prmt.b32 $1, t, HIGH, 0x4342;
+    shr.b32 t, $4, 4;
+    and.b32 t, t, 0x0f0f0f0f;
+    prmt.b32 $2, t, HIGH, 0x4140;
+    prmt.b32 $3, t, HIGH, 0x4342;
+    }"""
+# With this byte in front, one below 16 is a number that much above 128, or above 1024.
+_BFLOAT16_NIBBLES = tl.constexpr(_NIBBLES.replace("HIGH", "0x43434343"))
+_FLOAT16_NIBBLES = tl.constexpr(_NIBBLES.replace("HIGH", "0x64646464"))
 
 
 def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
@@ -41,7 +54,7 @@ def numbers(
 ):
     """The numbers of a block of codes, exact in DTYPE: of 4 bits two blocks, else one twice.
 
-    With zero points, int4 comes 128 too large IN_PAIRS: the zero takes it away.
+    With zero points, int4 comes too large IN_PAIRS, as `_nibbles` says: the zero takes that away.
     """
     if KIND == "fp8":
         low = from_e4m3(codes, DTYPE)
@@ -52,10 +65,11 @@ def numbers(
     elif KIND == "fp4":
         low, high = _e2m1(codes & 15, DTYPE), _e2m1(codes >> 4, DTYPE)
     elif IN_PAIRS:
-        low, high = _nibbles(codes)
+        low, high = _nibbles(codes, DTYPE)
         if not HAS_ZERO:
-            low -= 136.0
-            high -= 136.0
+            EIGHT: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 1032.0
+            low -= EIGHT
+            high -= EIGHT
     else:
         offset = 0 if HAS_ZERO else 8
         low = ((codes & 15).to(tl.int16) - offset).to(DTYPE)
@@ -98,25 +112,27 @@ def _e2m1(nibble, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _nibbles(codes):
-    """128 + the low, and the high, nibbles as bfloat16, whose bits are 0x4300 + nibble."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t;
-        and.b32 t, $4, 0x0f0f0f0f;
-        prmt.b32 $0, t, 0x43434343, 0x4140;
-        prmt.b32 $1, t, 0x43434343, 0x4342;
-        shr.b32 t, $4, 4;
-        and.b32 t, t, 0x0f0f0f0f;
-        prmt.b32 $2, t, 0x43434343, 0x4140;
-        prmt.b32 $3, t, 0x43434343, 0x4342;
-        }""",
-        "=r,=r,=r,=r,r",
-        [codes],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+def _nibbles(codes, DTYPE: tl.constexpr):
+    """The low, and the high, nibbles, each 128 too large in bfloat16, and 1024 in float16."""
+    if tl.bfloat16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            _BFLOAT16_NIBBLES,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _FLOAT16_NIBBLES,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
 
 
 @triton.jit

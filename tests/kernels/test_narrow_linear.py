@@ -149,6 +149,20 @@ def test_a_row_comes_out_the_same_in_any_company(
         assert torch.equal(added, sums[some])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter runs no machine code")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format_", [("int4", 128, 1, False), ("int4", 32, 1, True)])
+def test_nibbles_are_exact_in_16_bits(
+    format_: tuple[Kind, int, int, bool], dtype: torch.dtype, device: torch.device
+) -> None:
+    matrix = make(format_, 80, 512, device)
+    x = randn(3, 512, device=device).to(dtype)
+    expected = x.double() @ dequantise(matrix, torch.float64).t()
+    got = narrow_linear(x, matrix).double()
+    assert (got - expected).norm() < torch.finfo(dtype).eps * expected.norm()
+
+
 @needs_kernels
 def test_inputs_may_be_in_another_order(device: torch.device) -> None:
     matrix = make(("int4", 32, 1, True), 48, 128, device)

@@ -1,0 +1,71 @@
+"""Loading takes what is kept, and a layer on its way: never the whole model in 16 bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised import quantise
+from tiny_models import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+from verification import HAS_KERNELS
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.models.loading import load_network
+
+Tiny = Callable[..., Path]
+NUM_LAYERS = 8
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "scale": 0.1,
+}
+LAYER = 4 * 128 * 128 + 3 * 128 * 256  # weights
+OTHERS = 2 * 97 * 128  # embedding and head
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators have made since and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: Any = WeakTensorKeyDictionary()
+
+    @property
+    def now(self) -> int:
+        storages = [tensor.untyped_storage() for tensor in self._alive]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE.type:
+                self._alive[tensor] = True
+        self.most = max(self.most, self.now)
+        return out
+
+
+@pytest.mark.parametrize("name", [None, "fp8 of blocks", "gptq, act-order"])
+def test_no_more_than_a_layer_is_on_its_way(
+    name: str | None, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    path = tiny_model("llama", **SHAPE)
+    config = ModelConfig(path=str(path), dtype="float32", quantization="fp8")
+    if name is not None:
+        path = quantise(path, tmp_path, name)
+        config = ModelConfig(path=str(path), dtype="float32")
+    with Memory() as memory:
+        network = load_network(config, DEVICE)[0]
+        kept = memory.now
+    weights = NUM_LAYERS * LAYER + OTHERS
+    assert kept >= network.weight_bytes  # it counts
+    assert kept <= (1.3 * NUM_LAYERS * LAYER + 4 * OTHERS if HAS_KERNELS else 4.1 * weights)
+    assert memory.most - kept < 3 * 4 * LAYER
