@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.rope import rope_and_store
 
 from .attention import PassContext
 from .head import Head
@@ -132,15 +131,7 @@ class BlockHead(Head):
         """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""
         c = rms_norm(self.fc(taps.flatten(1)), self.hidden_norm)
         for block, kv in zip(self.blocks, self.context_kv, strict=True):
-            mixer = block.mixer
-            rope_and_store(
-                kv(c),
-                *context.rotary(mixer.rope, c.dtype),
-                *mixer.attention.bound_pages,
-                context.batch.slot_mapping,
-                0,
-                *(mixer.head_norms or (None, None)),
-            )
+            block.mixer.store(kv(c), 0, context)
 
     def __call__(self, input_ids: Tensor, context: PassContext) -> Tensor:
         """The rows of blocks, before the last norm. Shape: [T] -> [T, hidden]."""

@@ -37,20 +37,27 @@ class AttentionMixer:
         self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
     ) -> Tensor | None:
         qkv = _of_normed(self.qkv, x, normed, self.norm)
+        query = self.store(qkv, self.attention.num_heads, context)
+        out = self.attention(query, context)
+        return self.output.add_to(x, out.flatten(1), norm=next_norm)
+
+    def store(self, qkv: Tensor, num_heads: int, context: PassContext) -> Tensor:
+        """Leave keys and values in the pages; returns the rotated queries, if the rows have any.
+
+        Shape: qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim]
+        """
         q_norm, k_norm = self.head_norms or (None, None)
-        query = rope_and_store(
+        return rope_and_store(
             qkv,
-            *context.rotary(self.rope, x.dtype),
+            *context.rotary(self.rope, qkv.dtype),
             *self.attention.bound_pages,
             context.batch.slot_mapping,
-            self.attention.num_heads,
+            num_heads,
             q_norm,
             k_norm,
             self.attention.k_scale,
             self.attention.v_scale,
         )
-        out = self.attention(query, context)
-        return self.output.add_to(x, out.flatten(1), norm=next_norm)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
