@@ -148,7 +148,10 @@ def _block_head(
         confidence = ConfidenceHead(weight[0], bias.float())
     return BlockHead(
         hidden_norm=norm("hidden_norm"),
-        context_kv=[_kv_part(each) for each in shared["blocks"]],
+        context_kv=[
+            _kv_part(checkpoint, f"layers.{i}.self_attn", each)
+            for i, each in enumerate(shared["blocks"])
+        ],
         block_size=block.size,
         mask_token_id=block.mask_token_id,
         predicts_from_anchor=block.predicts_from_anchor,
@@ -159,10 +162,11 @@ def _block_head(
     )
 
 
-def _kv_part(block: Block) -> Linear:
-    """What the mixer's qkv computes of keys and values, over the same memory."""
+def _kv_part(checkpoint: Checkpoint, attention_name: str, block: Block) -> Linear:
+    """What the mixer's qkv computes of keys and values, over the same memory if that is plain."""
     weight, bias = block.mixer.qkv
-    assert isinstance(weight, Dense)
+    if not isinstance(weight, Dense):  # rounded, each output by itself: these come out the same
+        return checkpoint.linear(f"{attention_name}.k_proj", f"{attention_name}.v_proj")
     attention = block.mixer.attention
     first = attention.num_heads * attention.head_dim
     return Linear(Dense(weight.matrix[first:]), None if bias is None else bias[first:])
