@@ -11,6 +11,9 @@ Row t pairs the target's states g_t with the token behind them, x_{t+1}, and pre
 
 N is nothing, one norm of the whole, or a norm of each state. EAGLE 3.1 has the last and recycles
 normalised. Further layers are ordinary ones.
+
+P-EAGLE recycles nothing. All of a step's drafts but the first are predicted by rows of masks, with
+f = fc(N(mask_hidden)) and the embedding of a mask token, in one pass behind the true rows.
 """
 
 from collections.abc import Sequence
@@ -39,20 +42,26 @@ class Eagle3Head(Head):
         hidden_norm: Norm,
         norm_before_residual: bool,
         norm_output: bool,
+        mask_hidden: Tensor | None = None,
+        mask_token_id: int = 0,
         **layers: Any,
     ) -> None:
         """`layers` are those of Head; the first block's mixer reads [e; a].
 
-        Shape: fc_norms none, one of all, or one a tap.
+        Shape: fc_norms none, one of all, or one a tap; mask_hidden [num_taps, target's hidden], of
+        a head that drafts in parallel.
         """
         super().__init__(**layers)
         self.fc_norms = tuple(fc_norms)
         self.hidden_norm = hidden_norm
         self.norm_before_residual = norm_before_residual
         self.norm_output = norm_output
+        self.mask_token_id = mask_token_id
+        self.mask = None if mask_hidden is None else self.fused(mask_hidden[None])  # [1, hidden]
+        self.kind = "eagle3" if mask_hidden is None else "p-eagle"
 
     def bytes_read(self, num_drafts: int) -> int:
-        return num_drafts * self.weight_bytes
+        return (num_drafts if self.mask is None else min(num_drafts, 1)) * self.weight_bytes
 
     def fused(self, taps: Tensor) -> Tensor:
         """f of the target's states. Shape: [T, num_taps, target's hidden] -> [T, hidden]."""
@@ -72,6 +81,13 @@ class Eagle3Head(Head):
         for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
             normed = block(x, normed, next_norm, context)
         return x
+
+    def of_masks(self, context: PassContext) -> Tensor:
+        """y of rows that are all masks. Shape: [T, hidden]."""
+        assert self.mask is not None
+        num_rows = len(context.batch.positions)
+        ids = torch.full_like(context.batch.positions, self.mask_token_id)
+        return self(self.mask.repeat(num_rows, 1), ids, context)
 
     def recycled(self, y: Tensor) -> Tensor:
         """f of the next row, in place of y if they are equal. Shape: [N, hidden]."""

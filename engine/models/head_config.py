@@ -27,8 +27,9 @@ _KINDS = {
     "mlp_speculator": "mlp_speculator",
     "mlpspeculator": "mlp_speculator",
 }
-KINDS = ("eagle3", "dflash", "dspark")  # that are run
+KINDS = ("eagle3", "peagle", "dflash", "dspark")  # that are run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # as trainers call it
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # Keys that a head's config has beside those of its layers.
@@ -87,7 +88,8 @@ class HeadConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    block: BlockConfig | None  # None: it drafts token by token
+    mask_token_id: int | None  # of a P-EAGLE head
+    block: BlockConfig | None  # of a DFlash or DSpark head
 
     @staticmethod
     def load(folder: Path) -> "HeadConfig":
@@ -110,7 +112,8 @@ class HeadConfig:
             norm_before_fc=bool(told.get("norm_before_fc")),
             fc_norm=bool(told.get("fc_norm")),
             norm_output=bool(told.get("norm_output")),
-            block=None if kind == "eagle3" else _block(told, kind, layers),
+            mask_token_id=next((told[name] for name in _MASK_TOKENS if name in told), None),
+            block=_block(told, kind, layers) if kind in ("dflash", "dspark") else None,
         )
 
     def boundaries_of(self, num_layers: int) -> tuple[int, ...]:

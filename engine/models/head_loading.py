@@ -100,6 +100,8 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
     }
     if config.block is not None:
         return _block_head(config, config.block, checkpoint, norm, shared)
+    if config.kind == "peagle" or "mask_hidden" in checkpoint:
+        shared |= _mask(config, checkpoint, shared["embedding"], num_taps, target_width)
     return Eagle3Head(
         fc_norms=_fc_norms(config, checkpoint, norm, num_taps, target_width),
         hidden_norm=norm(f"{first}.hidden_norm"),
@@ -109,6 +111,27 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
     )
 
 
+def _mask(
+    config: HeadConfig, checkpoint: Checkpoint, embedding: Tensor, num_taps: int, width: int
+) -> dict[str, Any]:
+    """What stands for the states and the token of a row that is a mask."""
+    hidden = checkpoint.tensor("mask_hidden")
+    if hidden.numel() != num_taps * width:
+        raise HeadError(
+            f"mask_hidden has {hidden.numel()} numbers; for {num_taps} hidden states, each {width} "
+            f"wide, it must have {num_taps * width}"
+        )
+    _check_mask_token(config.mask_token_id, embedding)
+    return {"mask_hidden": hidden.view(num_taps, width), "mask_token_id": config.mask_token_id}
+
+
+def _check_mask_token(token_id: int | None, embedding: Tensor) -> None:
+    if token_id is None:
+        raise HeadError("its config names no mask token (mask_token_id)")
+    if not 0 <= token_id < len(embedding):
+        raise HeadError(f"its mask token is {token_id}, but there are {len(embedding)} embeddings")
+
+
 def _block_head(
     config: HeadConfig,
     block: BlockConfig,
@@ -116,11 +139,8 @@ def _block_head(
     norm: Callable[..., Norm],
     shared: dict[str, Any],
 ) -> BlockHead:
-    num_embeddings, width = shared["embedding"].shape
-    if not 0 <= block.mask_token_id < num_embeddings:
-        raise HeadError(
-            f"its mask token is {block.mask_token_id}, but there are {num_embeddings} embeddings"
-        )
+    width = config.layers.hidden_size
+    _check_mask_token(block.mask_token_id, shared["embedding"])
     markov = None
     if block.markov is not None:
         name = "markov_head"

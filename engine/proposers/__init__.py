@@ -5,10 +5,11 @@ from collections.abc import Callable
 from ..config import EngineConfig
 from ..logit_edits import LogitEdits
 from ..models.block_head import BlockHead
+from ..models.eagle3 import Eagle3Head
 from ..models.pair import ModelPair
 from ..state.slots import Slots
 from .base import NoProposer, Proposer
-from .block import BlockProposer
+from .block import BlockProposer, ParallelEagleProposer
 from .eagle3 import Eagle3Proposer
 from .ngram import NgramProposer
 from .top1 import Top1Proposer
@@ -27,10 +28,9 @@ def _draft_model(
         return BlockProposer(
             pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
         )
-    if pair.head is not None:
-        return Eagle3Proposer(
-            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
-        )
+    if isinstance(pair.head, Eagle3Head):
+        proposer = Eagle3Proposer if pair.head.mask is None else ParallelEagleProposer
+        return proposer(pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive)
     if pair.draft is None:
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"

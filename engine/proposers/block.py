@@ -1,11 +1,12 @@
-"""A head that drafts a block in one pass (DFlash, DSpark), each sequence's of its own k_i.
+"""Heads that draft a block in one pass, each sequence's of its own k_i: DFlash, DSpark, P-EAGLE.
 
-A sequence of n + 1 known tokens gets the rows n to n + k_i, or one fewer if its head predicts from
-the anchor. How far its block goes hangs on its own k_i alone, not on those of its neighbours.
-
-Without a Markov head no draft depends on the ones before it, so all are drawn at once. With one,
-they are drawn one after another from logits that are computed at once.
+How far a sequence's block goes hangs on its own k_i alone, not on those of its neighbours. Without
+a Markov head no draft depends on the ones before it, so all are drawn at once. With one, they are
+drawn one after another from logits that are computed at once.
 """
+
+from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.attention import PassContext
-from ..models.block_head import BlockHead
+from ..models.block_head import BlockHead, ConfidenceHead, MarkovHead
+from ..models.eagle3 import Eagle3Head
 from ..scheduling.plan import ScheduledRequest
 from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
 from ..state.host_copy import uploaded
@@ -21,30 +23,44 @@ from ..state.phase import Shape
 from ..state.ragged import aligned
 from .base import DraftDistributions
 from .draws import MIN_LIKELIHOOD, LogitsOf
-from .head import HeadProposer
+from .eagle3 import Eagle3Reading
+from .head import AnyHead, HeadProposer
 
 # On a GPU. Fewer rows take the target as long, which reads its weights for them, and the host would
 # wait for nothing.
 MIN_ROWS_TO_CUT = 128
 
 
-class BlockProposer(HeadProposer[BlockHead]):
-    """A block of rows a sequence; what a confidence head holds for unlikely is not proposed."""
+class BlockDrafting(HeadProposer[AnyHead]):
+    """The logits of a whole block are computed at once, then drafts are drawn from them.
+
+    What a confidence head holds for unlikely is not proposed.
+    """
+
+    _markov: MarkovHead | None = None
+    _confidence: ConfidenceHead | None = None
 
     @property
     def _rows_at_once(self) -> int:
         return self._slots.max_num_seqs * self._slots.max_drafts
 
-    def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
-        batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
-        self._head.read(taps, PassContext(batch))
-        return batch.positions
+    @abstractmethod
+    def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
+        """The rows of these sequences' blocks."""
+
+    @abstractmethod
+    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
+        """That of the rows of so many sequences with up to k drafts each."""
+
+    @abstractmethod
+    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> "_Block":
+        """The blocks of a batch packed to this shape."""
 
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
         confidence = super()._draft_together(scheduled)
         num_rows = sum(s.num_drafts + 1 for s in scheduled)
         is_cut = self._adaptive and num_rows >= MIN_ROWS_TO_CUT
-        if is_cut and self._head.confidence is not None:
+        if is_cut and self._confidence is not None:
             chance_np = confidence[:, : len(scheduled)].cpu().numpy().cumprod(0)
             num_likely_np = (chance_np >= MIN_LIKELIHOOD).sum(0)
             for each, num_likely in zip(scheduled, num_likely_np.tolist(), strict=True):
@@ -74,7 +90,7 @@ class BlockProposer(HeadProposer[BlockHead]):
 
     @property
     def _draws_at_once(self) -> bool:
-        return self._head.markov is None and self._head.confidence is None
+        return self._markov is None and self._confidence is None
 
     def _pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
@@ -94,8 +110,10 @@ class BlockProposer(HeadProposer[BlockHead]):
     def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
         device = self._slots.device
         rows = self._rows_of(slots_np, num_drafts_np)
-        packed = uploaded(rows.packed(rows.shape, self._slots.dummy), device)
-        block = self._computed(packed, rows.shape, int(num_drafts_np.max()))
+        num_seqs, num_rows, _ = rows.shape
+        shape = (num_seqs, max(num_seqs, num_rows), 0)
+        packed = uploaded(rows.packed(shape, self._slots.dummy), device)
+        block = self._computed(packed, shape, int(num_drafts_np.max()))
 
         def logits_of(
             j: int, slots_np: np.ndarray, kept_np: np.ndarray, last: Tensor | None
@@ -107,37 +125,21 @@ class BlockProposer(HeadProposer[BlockHead]):
 
         return logits_of
 
-    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
-        return size, size * (k + self._head.num_leading_rows), 0
-
-    def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
-        """The anchor, which is the last known token, and the masks behind it."""
-        zeros_np = np.zeros_like(slots_np)
-        num_rows_np = num_drafts_np + self._head.num_leading_rows
-        return HostBatch.build(slots_np, zeros_np - 1, num_rows_np, zeros_np)
-
-    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> "_Block":
-        """The blocks of a batch packed to this shape."""
-        head, slots = self._head, self._slots
-        batch = ForwardBatch.unpack(packed, shape, slots)
-        is_anchor = batch.positions + 1 == slots.num_tokens[batch.slot_of_row]
-        x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), PassContext(batch))
-        # Of draft j of each sequence; what lies beyond its k_i is drawn from for nobody.
-        offset = torch.arange(k, device=x.device)[:, None] + head.num_leading_rows
-        rows = (batch.cu_seqlens_q[:-1] + offset).clamp_max(len(x) - 1)
-        h = head.states(x[rows.flatten()])
-        logits = head.head(h).view(*rows.shape, -1)
-        anchors = slots.token_ids[batch.slots, slots.num_tokens[batch.slots] - 1].long()
-        return _Block(head, h.view(*rows.shape, -1), logits, anchors)
-
 
 class _Block:
     """The drafts of a block for N sequences, of which fewer and fewer go on."""
 
-    def __init__(self, head: BlockHead, h: Tensor, logits: Tensor, anchors: Tensor) -> None:
-        """Shape: h [k, N, hidden]; logits [k, N, V'], of the draft alone; anchors [N]."""
-        self._head, self._h, self.logits = head, h, logits
-        self._anchors = anchors
+    def __init__(
+        self,
+        logits: Tensor,
+        h: Tensor,
+        anchors: Tensor,
+        markov: MarkovHead | None = None,
+        confidence: ConfidenceHead | None = None,
+    ) -> None:
+        """Shape: logits [k, N, V'], of the draft alone; h [k, N, hidden]; anchors [N]."""
+        self.logits, self._h, self._anchors = logits, h, anchors
+        self._markov, self._confidence = markov, confidence
         self._seqs: Tensor | None = None  # [N'], that go on; None: all
         self._state: Tensor | None = None  # [N', r], the Markov head's
 
@@ -154,10 +156,78 @@ class _Block:
         h, logits = self._h[j], self.logits[j]
         if self._seqs is not None:
             h, logits = h[self._seqs], logits[self._seqs]
-        previous, markov = None, self._head.markov
+        previous, markov = None, self._markov
         if markov is not None:
             previous = F.embedding(self._anchors if last is None else last, markov.embedding)
             latent, self._state = markov.step(h, previous, self._state)
             logits = logits + markov.output(latent)
-        confidence = self._head.confidence
+        confidence = self._confidence
         return logits, None if confidence is None else confidence(h, previous)
+
+
+class BlockProposer(BlockDrafting[BlockHead]):
+    """DFlash and DSpark.
+
+    A sequence of n + 1 known tokens gets the rows n to n + k_i, or one fewer if its head predicts
+    from the anchor.
+    """
+
+    def __init__(self, head: BlockHead, *args: Any, **options: Any) -> None:
+        self._markov, self._confidence = head.markov, head.confidence
+        super().__init__(head, *args, **options)
+
+    def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
+        batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
+        self._head.read(taps, PassContext(batch))
+        return batch.positions
+
+    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
+        return size, size * (k + self._head.num_leading_rows), 0
+
+    def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
+        """The anchor, which is the last known token, and the masks behind it."""
+        zeros_np = np.zeros_like(slots_np)
+        num_rows_np = num_drafts_np + self._head.num_leading_rows
+        return HostBatch.build(slots_np, zeros_np - 1, num_rows_np, zeros_np)
+
+    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> _Block:
+        head, slots = self._head, self._slots
+        batch = ForwardBatch.unpack(packed, shape, slots)
+        is_anchor = batch.positions + 1 == slots.num_tokens[batch.slot_of_row]
+        x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), PassContext(batch))
+        rows = rows_of_drafts(batch, k, head.num_leading_rows)
+        h = head.states(x[rows.flatten()])
+        logits = head.head(h).view(*rows.shape, -1)
+        anchors = slots.token_ids[batch.slots, slots.num_tokens[batch.slots] - 1].long()
+        return _Block(logits, h.view(*rows.shape, -1), anchors, head.markov, head.confidence)
+
+
+class ParallelEagleProposer(BlockDrafting[Eagle3Head], Eagle3Reading):
+    """P-EAGLE: the row of the last accepted token predicts the first draft, masks the others.
+
+    With n known tokens that is row n - 2, which is there; masks take the rows from n - 1 on.
+    """
+
+    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
+        return size, size * max(1, k - 1), 0
+
+    def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
+        zeros_np = np.zeros_like(slots_np)
+        return HostBatch.build(slots_np, zeros_np - 1, num_drafts_np - 1, zeros_np)
+
+    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> _Block:
+        batch = ForwardBatch.unpack(packed, shape, self._slots)
+        y = self._last_rows[batch.slots][None]  # [1, N, hidden]
+        if k > 1:
+            masks = self._head.of_masks(PassContext(batch))
+            y = torch.cat((y, masks[rows_of_drafts(batch, k - 1, 0)]))
+        logits = self._head.logits(y.flatten(0, 1)).view(*y.shape[:2], -1)
+        return _Block(logits, y, batch.slots)
+
+
+def rows_of_drafts(batch: ForwardBatch, k: int, num_leading: int) -> Tensor:
+    """The row of each draft of each sequence, behind so many leading ones; beyond a sequence's k_i
+    any, drawn from for nobody. Shape: [k, N].
+    """
+    offset = torch.arange(k, device=batch.positions.device)[:, None] + num_leading
+    return (batch.cu_seqlens_q[:-1] + offset).clamp_max(len(batch.positions) - 1)

@@ -21,8 +21,8 @@ from .draws import LogitsOf
 from .head import HeadProposer
 
 
-class Eagle3Proposer(HeadProposer[Eagle3Head]):
-    """A row a sequence and draft."""
+class Eagle3Reading(HeadProposer[Eagle3Head]):
+    """What the head makes of the target's passes, however it drafts behind them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -34,10 +34,6 @@ class Eagle3Proposer(HeadProposer[Eagle3Head]):
             device=self._slots.device,
         )
 
-    @property
-    def _rows_at_once(self) -> int:
-        return self._slots.max_num_seqs
-
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
         """Compute the rows, and put each sequence's last one where drafts begin."""
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
@@ -47,6 +43,14 @@ class Eagle3Proposer(HeadProposer[Eagle3Head]):
         row = first + self._slots.num_tokens[batch.slots] - 2 - batch.positions[first]
         self._last_rows[batch.slots] = y[row.clamp_max(end - 1).clamp_min(first)]
         return y
+
+
+class Eagle3Proposer(Eagle3Reading):
+    """A row a sequence and draft."""
+
+    @property
+    def _rows_at_once(self) -> int:
+        return self._slots.max_num_seqs
 
     def _draft(
         self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor

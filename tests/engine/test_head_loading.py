@@ -63,6 +63,7 @@ def change(head: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] 
             lambda t: t[:8].contiguous(),
             "norm.weight is 8; by its",
         ),
+        ("mask_hidden", lambda t: t[..., :9].contiguous(), "mask_hidden has 9 numbers; for 3"),
         ("d2t", None, "drafts 50 of 97 tokens, but its file has no map"),
         ("d2t", lambda t: t.float(), "d2t is of dtype torch.float32"),
         ("d2t", lambda t: t[:9].contiguous(), "d2t has 9 entries for a draft vocabulary of 50"),
@@ -74,7 +75,7 @@ def change(head: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] 
 def test_a_bad_tensor_is_told_at_load_with_both_models(
     name: str, value: Any, says: str, target: Path, tmp_path: Path
 ) -> None:
-    head = save_tiny_head(tmp_path / "head", target, draft_vocab=50)
+    head = save_tiny_head(tmp_path / "head", target, draft_vocab=50, parallel=name == "mask_hidden")
     load(target, head)
     change(head, name, value)
     with pytest.raises(HeadError, match=says) as raised:
@@ -99,7 +100,7 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "its RoPE is dynamic"),
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
-        ({"architectures": ["MedusaModel"]}, "of kind medusa; of heads, eagle3, dflash, dspark"),
+        ({"architectures": ["MedusaModel"]}, "of kind medusa; of heads, eagle3, peagle, dflash"),
     ],
 )
 def test_a_bad_config_is_told_at_load(

@@ -32,6 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layers": {"num_layers": 3, "draft_vocab": 30},
     "narrow": {"hidden_size": 24, "boundaries": (0, 3, 5)},
     "last-layer": {"boundaries": (6,), "pickled": True},
+    "parallel": {"parallel": True, "num_layers": 2, "fc_norm": True},
+    "parallel-speculators": {"parallel": True, "speculators": True, "draft_vocab": 50},
 }
 BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dflash": {},
@@ -45,7 +47,12 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dspark-rnn": {"markov": "rnn", "confidence": "states", "from_anchor": False},
 }
 # One of each kind of proposer, for what hangs on the kind alone.
-KINDS = {"eagle3": {"draft_vocab": 50}, "dflash": {}, "dspark": BLOCK_VARIANTS["dspark"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab": 50},
+    "peagle": {"draft_vocab": 50, "parallel": True},
+    "dflash": {},
+    "dspark": BLOCK_VARIANTS["dspark"],
+}
 
 
 @pytest.fixture
@@ -60,7 +67,7 @@ def head(tmp_path: Path, target: Path) -> Tiny:
 
 @pytest.fixture(params=KINDS)
 def any_head(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Path:
-    save = save_tiny_head if request.param == "eagle3" else save_tiny_block_head
+    save = save_tiny_head if "eagle" in request.param else save_tiny_block_head
     return save(tmp_path / "head", target, **KINDS[request.param])
 
 
@@ -71,7 +78,7 @@ class Truth:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         embedding = self.model.get_input_embeddings().weight.detach()
         self.head: PlainHead | PlainBlockHead
-        if head_kind(head) == "eagle3":
+        if head_kind(head) in ("eagle3", "peagle"):
             self.head = PlainHead(head, embedding)
         else:
             self.head = PlainBlockHead(head, embedding, self.model.lm_head.weight.detach())

@@ -34,7 +34,8 @@ SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "ngram", 2400)]
 SOME += [(name, "head", 2400) for name in ("token", "block", "top_p")]
 SOME += [("token", "dflash", 2400), ("block", "dspark", 2400), ("top_p", "dspark", 2400)]
-PROPOSERS = ("draft_model", "ngram", "head", "dflash", "dspark")
+SOME += [("block", "peagle", 2400)]
+PROPOSERS = ("draft_model", "ngram", "head", "peagle", "dflash", "dspark")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 
 
@@ -48,8 +49,9 @@ def test_the_joint_over_many_steps_is_the_targets(
     params = PARAMS[name]
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    if proposer == "head":  # of three tokens of the four: the last is left to the residual
-        draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=3, scale=0.2)
+    if proposer in ("head", "peagle"):  # of three tokens of the four: residuals have the last
+        options = {"draft_vocab": 3, "scale": 0.2, "parallel": proposer == "peagle"}
+        draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), **options)
         proposer = "draft_model"
     if proposer in ("dflash", "dspark"):
         markov = {"markov": "vanilla", "draft_vocab": 3} if proposer == "dspark" else {}

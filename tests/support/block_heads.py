@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import EPS, HEAD_DIM, INNER, NUM_HEADS, NUM_KV_HEADS, THETA, rotated, tensors_of
+from heads import EPS, HEAD_DIM, INNER, MASK, NUM_HEADS, NUM_KV_HEADS, THETA, rotated, tensors_of
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
-
-MASK = 2
 
 
 def save_tiny_block_head(

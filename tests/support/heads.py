@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, INNER = 4, 2, 8, 48
 THETA, EPS = 500.0, 1e-5
+MASK = 2
 
 
 def save_tiny_head(
@@ -26,6 +27,7 @@ def save_tiny_head(
     scale: float = 0.3,
     head_norms: bool = False,
     own_embedding: bool = False,
+    parallel: bool = False,
     pickled: bool = False,
     **flags: bool,
 ) -> Path:
@@ -74,6 +76,8 @@ def save_tiny_head(
         tensors |= {f"{layer}.{name}.weight": norm(width) for name in norms}
         if head_norms:
             tensors |= {f"{layer}.self_attn.{name}_norm.weight": norm(HEAD_DIM) for name in "qk"}
+    if parallel:
+        tensors["mask_hidden"] = matrix(1, 1, m * theirs) / scale
     if draft_vocab is not None:
         ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = ids - torch.arange(draft_vocab)
@@ -99,6 +103,10 @@ def save_tiny_head(
         config |= {"speculators_model_type": "eagle3", "transformer_layer_config": layers}
     else:
         config |= {"architectures": ["LlamaForCausalLMEagle3"], **layers}
+    if parallel:
+        config["mask_token_id" if speculators else "ptd_token_id"] = MASK
+        if speculators:
+            config["speculators_model_type"] = "peagle"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     if pickled:
@@ -198,6 +206,13 @@ class PlainHead:
         """
         n = len(tokens)
         f = self.fused(g[: n - 1])
+        if "mask_hidden" in self.w:
+            masks = self.fused(self.w["mask_hidden"].view(1, *g.shape[1:])).repeat(
+                len(drafts) - 1, 1
+            )
+            following = [*tokens[1:], *[MASK] * len(masks)]
+            y = self.rows(torch.cat((f, masks)), torch.tensor(following))
+            return self.logits(y[n - 2 :], vocab)
         following = [*tokens[1:]]
         found = []
         for draft in drafts:
