@@ -76,7 +76,9 @@ class _MeanDivergence(torch.autograd.Function):
         weight /= len(logits)
         if logits.is_cuda:
             fused = _fused_loss_and_gradient()
-            loss, grad = fused(name, top_ids, top_log_probs, logits, weight)
+            # As a tensor: a number would be compiled in.
+            scale = torch.full((), weight, device=logits.device)
+            loss, grad = fused(name, top_ids, top_log_probs, logits, scale)
         else:
             loss, grad = torch.zeros(()), torch.empty_like(logits)
             for first in range(0, len(logits), _CHUNK_ROWS):
@@ -96,7 +98,11 @@ class _MeanDivergence(torch.autograd.Function):
 
 
 def _loss_and_gradient(
-    name: Divergence, top_ids: Tensor, top_log_probs: Tensor, logits: Tensor, weight: float
+    name: Divergence,
+    top_ids: Tensor,
+    top_log_probs: Tensor,
+    logits: Tensor,
+    weight: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The divergence summed over rows, and its gradient [N, V] in the logits' dtype."""
     ids = top_ids.long()

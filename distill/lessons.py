@@ -26,6 +26,7 @@ class Lessons:
     top_log_probs: Tensor  # [T, K] bfloat16
     starts_np: np.ndarray  # [conversations] int64
     lengths_np: np.ndarray  # [conversations] int64
+    states: Tensor | None = None  # [T, m, hidden], the target's, for heads
 
 
 @torch.inference_mode()
@@ -34,8 +35,12 @@ def read(
     conversations: list[Tensor],
     batch_tokens: int,
     report: Callable[[int, int], None] = lambda done, total: None,
+    boundaries: tuple[int, ...] = (),
 ) -> Lessons:
-    """The target's distributions over the conversations, in batches of about `batch_tokens`."""
+    """The target's distributions over the conversations, in batches of about `batch_tokens`.
+
+    Its hidden states before the layers of `boundaries` are kept too.
+    """
     device = target.device
     lengths_np = np.array([len(c) for c in conversations], dtype=np.int64)
     starts_np = np.cumsum(lengths_np) - lengths_np
@@ -50,6 +55,11 @@ def read(
         starts_np,
         lengths_np,
     )
+    if boundaries:
+        width = target.config.get_text_config().hidden_size
+        lessons.states = torch.empty(
+            num_tokens, len(boundaries), width, dtype=target.dtype, device=device
+        )
     # Of like length together, padded behind their ends, where a causal model does not look.
     by_length = np.argsort(-lengths_np, kind="stable")
     done = 0
@@ -62,12 +72,16 @@ def read(
         positions = torch.from_numpy(starts_np[batch]).to(device)[:, None] + offsets
         is_token = offsets < lengths[:, None]
         ids = lessons.token_ids[positions.clamp_max(num_tokens - 1)].long()
-        logits = target(ids, use_cache=False).logits.flatten(0, 1)
+        told = target(ids, use_cache=False, output_hidden_states=bool(boundaries))
+        logits = told.logits.flatten(0, 1)
         top, top_ids = logits.topk(num_top, dim=-1)
         log_probs = top.float() - log_sum(logits)
         is_row = is_token.flatten()
         lessons.top_ids[positions[is_token]] = top_ids[is_row].int()
         lessons.top_log_probs[positions[is_token]] = log_probs[is_row].bfloat16()
+        if lessons.states is not None:
+            states = torch.stack([told.hidden_states[b] for b in boundaries], 2)
+            lessons.states[positions[is_token]] = states[is_token]
         done += len(batch)
         report(done, len(by_length))
     return lessons

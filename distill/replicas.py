@@ -25,7 +25,7 @@ from .recipe import Plan, Recipe
 from .rows import Rows
 from .text import load_shards, shard_path
 from .train import HeldOut, Trainer, time_step, train
-from .train_head import HeadTrainer
+from .train_head import HeadTrainer, kept_states
 from .writers import devices_of
 
 _REPORT_STEPS = 10
@@ -141,8 +141,9 @@ def _train_replica(
     report("the target reads", 0, len(mine))
     target = _load_target(recipe.target, device)
     batch_tokens = recipe.micro_batch_rows * recipe.row_tokens
-    held_out_lessons = read(target, conversations[:num_held_out], batch_tokens)
-    lessons = read(target, mine, batch_tokens, lambda n, m: report("the target reads", n, m))
+    kept = kept_states(recipe, target, sum(map(len, conversations)))
+    held_out_lessons = read(target, conversations[:num_held_out], batch_tokens, boundaries=kept)
+    lessons = read(target, mine, batch_tokens, lambda n, m: report("the target reads", n, m), kept)
 
     def new_trainer() -> Trainer:
         if recipe.kind == "eagle3":

@@ -1,5 +1,6 @@
 """The head learns the target's distributions, each draft behind those that it recycles."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,17 +9,38 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .divergence import mean_divergence
-from .eagle3 import HeadModule, new_head, states_of
+from .eagle3 import HeadModule, default_boundaries, new_head, states_of
 from .lessons import Lessons
 from .recipe import Divergence, Recipe
 from .train import HeldOut, Trainer, mask_of
 
+_STATES_SHARE = 0.5  # of the free memory, for the target's states
 _DECAY = 0.8  # of the weight of each further draft
 _NOWHERE = -30.0  # a log probability and a logit that count for nothing
 
 
+def kept_states(recipe: Recipe, target: PreTrainedModel, num_tokens: int) -> tuple[int, ...]:
+    """The boundaries whose states of so many tokens have room in the device's memory, all or none.
+
+    To read them once is what makes the steps of a small target's head fast.
+    """
+    if recipe.kind != "eagle3":
+        return ()
+    told = target.config.get_text_config()
+    boundaries = default_boundaries(told.num_hidden_layers)
+    num_bytes = num_tokens * len(boundaries) * told.hidden_size * target.dtype.itemsize
+    return boundaries if num_bytes < _room(target.device) * _STATES_SHARE else ()
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that are free on it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class HeadTrainer(Trainer):
-    """A head in training. The target reads each batch anew: to keep its states takes too much."""
+    """A head in training. Without states in the lessons the target reads each batch anew."""
 
     def __init__(self, recipe: Recipe, target: PreTrainedModel, token_ids: Tensor) -> None:
         """Shape: token_ids [T], the target's text, whose most frequent tokens are drafted."""
@@ -35,7 +57,8 @@ class HeadTrainer(Trainer):
         self, lessons: Lessons, rows: Tensor, divergence: Divergence, weight: float
     ) -> Tensor:
         token_ids, owner = lessons.token_ids[rows], lessons.conversation_of[rows]
-        logits_of = self._drafts(token_ids, mask_of(owner))
+        states = None if lessons.states is None else lessons.states[rows]
+        logits_of = self._drafts(token_ids, mask_of(owner), states)
         length = logits_of[0].shape[1]
         share = weight / sum(_DECAY**i for i in range(len(logits_of)))
         loss = torch.zeros((), device=self.device)
@@ -53,11 +76,17 @@ class HeadTrainer(Trainer):
         loss.backward()
         return loss.detach()
 
-    def _drafts(self, token_ids: Tensor, mask: Tensor | None) -> Sequence[Tensor]:
-        """Logits of each draft behind each row that has as many tokens behind it. Shape: [B, L]."""
+    def _drafts(
+        self, token_ids: Tensor, mask: Tensor | None, states: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Logits of each draft behind each row that has as many tokens behind it.
+
+        Shape: token_ids [B, L], mask [B, 1, L, L], states [B, L, m, hidden] or None: to be read.
+        """
         num_steps = self.recipe.head_steps
         length = token_ids.shape[1] - num_steps
-        states = states_of(self._target, token_ids, mask, self.head.boundaries)
+        if states is None:
+            states = states_of(self._target, token_ids, mask, self.head.boundaries)
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).tril()
         enabled = self._dtype != torch.float32
@@ -88,7 +117,9 @@ class HeadTrainer(Trainer):
         for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
             if length <= num_steps:
                 continue
-            logits_of = self._drafts(lessons.token_ids[None, start : start + length], None)
+            part = slice(start, start + length)
+            states = None if lessons.states is None else lessons.states[None, part]
+            logits_of = self._drafts(lessons.token_ids[None, part], None, states)
             for i, logits in enumerate(logits_of):
                 first = start + i + 1
                 at = slice(first, first + logits.shape[1])
