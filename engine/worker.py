@@ -2,15 +2,19 @@
 
 import gc
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outrider.kernels.cpu.layers import torch_on_one_thread
+
 from .api import ReportProgress
 from .config import EngineConfig
 from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
+from .models.compiled_decoder import CompiledDecoder
 from .models.pair import ModelPair
 from .proposers import build_proposer
 from .request import Request
@@ -74,6 +78,7 @@ class Worker:
         self.scorer = Scorer(self.pair.target, vocab_size)
         self.verifier = Verifier(self.slots, self.edits, vocab_size)
         self._cpu_share = CPUShare(self.pair.target.thread_counts)
+        self._is_compiled = isinstance(self.pair.target.network, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
         if self.device.type == "cuda":
             report("compiling kernels", 0, 1)
@@ -138,8 +143,9 @@ class Worker:
         """Draft and score, counting from the tokens that the device knows when this runs there."""
         self._cpu_share.adapt()
         start_s, begin = time.perf_counter(), self._event()
-        self.proposer.propose(plan)
-        logits = self.scorer.score(plan)
+        with self._threads():
+            self.proposer.propose(plan)
+            logits = self.scorer.score(plan)
         return LaunchedStep(plan, logits, time.perf_counter() - start_s, begin)
 
     @torch.inference_mode()
@@ -149,10 +155,14 @@ class Worker:
         No sequence may be seated between `launch` and this.
         """
         assert step.logits is not None
-        step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
-        step.logits = None
-        self.proposer.follow(step.plan)
+        with self._threads():
+            step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
+            step.logits = None
+            self.proposer.follow(step.plan)
         step.end = self._event()
+
+    def _threads(self) -> AbstractContextManager[None]:
+        return torch_on_one_thread() if self._is_compiled else nullcontext()
 
     def _event(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":

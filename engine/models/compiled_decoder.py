@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.kernels.cpu import layers as cpu
 from outrider.kernels.cpu.layers import pointer
 from outrider.kernels.cpu.packing import TILE
+from outrider.kernels.model.rope import rotary_table
 
 from .attention import PagedAttention, PassContext, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
@@ -19,6 +20,7 @@ from .network import Pass
 from .weights import Linear, Tiles
 
 _DIM_MULTIPLE = 16  # of a head
+_FEWEST_POSITIONS = 1024
 
 
 def can_compile(decoder: Decoder) -> bool:
@@ -65,10 +67,12 @@ class CompiledDecoder(Decoder):
     def __init__(self, decoder: Decoder) -> None:
         """Take over a decoder that `can_compile` has nothing against."""
         super().__init__(decoder.embedding, decoder.blocks, decoder.norm, decoder.head)
+        self._drafted, self.vocab_size = decoder._drafted, decoder.vocab_size
         self._last_norm = decoder.norm._replace(weight=decoder.norm.weight.float())
         self._held: list[Tensor] = []  # what the layers point to
         self._layers = [self._described(block) for block in self.blocks]
         self._bound: list[object] = []
+        self._num_positions = 0  # that the layers' tables of cos and sin hold
         *sizes, eps, head_eps, scale = _shape_of(self.blocks[0])
         hidden, heads, kv_heads, head_dim, intermediate = map(int, sizes)
         self._shape = cpu.Shape(hidden, heads, kv_heads, head_dim, intermediate)
@@ -84,9 +88,17 @@ class CompiledDecoder(Decoder):
         batch = context.batch
         self._bind(self.attentions)
         x = F.embedding(batch.input_ids, self.embedding).float()
-        kept = [batch.slot_mapping, batch.cu_seqlens_q, batch.seq_lens, batch.slots]
-        kept = [tensor.to(torch.int64).contiguous() for tensor in kept]
-        places, first_rows, lengths, slots = (pointer(tensor, torch.int64) for tensor in kept)
+        kept = [
+            tensor.to(torch.int64).contiguous()
+            for tensor in (
+                batch.slot_mapping,
+                batch.positions,
+                batch.cu_seqlens_q,
+                batch.seq_lens,
+                batch.slots,
+            )
+        ]
+        places, positions, first_rows, lengths, slots = (pointer(t, torch.int64) for t in kept)
         assert batch.block_table.dtype == torch.int32
         assert batch.block_table.stride(1) == 1
         rows = cpu.Batch(
@@ -96,10 +108,12 @@ class CompiledDecoder(Decoder):
             lengths,
             slots,
             places,
+            positions,
             batch.block_table.data_ptr(),
             batch.block_table.stride(0),
         )
-        tables = self._turn(context)
+        if len(x):
+            self._reach(int(batch.positions.max()))
         taps = []
         for first, last in pairwise([0, *(i + 1 for i in sorted(self.tapped_layers)), None]):
             layers = self._layers[first:last]
@@ -107,9 +121,9 @@ class CompiledDecoder(Decoder):
                 cpu.run_layers(cpu.array(layers), self._shape, rows, x)
             if last is not None:
                 taps.append(x.to(self.dtype))
-        del tables, kept  # they had to live until here
+        del kept  # they had to live until here
         logits = self._head(x[batch.logits_rows])
-        return Pass(logits, torch.stack(taps, 1) if taps else None)
+        return Pass(self._widened(logits), torch.stack(taps, 1) if taps else None)
 
     def _head(self, rows: Tensor) -> Tensor:
         out = self.place_of_logits(len(rows))
@@ -157,17 +171,19 @@ class CompiledDecoder(Decoder):
         self._shape.cache_is_bf16 = keys.dtype == torch.bfloat16
         self._shape.page_size = keys.shape[1]
 
-    def _turn(self, context: PassContext) -> dict[int, tuple[Tensor, Tensor]]:
-        """Point the layers to the cos and sin of the rows; these must live on."""
-        tables: dict[int, tuple[Tensor, Tensor]] = {}
+    def _reach(self, position: int) -> None:
+        """Have cos and sin of positions up to this one in the layers' tables."""
+        if position < self._num_positions:
+            return
+        self._num_positions = max(_FEWEST_POSITIONS, 1 << position.bit_length())
+        positions = torch.arange(self._num_positions)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by the rope's frequencies
         for layer, block in zip(self._layers, self.blocks, strict=True):
             rope: Rope = block.mixer.rope
             key = id(rope.inv_freq)
-            if key not in tables:
-                cos, sin = context.rotary(rope, torch.float32)
-                tables[key] = (cos.contiguous(), sin.contiguous())
-            layer.cos, layer.sin = (table.data_ptr() for table in tables[key])
-        return tables
+            if key not in self._tables:
+                self._tables[key] = rotary_table(positions, *rope, torch.float32)
+            layer.cos, layer.sin = (pointer(t, torch.float32) for t in self._tables[key])
 
 
 def _is(a: object, b: object) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.verify import greedy
 from outrider.kernels.verify.slot_rows import read_slots, write_draft
 from outrider.kernels.verify.verify import draft_sample
 
@@ -59,6 +60,9 @@ class Draws:
         """
         filters, samples = kind
         slot, offset = integers[:, : len(logits)].unbind()
+        if not samples and greedy.takes(logits):
+            vocab_size = min(self._vocab_size, logits.shape[1])
+            return greedy.draft_greedy(self._slots.state, slot, offset, logits, vocab_size)
         rows = read_slots(self._slots.state, slot, 0, offset)
         drawn = draft_sample(
             logits,
@@ -117,7 +121,7 @@ def draw_in_turn(
         num_drawn_np[seqs_np] += 1
         goes_on_np = wanted_np[seqs_np] > j + 1
         if stops_early and confidence is None and goes_on_np.any():
-            chance_np[seqs_np] *= likelihood(logits, token_ids)
+            chance_np[seqs_np] *= greedy.probabilities(logits, token_ids)
             goes_on_np &= chance_np[seqs_np] >= MIN_LIKELIHOOD
         if not goes_on_np.any():
             break
@@ -139,10 +143,3 @@ def _edited(edits: LogitEdits, logits: Tensor, slots_np: np.ndarray, j: int) -> 
     rows = RequestRows.one_each(slots_np, np.full_like(slots_np, j)).take(edited_np)
     edited = edits.apply(logits, rows).to(logits.dtype)
     return logits.index_copy(0, uploaded(rows.first_rows_np, logits.device), edited)
-
-
-def likelihood(logits: Tensor, token_ids: Tensor) -> np.ndarray:
-    """What whoever drafts gives these tokens. Shape: [N, V'], [N] -> [N]."""
-    probs = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])
-    of_row: np.ndarray = probs.squeeze(1).float().numpy()
-    return of_row

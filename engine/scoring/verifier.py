@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.verify.greedy import takes, verify_greedy
 from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
 from outrider.kernels.verify.slot_rows import read_slots, write_verified
 from outrider.kernels.verify.verify import verify
@@ -189,6 +190,16 @@ class Verifier:
         """
         size, num_columns, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
+        if not samples and takes(logits):
+            return verify_greedy(
+                self._slots.state,
+                cu_rows[:-1],
+                slot,
+                num_drafts,
+                num_columns,
+                logits,
+                self._vocab_size,
+            )
         rows = read_slots(self._slots.state, slot, num_columns)
         verified = verify(
             logits,

@@ -4,102 +4,22 @@
 // A row comes out the same to the bit in any company and with any number of threads: every output
 // is summed by one thread, over the inputs in order; blocks of attention stand at fixed positions.
 
-#include <sched.h>
-
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
-#include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "team.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int LANES = 16, TILE = 2 * LANES, BLOCK = 32;
+constexpr int TILE = 2 * LANES, BLOCK = 32;
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 8;  // that share what they read of a weight: as many as registers hold
 #else
 constexpr int MAX_ROWS = 2;
 #endif
-
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-
-inline F splat(float x) { return x - F{}; }
-inline F load(const float* p) {
-    F v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-inline void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
-
-inline float sum(F v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
-
-// ---- numbers of other widths, 16 at a time
-
-inline F from_u8(const uint8_t* p, I* integers = nullptr) {
-#if defined(__AVX512F__)
-    I v = (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#else
-    typedef uint8_t B __attribute__((vector_size(16)));
-    B b;
-    std::memcpy(&b, p, sizeof b);
-    I v = __builtin_convertvector(b, I);
-#endif
-    if (integers != nullptr) *integers = v;
-    return __builtin_convertvector(v, F);
-}
-inline F from_i8(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return __builtin_convertvector((I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), F);
-#else
-    typedef int8_t B __attribute__((vector_size(16)));
-    B b;
-    std::memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(__builtin_convertvector(b, I), F);
-#endif
-}
-inline F from_half(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-    typedef uint16_t H __attribute__((vector_size(32)));
-    H h;
-    std::memcpy(&h, p, sizeof h);
-    U u = __builtin_convertvector(h, U);
-    // The exponents' biases differ by 112; finite numbers only.
-    F magnitude = (F)((u & 0x7fffu) << 13) * splat(0x1p112f);
-    return (F)((U)magnitude | ((u & 0x8000u) << 16));
-#endif
-}
-inline F from_bf16(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return (F)((U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
-#else
-    typedef uint16_t H __attribute__((vector_size(32)));
-    H h;
-    std::memcpy(&h, p, sizeof h);
-    return (F)(__builtin_convertvector(h, U) << 16);
-#endif
-}
-inline uint16_t to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
 
 // ---- formats: how a tile of 32 outputs keeps 32 inputs (packing.py writes them)
 
@@ -247,7 +167,7 @@ struct Layer {
     const float *q_norm, *k_norm;  // [head_dim] or null
     Matrix qkv, output, gate_up, down;
     uint8_t *keys, *values;   // [pages, page_size, kv_heads, head_dim]
-    const float *cos, *sin;   // [rows, head_dim]
+    const float *cos, *sin;   // [positions, head_dim]
     int32_t window;           // tokens that a row sees; 0: all
 };
 
@@ -260,118 +180,13 @@ struct Batch {
     int32_t rows, sequences;
     const int64_t *first_rows, *lengths, *slots;  // [sequences + 1], [sequences], [sequences]
     const int64_t* places;                        // [rows], page * page_size + offset
+    const int64_t* positions;                     // [rows]
     const int32_t* block_table;
     int64_t block_table_stride;
 };
 }
 
 namespace {
-
-// ---- threads
-
-inline void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// Awake at first; then whoever else wants the core gets it, perhaps the thread that is waited for.
-template <class DONE>
-inline void wait_until(DONE done) {
-    for (int i = 0; !done(); i++) {
-        if (i < 2000)
-            relax();
-        else
-            sched_yield();
-    }
-}
-
-class Team;
-using Work = void (*)(void*, Team&);
-
-constexpr int MOST_THREADS = 255;
-
-class Team {
-public:
-    // Run work(argument, team) on so many threads, this one among them.
-    void run(int threads, Work work, void* argument) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
-        while (workers_ < threads - 1) {
-            workers_++;
-            std::thread(&Team::live, this, workers_, round_.load()).detach();
-        }
-        size_ = threads;
-        work_ = work;
-        argument_ = argument;
-        next_.store(0);
-        left_.store(threads);
-        if (threads > 1) {
-            // Who takes part stands in the number itself: nobody else may read the rest.
-            const uint32_t number = round_.load() / (MOST_THREADS + 1) + 1;
-            round_.store(number * (MOST_THREADS + 1) + threads, std::memory_order_release);
-            round_.notify_all();
-        }
-        work(argument, *this);
-        left_.fetch_sub(1);
-        wait_until([&] { return left_.load(std::memory_order_acquire) == 0; });
-    }
-
-    // Tasks of this stage, taken one by one, so that a thread that was held up holds up none;
-    // returns when all of them are done.
-    template <class TASK>
-    void share(int tasks, TASK task) {
-        if (size_ == 1) {
-            for (int i = 0; i < tasks; i++) task(i);
-            return;
-        }
-        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(i);
-        uint32_t stage = stage_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-            arrived_.store(0, std::memory_order_relaxed);
-            next_.store(0, std::memory_order_relaxed);
-            stage_.store(stage + 1, std::memory_order_release);
-        } else {
-            wait_until([&] { return stage_.load(std::memory_order_acquire) != stage; });
-        }
-    }
-
-private:
-    void live(int thread, uint32_t seen) {
-        for (;;) {
-            for (int i = 0; i < 4000 && round_.load(std::memory_order_acquire) == seen; i++) relax();
-            round_.wait(seen, std::memory_order_acquire);
-            seen = round_.load(std::memory_order_acquire);
-            if (thread < (int)(seen % (MOST_THREADS + 1))) {
-                work_(argument_, *this);
-                left_.fetch_sub(1, std::memory_order_release);
-            }
-        }
-    }
-
-    std::mutex mutex_;
-    int workers_ = 0, size_ = 1;
-    Work work_ = nullptr;
-    void* argument_ = nullptr;
-    alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int> left_{0};
-    alignas(64) std::atomic<int> next_{0};
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> stage_{0};
-};
-
-Team& the_team() {
-    static Team* team = new Team;  // never destroyed: its threads outlive main
-    return *team;
-}
-
-template <class BODY>
-void on_team(int threads, BODY body) {
-    auto call = [](void* given, Team& team) { (*static_cast<BODY*>(given))(team); };
-    the_team().run(threads, call, &body);
-}
 
 // ---- stages
 
@@ -427,27 +242,6 @@ void product(Team& team, const Matrix& matrix, const float* x, int rows, float* 
             }
         }
     });
-}
-
-inline F exponential(F x) {  // to 2 units of the last place; 0 below -87
-    const F lowest = splat(-87.0f), highest = splat(88.0f);
-    const I is_zero = x < lowest;
-    x = x < lowest ? lowest : x;
-    x = x > highest ? highest : x;
-    const F magic = splat(12582912.0f);
-    const F n = x * splat(1.44269504f) + magic - magic;
-    F r = x - n * splat(0.693359375f);
-    r = r - n * splat(-2.12194440e-4f);
-    F p = splat(1.9875691500e-4f);
-    p = p * r + splat(1.3981999507e-3f);
-    p = p * r + splat(8.3334519073e-3f);
-    p = p * r + splat(4.1665795894e-2f);
-    p = p * r + splat(1.6666665459e-1f);
-    p = p * r + splat(5.0000001201e-1f);
-    p = p * (r * r) + r + splat(1.0f);
-    const I power = (__builtin_convertvector(n, I) + 127) << 23;
-    p = p * (F)power;
-    return is_zero ? F{} : p;
 }
 
 // silu(gate) * up. gate_up's outputs are the gate's, then those of `up`.
@@ -645,8 +439,8 @@ void layers(
         product<false>(team, layer.qkv, normed, rows, qkv);
         team.share(rows, [&](int row) {
             float* of_row = qkv + row * width;
-            const float* cos = layer.cos + (int64_t)row * dim;
-            const float* sin = layer.sin + (int64_t)row * dim;
+            const float* cos = layer.cos + batch.positions[row] * dim;
+            const float* sin = layer.sin + batch.positions[row] * dim;
             for (int h = 0; h < shape.heads + shape.kv_heads; h++) {
                 const float* norm = h < shape.heads ? layer.q_norm : layer.k_norm;
                 rotate(of_row + h * dim, norm, shape.head_eps, dim, cos, sin);

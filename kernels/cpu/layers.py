@@ -5,13 +5,15 @@ float32 numbers that they stand for, and summed in float32, one input after anot
 out the same to the bit in any company, with any number of threads, on any processor that has fused
 multiply-add. What lies between the layers is float32, too; only KV is rounded, to its cache.
 
-`layers.cpp` is compiled when Outrider is installed, if there is a compiler, and never later.
+`layers.cpp` and `greedy.cpp` are compiled when Outrider is installed, if there is a compiler, and
+never later.
 """
 
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -21,6 +23,15 @@ from .packing import PackedTiles
 
 # What torch.backends.cpu calls a processor, and what was compiled for it; the best first.
 _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_v3", "_layers")}
+
+_CALLS = (
+    "outrider_layers",
+    "outrider_product",
+    "outrider_verify_greedy",
+    "outrider_draft_greedy",
+    "outrider_probabilities",
+    "outrider_philox",
+)
 
 
 class Matrix(Structure):
@@ -76,6 +87,7 @@ class Batch(Structure):
         ("lengths", c_void_p),
         ("slots", c_void_p),
         ("places", c_void_p),
+        ("positions", c_void_p),
         ("block_table", c_void_p),
         ("block_table_stride", c_int64),
     )
@@ -90,11 +102,38 @@ def compiled() -> ctypes.CDLL | None:
         if spec is not None and spec.origin is not None:
             try:
                 library = ctypes.CDLL(spec.origin)
-                library.outrider_layers.restype = library.outrider_product.restype = None
+                for call in _CALLS:
+                    getattr(library, call).restype = None
             except (OSError, AttributeError):  # of another system, or version
                 continue
             return library
     return None
+
+
+_own_threads: int | None = None  # None: as many as torch
+
+
+@contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """Torch takes one thread, and compiled layers as many as it had.
+
+    Both keep threads that spin before they sleep. On the same cores those of the one would hold up
+    those of the other, and what is left to torch beside compiled layers is too small to share.
+    """
+    global _own_threads
+    before = _own_threads
+    count = _num_threads()
+    _own_threads = count
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        _own_threads = before
+        torch.set_num_threads(count)
+
+
+def _num_threads() -> int:
+    return torch.get_num_threads() if _own_threads is None else _own_threads
 
 
 def matrix(weight: PackedTiles, bias: Tensor | None) -> Matrix:
@@ -118,7 +157,7 @@ def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tenso
         c_void_p(x.data_ptr()),
         len(x),
         c_void_p(out.data_ptr()),
-        torch.get_num_threads(),
+        _num_threads(),
     )
     return out
 
@@ -136,7 +175,7 @@ def run_layers(layers: "ctypes.Array[Layer]", shape: Shape, batch: Batch, x: Ten
             ctypes.byref(shape),
             ctypes.byref(batch),
             c_void_p(x.data_ptr()),
-            torch.get_num_threads(),
+            _num_threads(),
         )
 
 

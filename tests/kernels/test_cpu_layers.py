@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from outrider.kernels.cpu.layers import compiled, product
+from outrider.kernels.cpu import layers
+from outrider.kernels.cpu.layers import compiled, product, torch_on_one_thread
 from outrider.kernels.cpu.packing import Codes, Layout, PackedTiles, pack, unpack, unpack_rows
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="no layers were compiled here")
@@ -77,5 +78,28 @@ def test_many_products_one_after_another_are_all_complete() -> None:
         for i in range(600):
             torch.set_num_threads(1 + i % 4)
             assert torch.equal(product(x, weight), truth)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_torch_leaves_its_threads_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = pack(codes(64, 64, Layout.FOUR_HALF), Layout.FOUR_HALF)
+    before, taken = torch.get_num_threads(), []
+
+    class Watched:
+        def outrider_product(self, *arguments: object) -> None:
+            taken.append((arguments[-1], torch.get_num_threads()))
+
+    monkeypatch.setattr(layers, "compiled", Watched)
+    try:
+        torch.set_num_threads(3)
+        product(torch.zeros(1, 64), weight)
+        with torch_on_one_thread(), torch_on_one_thread():
+            product(torch.zeros(1, 64), weight)
+        with pytest.raises(KeyError), torch_on_one_thread():
+            raise KeyError
+        product(torch.zeros(1, 64), weight)
+        assert taken == [(3, 3), (3, 1), (3, 3)]
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
