@@ -12,7 +12,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from .attention import PagedAttention, PassContext
 from .blocks import Block
 from .network import Network, Pass
-from .weights import Linear
+from .weights import Dense, Linear
 
 # Measured: one thread has computed such a layer before another, asleep for 30 us, is awake.
 _MAX_LONE_ROWS, _MAX_LONE_WEIGHTS = 4, 1 << 21
@@ -33,6 +33,7 @@ class Decoder(Network):
         self.vocab_size = head.weight.shape[0]
         self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
         self._is_small = max(block.num_weights for block in self.blocks) <= _MAX_LONE_WEIGHTS
+        self._drafted: Tensor | None = None  # [V'] the tokens that the head has rows of; None: all
         self.may_use_one_thread = False  # on a CPU; the bits of a sum may hang on the threads
 
     @property
@@ -64,6 +65,23 @@ class Decoder(Network):
             self.blocks[i] = block.changed(change)
         self.head = change(self.head)
 
+    def draft_only(self, token_ids: Tensor) -> None:
+        """Give no other tokens a chance: their logits are -inf, and the head has no rows of them.
+
+        Shape: token_ids [V'] int64, each once.
+        """
+        assert isinstance(self.head.weight, Dense)
+        bias = None if self.head.bias is None else self.head.bias[token_ids]
+        self.head = Linear(Dense(self.head.weight.matrix[token_ids]), bias)
+        self._drafted = token_ids
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """Logits of the head's rows by token id. Shape: [N, V'] -> [N, V]."""
+        if self._drafted is None:
+            return logits
+        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self._drafted, logits)
+
     def __call__(self, context: PassContext) -> Pass:
         batch = context.batch
         x = F.embedding(batch.input_ids, self.embedding)
@@ -78,7 +96,7 @@ class Decoder(Network):
                 self._tap(i, x, taps)
         rows = rms_norm(x[batch.logits_rows], self.norm)
         logits = self.head(rows, out=self.place_of_logits(len(rows)))
-        return Pass(logits, taps)
+        return Pass(self._widened(logits), taps)
 
     def _tap(self, layer: int, x: Tensor, taps: Tensor | None) -> None:
         """Copy the stream behind a tapped layer: the next block adds to x in place."""

@@ -1,6 +1,7 @@
 """Loads a model directory as a network on its device."""
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -30,11 +32,15 @@ from .hugging_face import HuggingFaceModel
 from .network import Network
 from .packed_modules import pack_linears
 from .proof import CHECKED_LENGTHS, Original, why_different
-from .weights import packed, with_same_bits
+from .weights import Dense, packed, with_same_bits
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+
+# Of a draft model, beside its config: the ids of the tokens that it proposes. On a CPU the head is
+# most of a small draft's pass, and all but the rarest tokens need a quarter of it.
+DRAFTED_TOKENS = "draft_tokens.json"
 
 
 def load_network(
@@ -166,11 +172,40 @@ def _own_decoder(
     if reason is not None:
         return None, f"our decoder computes {reason} differently"
     if device.type == "cpu":
+        if is_draft and isinstance(decoder.head.weight, Dense):
+            drafted = drafted_tokens(folder, decoder.vocab_size)
+            if drafted is not None:
+                decoder.draft_only(drafted)
         decoder.change_linears(partial(packed, rounds=rounds_weights(config, is_draft)))
         decoder.may_use_one_thread = is_draft
         if can_compile(decoder):
             decoder = CompiledDecoder(decoder)
     return decoder, ""
+
+
+def drafted_tokens(folder: Path, vocab_size: int) -> Tensor | None:
+    """The tokens that a draft model is to propose, if its directory names them: [V'] int64.
+
+    Raises UnsupportedModelError if they are not distinct ids of its vocabulary.
+    """
+    path = folder / DRAFTED_TOKENS
+    if not path.exists():
+        return None
+    try:
+        ids = json.loads(path.read_text())
+    except ValueError:
+        ids = None
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or not all(type(i) is int and 0 <= i < vocab_size for i in ids)
+        or len(set(ids)) < len(ids)
+    ):
+        raise UnsupportedModelError(
+            f"{DRAFTED_TOKENS} must be a JSON list of distinct token ids, 0 to {vocab_size - 1}; "
+            "mend it, or remove it: all tokens are proposed then"
+        )
+    return torch.tensor(ids)
 
 
 def _keep_bits(decoder: Decoder) -> None:

@@ -11,9 +11,17 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from outrider.engine.models.loading import DRAFTED_TOKENS
+
 EMBEDDING = "model.embed_tokens.weight"
 _PACKED_EMBEDDING, _LAYERS = "embedding.safetensors", "layers.safetensors"
-_KEPT_FILES = ("config.json", "generation_config.json", "README.md", "NOTICE")
+_KEPT_FILES = (
+    "config.json",
+    "generation_config.json",
+    DRAFTED_TOKENS,
+    "README.md",
+    "NOTICE",
+)
 
 
 def pack(directory: Path, folder: Path) -> None:
