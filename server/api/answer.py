@@ -1,7 +1,7 @@
 """Turns a generation into an answer of any API: as a whole, or as a stream of events."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -9,9 +9,11 @@ from starlette.responses import Response
 
 from ..http.errors import APIError
 from .generation import Delta, Generation, Sample
-from .protocol import ChoiceFields
+from .protocol import ChoiceFields, RequestMetrics, TracedStep
 from .service import Service
 from .streaming import EventStream, while_connected
+
+Event = tuple[str, dict[str, Any]]  # its name, and its fields
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
@@ -25,6 +27,11 @@ class Answer(ABC):
         self._num_samples = body.num_samples  # of each prompt
         self._stream = body.stream
         self._samples: list[Sample] = []
+        asked = body.speculation.metrics
+        self._include_metrics = service.settings.speculation_metrics if asked is None else asked
+        self._include_trace = body.speculation.trace
+        self._steps: list[TracedStep] = []  # of an answer made of events
+        self._num_steps_told = 0
         self._ids_as_texts = body.return_tokens_as_token_ids
         self._num_prompt_tokens = sum(map(len, prompts))
         # For each sequence, so far: all its tokens, and the tokens of its reasoning.
@@ -81,6 +88,39 @@ class Answer(ABC):
     @property
     def _num_cached_tokens(self) -> int:
         return sum(self._cached_tokens)
+
+    @property
+    def _metrics(self) -> RequestMetrics | None:
+        """How its drafts fared; None if nobody asked, or if it has several sequences."""
+        if not self._include_metrics or len(self._samples) != 1:
+            return None
+        k = self._service.engine_info.num_speculative_tokens
+        metrics = self._samples[0].acceptance.metrics(k)
+        return RequestMetrics(speculative_decoding=metrics) if metrics else None
+
+    def _trace(self, delta: Delta) -> list[TracedStep]:
+        """The steps that the delta came in, if they were asked for."""
+        if not self._include_trace:
+            return []
+        source = self._service.engine_info.proposer
+        return [step.traced(source, self._token_text) for step in delta.steps]
+
+    def _with_trace(self, delta: Delta, events: Iterable[Event]) -> list[Event]:
+        """The events of a delta, the last of them with the steps that brought it, and those before
+        that brought no event."""
+        self._steps += self._trace(delta)
+        told = list(events)
+        if told:
+            name, fields = told[-1]
+            told[-1] = name, fields | self._untold_trace()
+        return told
+
+    def _untold_trace(self) -> dict[str, Any]:
+        if not self._include_trace:
+            return {}
+        steps = self._steps[self._num_steps_told :]
+        self._num_steps_told = len(self._steps)
+        return {"trace": [step.model_dump() for step in steps]}
 
     def _facts(self, generation: Generation) -> dict[str, float]:
         """What the access log says about the answer so far."""

@@ -4,18 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    JsonValue,
-    Tag,
-    model_validator,
-)
+from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
 from typing_extensions import TypeAliasType
 
 from ..grammar.tool_choice import ToolChoice
+from .content import TextOr, text_of
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
 from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
@@ -31,24 +24,6 @@ class TextPart(APIRequest):
 
 
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
-
-
-def _content_kind(value: object) -> str | None:
-    """Which of the two it is, so that wrong content is reported once, not once for each kind."""
-    if isinstance(value, str):
-        return "<text>"
-    return "<parts>" if isinstance(value, list) else None
-
-
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[TextParts, Tag("<parts>")],
-    Discriminator(
-        _content_kind,
-        custom_error_type="content_type",
-        custom_error_message="expected a string or a list of text parts",
-    ),
-]
-
 
 # What an assistant may have sent instead of content; clients send it back.
 SAYING = frozenset({"refusal", "reasoning", "reasoning_content"})
@@ -75,7 +50,7 @@ class Message(APIRequest):
     )
 
     role: str = Field(min_length=1, json_schema_extra={"anyOf": [{"enum": ROLES}, {}]})
-    content: Content | None = None
+    content: TextOr[TextParts] | None = None
     tool_calls: ToolCalls | None = None
 
     @model_validator(mode="after")
@@ -88,14 +63,14 @@ class Message(APIRequest):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message with its content as one text, which every text model's template accepts."""
+        """With its content as one text."""
         message = self.model_dump(exclude_unset=True)
         if message.get("reasoning"):  # answers have both names; templates know only the other one
             message.setdefault("reasoning_content", message["reasoning"])
         if self.content is None:
             message["content"] = message.get("refusal") or ""  # many templates write it in any case
         if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text for part in self.content)
+            message["content"] = text_of(self.content)
         return message
 
     def unknown_fields(

@@ -21,8 +21,6 @@ from .protocol import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
-    RequestMetrics,
-    TracedStep,
     Usage,
 )
 from .service import Service
@@ -50,9 +48,6 @@ class ChoicesAnswer(Answer):
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
         self._include_obfuscation = body.include_obfuscation
-        asked = body.speculation.metrics
-        self._include_metrics = service.settings.speculation_metrics if asked is None else asked
-        self._include_trace = body.speculation.trace
         self._begun: set[int] = set()  # choices of which something was sent
 
     @abstractmethod
@@ -136,11 +131,6 @@ class ChoicesAnswer(Answer):
             )
         return told
 
-    def _trace(self, delta: Delta) -> list[TracedStep]:
-        """The steps that produced the delta."""
-        source = self._service.engine_info.proposer
-        return [step.traced(source, self._token_text) for step in delta.steps]
-
     def _chunk(self, choice: APIResponse) -> str:
         chunk = self._answer([choice])
         if self._include_usage:
@@ -156,11 +146,8 @@ class ChoicesAnswer(Answer):
         return server_sent(chunk.to_json())
 
     def _add_metrics(self, answer: GenerationResponse) -> None:
-        """Add metrics, which only requests with a single sequence have."""
-        if self._include_metrics and len(self._samples) == 1:
-            k = self._service.engine_info.num_speculative_tokens
-            if metrics := self._samples[0].acceptance.metrics(k):
-                answer.metrics = RequestMetrics(speculative_decoding=metrics)
+        if (metrics := self._metrics) is not None:
+            answer.metrics = metrics
 
     def _next_choices(self, delta: Delta) -> Sequence[APIResponse]:
         first = delta.index not in self._begun

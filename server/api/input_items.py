@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
+from .content import TextOr, text_of, type_of
 from .fields import APIRequest
 
 MAX_ITEMS = 65_536  # a stored conversation and what is added to it
@@ -28,11 +29,7 @@ class RefusalPart(APIRequest):
 
 
 def _part_kind(value: object) -> str:
-    return "<refusal>" if _type_of(value) == "refusal" else "<text>"
-
-
-def _type_of(value: object) -> object:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<refusal>" if type_of(value) == "refusal" else "<text>"
 
 
 ContentPart = Annotated[
@@ -40,23 +37,6 @@ ContentPart = Annotated[
     Discriminator(_part_kind),
 ]
 ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
-
-
-def _kind(value: object) -> str | None:
-    """Which of the two it is, so that an error is reported once, not once for each kind."""
-    if isinstance(value, str):
-        return "<plain>"
-    return "<list>" if isinstance(value, list) else None
-
-
-BY_KIND = Discriminator(
-    _kind,
-    custom_error_type="content_type",
-    custom_error_message="expected a string or a list",
-)
-TextOrParts = Annotated[
-    Annotated[str, Tag("<plain>")] | Annotated[ContentParts, Tag("<list>")], BY_KIND
-]
 
 
 class Item(APIRequest):
@@ -70,7 +50,7 @@ class Item(APIRequest):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrParts
+    content: TextOr[ContentParts]
 
 
 class ReasoningItem(Item):
@@ -96,7 +76,7 @@ class CustomCallItem(Item):
 class CallOutputItem(Item):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: TextOrParts
+    output: TextOr[ContentParts]
 
 
 _ITEM_TYPES = {
@@ -111,7 +91,7 @@ _ITEM_TYPES = {
 
 
 def _item_kind(value: object) -> str | None:
-    given = _type_of(value)
+    given = type_of(value)
     kind = _ITEM_TYPES.get(given) if given is None or isinstance(given, str) else None
     return kind and f"<{kind}>"
 
@@ -174,7 +154,3 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
                 turn = None
                 messages.append({"role": item.role, "content": text_of(item.content)})
     return messages
-
-
-def text_of(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -14,7 +14,7 @@ from ..http.errors import APIError
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
-from .answer import Answer
+from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, chat_prompt, prepare_turn
 from .generation import Delta, Generation
@@ -76,25 +76,35 @@ class _MessagesAnswer(Answer):
             self._count(delta)
             if not begun:
                 begun = True
-                message = self._message().model_dump() | {"content": [], "stop_reason": None}
+                message = self._message().model_dump(exclude_unset=True)
+                message |= {"content": [], "stop_reason": None}
                 yield _event("message_start", message=message)
-            for name, fields in self._added(delta):
+            for name, fields in self._with_trace(delta, self._added(delta)):
                 yield _event(name, **fields)
-        stop = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        yield _event("message_delta", delta=stop, usage=self._usage().model_dump())
+        last: dict[str, Any] = {
+            "delta": {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence},
+            "usage": self._usage().model_dump(),
+        }
+        if (metrics := self._metrics) is not None:
+            last["metrics"] = metrics.model_dump()
+        yield _event("message_delta", **last, **self._untold_trace())
         yield _event("message_stop")
 
     async def _whole(self, generation: Generation) -> str:
         async for delta in generation:
             self._count(delta)
-            for _ in self._added(delta):
-                pass
-        return self._message().to_json()
+            self._with_trace(delta, self._added(delta))
+        message = self._message()
+        if (metrics := self._metrics) is not None:
+            message.metrics = metrics
+        if self._include_trace:
+            message.trace = self._steps
+        return message.to_json()
 
     def _failed(self, error: APIError) -> str:
         return server_sent(json.dumps(error.anthropic_body()), "error")
 
-    def _added(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the content; returns the events that report it."""
         for part in delta.parts:
             yield from self._add(part)
@@ -106,7 +116,7 @@ class _MessagesAnswer(Answer):
             elif delta.finish_reason == "stop" and delta.num_calls:
                 self._stop_reason = "tool_use"
 
-    def _add(self, part: Part) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _add(self, part: Part) -> Iterator[Event]:
         match part:
             case Text():
                 if part.reasoning and self._open_type != "thinking":
@@ -127,14 +137,14 @@ class _MessagesAnswer(Answer):
     def _open_type(self) -> str | None:
         return self._content[-1]["type"] if self._content else None
 
-    def _open(self, **block: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _open(self, **block: Any) -> Iterator[Event]:
         yield from self._close()
         self._content.append(block)
         self._pieces = []
         index = len(self._content) - 1
         yield "content_block_start", {"index": index, "content_block": dict(block)}
 
-    def _close(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _close(self) -> Iterator[Event]:
         if not self._content:
             return
         block, text = self._content[-1], "".join(self._pieces)

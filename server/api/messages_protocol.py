@@ -7,8 +7,9 @@ from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
 from .chat_protocol import ChatCompletionRequest
+from .content import TextOr, text_of, type_of
 from .fields import APIRequest, Int, StopString, UnknownField
-from .protocol import APIResponse, SamplingFields
+from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .tools import MAX_TOOLS
 from .translation import chat_request
 
@@ -49,36 +50,19 @@ class ToolUseBlock(APIRequest):
 TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast()])
 
 
-def _content_kind(value: object) -> str | None:
-    """Which of the two it is, so that wrong content is reported once, not once for each kind."""
-    if isinstance(value, str):
-        return "<text>"
-    return "<blocks>" if isinstance(value, list) else None
-
-
-_BY_KIND = Discriminator(
-    _content_kind,
-    custom_error_type="content_type",
-    custom_error_message="expected a string or a list of blocks",
-)
-TextOrBlocks = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<blocks>")], _BY_KIND
-]
-
-
 class ToolResultBlock(APIRequest):
     ignored_fields: ClassVar = CACHING | {"is_error"}
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOrBlocks = ""
+    content: TextOr[TextBlocks] = ""
 
 
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _block_kind(value: object) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     return f"<{kind}>" if kind in BLOCKS else None
 
 
@@ -99,7 +83,7 @@ Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast()])
 
 class AnthropicMessage(APIRequest):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[str, Tag("<text>")] | Annotated[Blocks, Tag("<blocks>")], _BY_KIND]
+    content: TextOr[Blocks]
 
     def turns(self) -> Iterator[dict[str, Any]]:
         """The turn as messages of a chat; each result of a tool is one message."""
@@ -130,10 +114,6 @@ class AnthropicMessage(APIRequest):
                     }
         if texts or turn.keys() > {"role"} or not self.content:
             yield turn | {"content": "\n".join(texts)}
-
-
-def text_of(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +173,7 @@ class ConversationFields(APIRequest):
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], FailFast(), Field(min_length=1)]
-    system: TextOrBlocks = ""
+    system: TextOr[TextBlocks] = ""
     tools: Annotated[list[AnthropicTool], FailFast()] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
@@ -275,6 +255,8 @@ class AnthropicAnswer(APIResponse):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
+    metrics: RequestMetrics | None = None
+    trace: list[TracedStep] | None = None
 
 
 class AnthropicErrorBody(APIResponse):

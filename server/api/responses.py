@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ..http.api_keys import request_key
 from ..http.errors import APIError, invalid_value
-from .answer import Answer
+from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, prepare_turn
 from .generation import Delta, Generation
@@ -174,15 +174,14 @@ class _ResponsesAnswer(Answer):
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", self._told())
         async for delta in generation:
-            for name, fields in self._added(delta):
+            for name, fields in self._with_trace(delta, self._added(delta)):
                 yield self._event(name, fields)
         self._finish()
         yield self._event(f"response.{self._status}", self._told())
 
     async def _whole(self, generation: Generation) -> str:
         async for delta in generation:
-            for _ in self._added(delta):
-                pass
+            self._with_trace(delta, self._added(delta))
         return self._finish().to_json()
 
     def _failed(self, error: APIError) -> str:
@@ -191,7 +190,7 @@ class _ResponsesAnswer(Answer):
         self._error = {"code": code, "message": error.message}
         return self._event("response.failed", self._told())
 
-    def _added(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the output; returns the events that report it."""
         self._count(delta)
         logprobs = self._logprobs(delta) if self._with_logprobs else []
@@ -221,12 +220,17 @@ class _ResponsesAnswer(Answer):
         return server_sent(json.dumps(event, ensure_ascii=False), name)
 
     def _told(self) -> dict[str, Any]:
-        return {"response": self._response().model_dump(mode="json")}
+        return {"response": self._response().model_dump(mode="json", exclude_unset=True)}
 
     def _response(self) -> ResponseObject:
         body = self._body
         ended = self._status in ("completed", "incomplete")
         cut_off = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        speculation: dict[str, Any] = {}
+        if ended and (metrics := self._metrics) is not None:
+            speculation["metrics"] = metrics
+        if ended and self._include_trace:
+            speculation["trace"] = self._steps
         return ResponseObject(
             id=self._id,
             object="response",
@@ -254,6 +258,7 @@ class _ResponsesAnswer(Answer):
             truncation="disabled",
             usage=self._usage() if ended else None,
             user=body.user,
+            **speculation,
         )
 
     def _usage(self) -> ResponseUsage:

@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, FailFast, Field, Tag
+from pydantic import AfterValidator, FailFast, Field
 
 from ..grammar.structured_outputs import JSONSchema
 from ..http.errors import unsupported
 from .chat_protocol import ChatCompletionRequest
+from .content import TextOr
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
-from .input_items import BY_KIND, InputItems, Item, MessageItem, chat_messages
-from .protocol import APIResponse, SamplingFields
+from .input_items import InputItems, Item, MessageItem, chat_messages
+from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .tools import MAX_TOOLS
 from .translation import chat_request
 
@@ -74,9 +75,7 @@ class ResponsesRequest(SamplingFields):
         {"access_programs", "background_options", "max_tool_calls", "client_metadata"}
     )
 
-    input: Annotated[
-        Annotated[str, Tag("<plain>")] | Annotated[InputItems, Tag("<list>")], BY_KIND
-    ] = Field(default_factory=list, validate_default=True)
+    input: TextOr[InputItems] = Field(default_factory=list, validate_default=True)
     instructions: str | None = None
     max_output_tokens: Int | None = Field(default=None, ge=1)
     tools: Annotated[list[ResponseTool], FailFast()] = Field(
@@ -217,6 +216,8 @@ class ResponseObject(APIResponse):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     user: str | None
+    metrics: RequestMetrics | None = None
+    trace: list[TracedStep] | None = None
 
 
 class ResponseItemList(APIResponse):

@@ -1,6 +1,7 @@
 """A trace tells of each step of an answer what was drafted, and what became of it."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,32 @@ def test_a_stream_tells_the_same_step_by_step(
     assert streamed == told(served, body, path)
     if path == "/v1/completions":
         assert [len(chunk["choices"][0]["trace"]) for chunk in chunks] == [1, 1, 1]
+
+
+RESPONSE = {"input": "Hi", "speculation": {"trace": True, "metrics": True}}
+MESSAGE = CHAT | {"max_tokens": 9, "speculation": {"trace": True, "metrics": True}}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/responses", RESPONSE), ("/v1/messages", MESSAGE)])
+def test_responses_and_messages_tell_what_chats_tell(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    served = serve(play)
+    chat = CHAT | {"speculation": {"trace": True, "metrics": True}, "seed": 1}
+    expected = post(served.app, chat, path="/v1/chat/completions").json()
+    whole = post(served.app, body, path=path).json()
+    assert whole["trace"] == expected["choices"][0]["trace"]
+    assert whole["metrics"] == expected["metrics"]
+    reply = post(served.app, body | {"stream": True}, path=path)
+    events = [json.loads(event.rpartition("data: ")[2]) for event in reply.events]
+    traces = [event["trace"] for event in events if "trace" in event]
+    assert [step for trace in traces for step in trace] == whole["trace"]
+    assert len(traces) > 2  # as the steps came, not all at the end
+    told = [event.get("response", event).get("metrics") for event in events]
+    assert [metrics for metrics in told if metrics is not None] == [whole["metrics"]]
+    unasked = body | {"speculation": {}}
+    assert not {"trace", "metrics"} & post(served.app, unasked, path=path).json().keys()
+    assert '"trace"' not in post(served.app, unasked | {"stream": True}, path=path).body.decode()
 
 
 def test_tokens_have_their_texts(serve: Serve, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,41 @@
+"""What is said in a message, whatever the API: a string, or a list of parts."""
+
+from collections.abc import Iterable
+from typing import Annotated, Protocol, TypeVar
+
+from pydantic import Discriminator, Tag
+
+
+class Part(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+Parts = TypeVar("Parts")
+
+
+def _kind(value: object) -> str | None:
+    """Tell the two apart, so that what is wrong is reported once, not once a kind."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
+
+
+TextOr = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
+    Discriminator(
+        _kind,
+        custom_error_type="content_type",
+        custom_error_message="expected a string or a list of parts",
+    ),
+]
+
+
+def text_of(content: str | Iterable[Part]) -> str:
+    """As one text, which every template of a model of text can take."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def type_of(value: object) -> object:
+    """The `type` of a part, whether it is JSON still or has been read."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
