@@ -71,17 +71,24 @@ def expected(server: RunningServer) -> dict[str, Any]:
 
 @pytest.fixture
 def run() -> Run:
-    """`run(package, program, *arguments)`: what the program of that package's environment says."""
+    """`run(package, program, *arguments)`: what the program of that package's environment says.
 
-    def call(package: str, program: str, *arguments: str | Path, cwd: Path = ROOT) -> str:
-        folder = INSTALLED / package / "bin"
-        command = shutil.which(program, path=f"{folder}:{os.environ['PATH']}")
+    `more` are variables of the environment.
+    """
+
+    def call(
+        package: str, program: str, *arguments: str | Path, cwd: Path = ROOT, **more: str
+    ) -> str:
+        folders = [INSTALLED / package / "bin", INSTALLED / package / "node_modules/.bin"]
+        path = ":".join([*map(str, folders), os.environ["PATH"]])
+        command = shutil.which(program, path=path)
         assert command is not None
         environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         finished = subprocess.run(
             [command, *arguments],
             cwd=cwd,
-            env=environ | ENVIRON,
+            env=environ | ENVIRON | more,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=280,
