@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..models import builtin, resolve, store
+from ..models import builtin, store
 from ..models.known_drafts import KNOWN_DRAFTS
 from ..models.store import ModelError
 from .config import ConfigOption, SetOption, settings_or_exit
@@ -77,12 +77,14 @@ def fetch_models(
     assignments: SetOption = None,
 ) -> None:
     """Fetch and convert one model, or the whole pair of a config file (the default pair's)."""
+    # Only now: the hub's library takes half a second, which no other command need wait for.
+    from ..models.pair import prepare_pair
+    from ..models.resolve import resolve
+
     with _errors_told(), ProgressDisplay() as progress:
         if model is not None:
-            typer.echo(resolve.resolve(model, revision, progress=progress))
+            typer.echo(resolve(model, revision, progress=progress))
             return
-        from ..models.pair import prepare_pair  # which brings in the tokenizers, and imports this
-
         pair = prepare_pair(settings_or_exit(config, assignments), progress)
         typer.echo(pair.target)
         if pair.draft is not None:
@@ -92,8 +94,10 @@ def fetch_models(
 @models_app.command("path")
 def show_path(model: ModelArgument, revision: RevisionOption = None) -> None:
     """Print the directory of a model that is on this machine; fetches nothing."""
+    from ..models.resolve import find
+
     with _errors_told():
-        typer.echo(resolve.find(model, revision))
+        typer.echo(find(model, revision))
 
 
 @models_app.command("remove")
