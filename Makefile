@@ -44,7 +44,7 @@ LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-a
 	--custom-compile-command "make lock"
 
 .PHONY: gpu gpu-set-up lock $(GPU_PARTS) \
-	help serve test deep sweep clients scale check format-check lint types mutate docs format clean
+	help serve test deep sweep clients scale check format-check lint types mutate docs docs-test format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -109,6 +109,9 @@ lock: .make/uv ## pin what the images install, each file by its hash (constraint
 docs: .make/docs ## build the pages of docs/ into build/docs
 	$(BIN)/python scripts/settings_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+docs-test: .make/dev ## run every command that README and docs/ show (port 8000; what cannot run is listed)
+	$(BIN)/pytest -m docs -rs tests/docs $(ARGS)
 
 format: .make/dev ## format and sort the code in place
 	$(BIN)/ruff format .

@@ -1,5 +1,6 @@
 """Findings about the network: what this machine can reach, and whether it can be reached."""
 
+import importlib.metadata
 import os
 import socket
 
@@ -9,6 +10,7 @@ from huggingface_hub import constants, get_token
 from .machine import Finding
 
 HUB_TIMEOUT_S = 10.0
+PORT_TIMEOUT_S = 2.0
 
 
 def port(host: str, number: int) -> Finding:
@@ -23,6 +25,9 @@ def port(host: str, number: int) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
+        if _is_ours(host, number):
+            text = f"{number} on {host}: Outrider serves there already"
+            return Finding(name="port", state="note", text=text)
         return Finding(
             name="port",
             state="bad",
@@ -30,6 +35,16 @@ def port(host: str, number: int) -> Finding:
             remedy="Start with another: outrider serve --port 8001.",
         )
     return Finding(name="port", state="ok", text=f"{number} on {host} is free")
+
+
+def _is_ours(host: str, number: int) -> bool:
+    """Whether it is this very version that listens there."""
+    address = f"[{host}]" if ":" in host else host
+    try:
+        answer = httpx.get(f"http://{address}:{number}/version", timeout=PORT_TIMEOUT_S)
+        return bool(answer.json() == {"version": importlib.metadata.version("outrider")})
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return False
 
 
 def hub(*, offline: bool) -> Finding:

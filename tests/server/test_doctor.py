@@ -1,12 +1,15 @@
 """`outrider doctor`, on this machine and on others that it is shown."""
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
+from served import Served
+from socket_server import on_a_socket
 from typer.testing import CliRunner
 
 from outrider.server.cli import app
@@ -34,6 +37,13 @@ def test_a_taken_port_is_missing_and_another_is_advised() -> None:
     assert result.exit_code == 1
     assert f"{number} on 127.0.0.1: Address already in use" in result.stdout
     assert "--port" in result.stdout
+
+
+def test_a_server_of_ours_may_have_the_port(serve: Callable[..., Served]) -> None:
+    with on_a_socket(serve()) as url:
+        found = network.port("127.0.0.1", int(url.rpartition(":")[2]))
+    assert (found.state, found.remedy) == ("note", None)
+    assert "Outrider serves there already" in found.text
 
 
 @pytest.mark.parametrize(
