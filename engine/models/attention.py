@@ -18,6 +18,7 @@ from outrider.kernels.model.attention_reference import (
 )
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rope import rotary_table
+from outrider.kernels.model.same_bits_attention import Heads
 
 from ..state.batch import ForwardBatch
 
@@ -54,7 +55,7 @@ class PassContext:
     def __init__(self, batch: ForwardBatch, *, same_bits: bool = False) -> None:
         self.batch = batch
         self._same_bits = same_bits
-        self._blocks: dict[tuple[int, int | None, int, bool], list[RowBlock]] = {}
+        self._blocks: dict[tuple[int, int | None, int, int, bool], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -100,19 +101,18 @@ class PassContext:
                 sequences.append(SequenceRows(slice(begin, end), num_tokens, pages, behind))
         return sequences
 
-    def blocks(
-        self, seq: SequenceRows, window: int | None, group: int, like: Tensor, *, causal: bool
-    ) -> list[RowBlock]:
-        """A sequence's rows with their masks."""
-        key = (seq.rows.start, window, group, causal)
+    def blocks(self, seq: SequenceRows, layer: "PagedAttention", like: Tensor) -> list[RowBlock]:
+        """A sequence's rows with their masks, of the dtype of `like`."""
+        window, group = layer.window, layer.num_heads // layer.num_kv_heads
+        key = (seq.rows.start, window, group, layer.rows_at_once, layer.causal)
         if key not in self._blocks:
-            assert causal or not self._same_bits, "a row's bits would hang on those behind it"
-            whole = functools.partial(whole_block, causal=causal)
-            divide = row_blocks if self._same_bits else whole
+            assert layer.causal or not self._same_bits, "a row would depend on those behind it"
             query_len = seq.rows.stop - seq.rows.start
-            self._blocks[key] = divide(
-                query_len, seq.num_tokens, window, group, like.dtype, like.device
-            )
+            args = (query_len, seq.num_tokens, window, group, like.dtype, like.device)
+            if self._same_bits:
+                self._blocks[key] = row_blocks(*args, layer.rows_at_once)
+            else:
+                self._blocks[key] = whole_block(*args, causal=layer.causal)
         return self._blocks[key]
 
     @functools.cached_property
@@ -146,6 +146,30 @@ class PagedAttention:
     v_scale: float = 1.0  # and values by this
     causal: bool = True  # if False, every row sees its sequence to the last token
     pages: KVPages | None = None
+    rows_at_once: int = KEY_BLOCK  # on a CPU, of a target that keeps its bits
+
+    @property
+    def heads(self) -> Heads:
+        """What is computed, but for the numbers."""
+        return Heads(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.value_dim,
+            self.window,
+            self.softcap,
+            self.sinks is not None,
+        )
+
+    def cache_dtype(
+        self, dtype: torch.dtype, device: torch.device, wanted: torch.dtype | None
+    ) -> torch.dtype:
+        """The dtype of keys and values in a model of this dtype, unless another is wanted."""
+        if wanted is not None:
+            return wanted
+        # Measured: with one query head a KV head, bfloat16 takes five times as long on a CPU.
+        is_slow = device.type == "cpu" and self.num_heads == self.num_kv_heads
+        return torch.float32 if is_slow else dtype
 
     @property
     def bound_pages(self) -> KVPages:
@@ -183,7 +207,7 @@ class PagedAttention:
                 keys,
                 values,
                 seq.pages,
-                context.blocks(seq, self.window, group, keys, causal=self.causal),
+                context.blocks(seq, self, keys),
                 self.scale,
                 self.softcap,
                 self.sinks,

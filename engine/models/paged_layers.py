@@ -34,7 +34,7 @@ class PagedLayers(ABC):
         return sum(
             layer.num_kv_heads
             * (layer.head_dim + layer.value_dim)
-            * self._cache_dtype(layer).itemsize
+            * layer.cache_dtype(self.dtype, self.device, self.cache_dtype).itemsize
             for layer in self.attentions
         )
 
@@ -42,7 +42,8 @@ class PagedLayers(ABC):
         """Allocate the cache and give each attention layer its part."""
         for layer in self.attentions:
             # Not zeroed: a CPU, which reads past a sequence's length, clears that part before.
-            empty = partial(torch.empty, dtype=self._cache_dtype(layer), device=self.device)
+            dtype = layer.cache_dtype(self.dtype, self.device, self.cache_dtype)
+            empty = partial(torch.empty, dtype=dtype, device=self.device)
             shape = (num_pages, page_size, layer.num_kv_heads)
             layer.pages = KVPages(empty(*shape, layer.head_dim), empty(*shape, layer.value_dim))
 
@@ -54,10 +55,3 @@ class PagedLayers(ABC):
         """Free the cache, if there is one."""
         for layer in self.attentions:
             layer.pages = None
-
-    def _cache_dtype(self, layer: PagedAttention) -> torch.dtype:
-        if self.cache_dtype is not None:
-            return self.cache_dtype
-        # Measured: with one query head a KV head, bfloat16 takes five times as long on a CPU.
-        is_slow = self.device.type == "cpu" and layer.num_heads == layer.num_kv_heads
-        return torch.float32 if is_slow else self.dtype

@@ -18,7 +18,7 @@ from .._dispatch import num_programs
 from ..triton_or_none import tl, triton
 
 _MIN_UNIT = 256
-_SAME_BITS_UNIT = 512  # measured on an H200: what few sequences lose by it, many would twice over
+SAME_BITS_UNIT = 512  # measured on an H200: what few sequences lose by it, many would twice over
 _MAX_GROWN_SPLITS = tl.constexpr(16)
 _NO_UNIT = 1 << 30  # nothing is split
 WIDTH = tl.constexpr(9)  # of an item; see the kernel
@@ -68,7 +68,7 @@ def list_items(
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i.
     num_row_blocks = num_rows // block_q + num_reqs
     if same_bits:
-        unit = _SAME_BITS_UNIT
+        unit = SAME_BITS_UNIT
         num_splits = 1 if is_prefill else _count_splits(max_seq_len, unit)
     else:
         # The nearer sequences come to filling the GPU by themselves, the longer are their splits,

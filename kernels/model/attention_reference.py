@@ -30,18 +30,22 @@ def row_blocks(
     group: int,
     dtype: torch.dtype,
     device: torch.device,
+    rows_at_once: int = KEY_BLOCK,
 ) -> list[RowBlock]:
-    """The last `query_len` rows of a sequence, a block for each KEY_BLOCK positions they touch.
+    """The last `query_len` rows of a sequence, a block for each KEY_BLOCK positions they touch, or
+    several, of no more than `rows_at_once` rows.
 
     `group` query heads share a KV head; `window` counts the current token.
     """
     first = seq_len - query_len
     blocks = []
     for begin in range(first - first % KEY_BLOCK, seq_len, KEY_BLOCK):
-        start, stop = max(first, begin), min(seq_len, begin + KEY_BLOCK)
         num_keys = begin + KEY_BLOCK
-        mask = _mask(start, stop, num_keys, window, group, dtype, device)
-        blocks.append(RowBlock(slice(start - first, stop - first), num_keys, mask))
+        end = min(seq_len, num_keys)
+        for start in range(max(first, begin), end, rows_at_once):
+            stop = min(end, start + rows_at_once)
+            mask = _mask(start, stop, num_keys, window, group, dtype, device)
+            blocks.append(RowBlock(slice(start - first, stop - first), num_keys, mask))
     return blocks
 
 

@@ -1,6 +1,6 @@
 """An answer is the same to the bit in any company, with any k, chunks, preemption.
 
-Always on a CPU; on a GPU with batch_invariant.
+On a CPU and on a GPU, of targets that prove at load that they can.
 """
 
 from collections.abc import Callable
@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engine_config, prompts, run, tokens
+from engines import GREEDY, engine_config, prompts, run, tokens
+from heads import save_tiny_head
 from tiny_models import DEVICE
-from verification import HAS_AMX, HAS_KERNELS
+from verification import HAS_KERNELS
 
 from outrider.engine.api import RequestOutput, SamplingParams
-from outrider.engine.config import ModelConfig
+from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import weights
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
-    not ON_GPU and (HAS_KERNELS or HAS_AMX),
-    reason="a promise of the CPU's own path, and not yet of processors with AMX",
+    not ON_GPU and HAS_KERNELS,
+    reason="a promise of the CPU's own path",
 )
 
 VOCAB = 512
@@ -55,17 +56,22 @@ def coarse_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(
     pair: Pair, dtype: str, k: int, *, enforce_eager: bool = False, **settings: int
 ) -> Engine:
+    return Engine(config_of(pair, dtype, k, enforce_eager=enforce_eager, **settings))
+
+
+def config_of(
+    pair: Pair, dtype: str, k: int, *, enforce_eager: bool = False, **settings: int
+) -> EngineConfig:
     target, draft = pair
     told = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
     told = {"max_num_seqs": 8, **told} if ON_GPU else told  # of fewer graphs
-    config = replace(
+    return replace(
         engine_config(target, draft, k=k, **told),
         target=ModelConfig(path=str(target), dtype=dtype),
         draft=ModelConfig(path=str(draft), dtype="bfloat16" if ON_GPU else "auto"),
         batch_invariant=True,
         enforce_eager=enforce_eager,
     )
-    return Engine(config)
 
 
 def answer(outputs: list[RequestOutput]) -> Answer:
@@ -134,6 +140,26 @@ def test_a_large_batch_changes_no_bit(pair: Pair) -> None:
     for k in range(9):
         got = run(crowded, asked, replace(params, num_speculative_tokens=k))
         assert [answer(got[i]) for i in lone] == truth, k
+
+
+@pytest.mark.parametrize("proposer", ["head", "ngram"])
+def test_drafts_of_any_source_change_no_bit(proposer: str, pair: Pair, tmp_path: Path) -> None:
+    target = pair[0]
+    path = save_tiny_head(tmp_path / "head", target, boundaries=(1, 2), scale=0.06)
+    asked = [prompt + prompt[:5] for prompt in PROMPTS]  # something to look up
+    plain = engine(pair, "bfloat16", 0)
+    config = replace(config_of(pair, "bfloat16", 4), draft=ModelConfig(path=str(path)))
+    if proposer == "ngram":
+        speculation = replace(config.speculation, proposer="ngram")
+        config = replace(config, draft=None, speculation=speculation)
+    drafting = Engine(config)
+    assert drafting.info.proposer == ("eagle3" if proposer == "head" else "ngram")
+    for params in (GREEDY, replace(GREEDY, temperature=0.5, seed=3, verification="match")):
+        params = replace(params, logprobs=2, ignore_eos=True)
+        truth = [answer(run(plain, [prompt], params)[0]) for prompt in asked]
+        assert [answer(run(drafting, [prompt], params)[0]) for prompt in asked] == truth
+        assert list(map(answer, run(drafting, asked, params))) == truth
+    assert sum(drafting.stats().drafted_per_position) > 20
 
 
 def test_what_a_draft_left_behind_harms_nobody(pair: Pair) -> None:

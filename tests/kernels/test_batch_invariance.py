@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model import attention_items
+from outrider.kernels.model import attention_items, narrow_linear, same_bits_attention
 from outrider.kernels.model import same_bits_linear as module
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.linear import linear_reference
+from outrider.kernels.model.narrow_matrix import Kind, narrow_matrix
 from outrider.kernels.model.paged_attention import paged_attention
-from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.same_bits_attention import Heads, sums_alike
 from outrider.kernels.model.same_bits_linear import (
     LibraryRows,
     add_same_bits_linear,
@@ -50,7 +52,7 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     if not ON_GPU:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-        monkeypatch.setattr(attention_items, "_SAME_BITS_UNIT", UNIT)
+        monkeypatch.setattr(attention_items, "SAME_BITS_UNIT", UNIT)
     with torch.inference_mode():
         yield
 
@@ -213,3 +215,71 @@ def test_attention(
         assert torch.equal(attended(ends, num_rows, page=5, max_len=LENGTH + 9), truth), num_rows
         last = [ends[-1]]
         assert torch.equal(attended(last, num_rows), whole[LENGTH - num_rows :]), num_rows
+
+
+@pytest.mark.parametrize(
+    "heads", [Heads(2, 1, 16, 16, None, None, False), Heads(4, 4, 16, 16, 70, 5.0, True)]
+)
+def test_attention_that_sums_otherwise_is_found_out_at_load(
+    heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(attention_items, "SAME_BITS_UNIT", 64)
+        monkeypatch.setattr(same_bits_attention, "SAME_BITS_UNIT", 64)
+    find_out = sums_alike.__wrapped__.__wrapped__  # not from the cache
+    assert find_out(heads, DTYPE, DEVICE, 2048)
+
+    def by_batch(*args: Any, same_bits: bool) -> Any:
+        return list_items(*args, same_bits=same_bits and len(args[1]) == 1)
+
+    monkeypatch.setattr(same_bits_attention, "list_items", by_batch)
+    assert not find_out(heads, DTYPE, DEVICE, 2048)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "group", "with_zeros"),
+    [
+        ("fp8", 1024, False),
+        ("fp8", 128, False),
+        ("int8", 32, True),
+        ("int4", 64, False),
+        ("fp4", 32, False),
+    ],
+)
+def test_narrow_products(
+    kind: Kind, group: int, with_zeros: bool, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parts, whose last program merges, and with programs that take all splits themselves."""
+    monkeypatch.setattr(narrow_linear, "_num_splits", lambda matrix, gated=False: num_splits)
+    monkeypatch.setattr(narrow_linear, "_MAX_SPLIT_ROWS", 20)
+    num_out, num_in, num_rows = 64, 1024, 70
+    generator = torch.Generator().manual_seed(0)
+    end = 16 if kind in ("int4", "fp4") else 120
+    codes = torch.randint(0, end, (num_out, num_in), generator=generator, dtype=torch.uint8)
+    if kind in ("fp8", "int8"):
+        codes = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8)
+    groups = (num_in // group, num_out)
+    zero = torch.randint(0, 16, groups, generator=generator, dtype=torch.int8)
+    matrix = narrow_matrix(
+        kind,
+        codes.to(DEVICE),
+        (torch.rand(groups, generator=generator) / 100 + 0.001).to(DEVICE),
+        group=group,
+        zero=zero.to(DEVICE) if with_zeros else None,
+    )
+    x, bias = randn(num_rows, num_in), randn(num_out, seed=1)
+    residual, norm = randn(num_rows, num_out, seed=2), Norm(randn(num_out, seed=3), 1e-5)
+
+    def computed(rows: slice) -> list[Tensor]:
+        some = x[rows]
+        plain = narrow_linear.narrow_linear(some, matrix, bias, same_bits=True)
+        gated = narrow_linear.narrow_linear(some, matrix, gated=True, same_bits=True)
+        total = residual[rows].clone()
+        normed = narrow_linear.add_narrow_linear(total, some, matrix, norm=norm, same_bits=True)
+        return [plain, gated, total, rms_norm(total, norm) if normed is None else normed]
+
+    whole = computed(slice(num_rows))
+    for rows in (slice(3, 4), slice(0, 17), slice(20, 53), slice(num_rows - 65, num_rows)):
+        for got, expected in zip(computed(rows), whole, strict=True):
+            assert torch.equal(got, expected[rows]), rows

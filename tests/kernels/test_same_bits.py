@@ -1,15 +1,22 @@
 """On a CPU a row of many comes out as the row alone, to the bit."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from verification import HAS_AMX, HAS_KERNELS
+from verification import HAS_KERNELS
 
 from outrider.kernels.model import packed_linear as module
-from outrider.kernels.model.attention_reference import paged_attention_reference, row_blocks
+from outrider.kernels.model.attention_reference import (
+    KEY_BLOCK,
+    paged_attention_reference,
+    row_blocks,
+)
 from outrider.kernels.model.packed_linear import pack_weight, packed_linear
+from outrider.kernels.model.same_bits_attention import Heads, rows_at_once
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -24,7 +31,6 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.mark.skipif(HAS_AMX, reason="not yet on processors with AMX")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "window", "softcap", "with_sinks"),
@@ -55,11 +61,14 @@ def test_attention(
     query = randn(num_pages * PAGE, num_heads, head_dim)
     keys, values = (randn(num_pages, PAGE, num_kv_heads, head_dim) for _ in range(2))
     sinks = randn(num_heads) if with_sinks else None
+    dims = (head_dim, head_dim)
+    heads = Heads(num_heads, num_kv_heads, *dims, window, softcap, with_sinks)
+    at_once = rows_at_once(heads, dtype, dtype)
 
     def attended(first: int, end: int) -> Tensor:
         pages = slice(0, -(-end // PAGE))
         group = num_heads // num_kv_heads
-        blocks = row_blocks(end - first, end, window, group, dtype, CPU)
+        blocks = row_blocks(end - first, end, window, group, dtype, CPU, at_once)
         rows = query[first:end]
         return paged_attention_reference(
             rows, keys, values, pages, blocks, head_dim**-0.5, softcap, sinks
@@ -70,6 +79,27 @@ def test_attention(
         for num_rows in (n for n in NUM_ROWS if n <= end):
             got = attended(end - num_rows, end)
             assert torch.equal(got, alone[end - num_rows : end]), (end, num_rows)
+
+
+def test_rows_are_handed_over_one_by_one_if_several_sum_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with AMX, where wide heads of several rows are summed in another order."""
+    attend = F.scaled_dot_product_attention
+    seen = set()
+
+    def by_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.add(query.shape[2])
+        return attend(query, key, value, **options) * (1 + 1e-2 * (query.shape[2] > 4))
+
+    sound, spoilt = Heads(8, 2, 64, 64, None, None, False), Heads(8, 2, 32, 32, None, None, False)
+    assert rows_at_once(sound, torch.float32, torch.float32) in (1, KEY_BLOCK)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", by_rows)
+    assert rows_at_once(spoilt, torch.float32, torch.float32) == 1
+    assert max(seen) > 4
+    blocks = row_blocks(20, 50, None, 4, torch.float32, CPU, 1)
+    assert [block.rows for block in blocks] == [slice(i, i + 1) for i in range(20)]
+    assert [block.num_keys for block in blocks] == [32] * 2 + [48] * 16 + [64] * 2
 
 
 @pytest.mark.skipif(HAS_KERNELS, reason="the CPU's own products")

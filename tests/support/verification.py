@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from pathlib import Path
 
 import torch
 
@@ -14,8 +13,6 @@ from outrider.kernels.verify import verify as verify_module
 from outrider.kernels.verify.sampling import Rule, Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Sums of attention still hang on the company there: docs/sampling.md.
-HAS_AMX = Path("/proc/cpuinfo").is_file() and "amx_tile" in Path("/proc/cpuinfo").read_text()
 HAS_KERNELS = INTERPRET or DEVICE.type == "cuda"
 ROADS = ["reference", "kernel"] if HAS_KERNELS else ["reference"]
 MARGIN = 84  # steps of 2**-23: 1e-5, wider than float32 can err

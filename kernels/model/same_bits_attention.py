@@ -1,0 +1,126 @@
+"""Whether attention gives a row the same to the bit in any company, found out at load by computing.
+
+The kernel sums in one order by its design; should a GPU, or a compiler, sum otherwise, it is unfit.
+On a CPU the library may sum several rows of a block otherwise than one: then each row is handed
+over alone, which is the same call in any company.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_items import SAME_BITS_UNIT, list_items
+from .attention_reference import KEY_BLOCK, paged_attention_reference, row_blocks
+from .paged_attention import paged_attention
+
+_PAGE = 16  # tokens; no sum hangs on it
+_CPU_TOKENS = 600  # more than the library sums over in one go
+_FEW_ROWS = (1, 5, 16)  # of a sequence that decodes or verifies: blocks of different sizes
+_MANY_ROWS = 17  # of a short prompt
+
+
+class Heads(NamedTuple):
+    """What attention of a layer computes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
+@torch.inference_mode()
+@functools.cache
+def sums_alike(heads: Heads, dtype: torch.dtype, device: torch.device, max_len: int) -> bool:
+    """Whether the kernel gives the rows of a prompt the same, to the bit, as those of decodes,
+    verifications and shorter prompts of several sequences.
+
+    `max_len` are the tokens of the longest sequence possible.
+    """
+    num_tokens = min(2 * SAME_BITS_UNIT + 60, max_len)
+    query, keys, values, sinks = _random(heads, num_tokens, dtype, dtype, device)
+    width = -(-max_len // _PAGE)
+    table = torch.zeros(1, width, dtype=torch.int32, device=device)
+    table[:, : len(keys)] = torch.arange(len(keys), device=device)
+
+    def attended(ends: list[int], num_rows: int) -> Tensor:
+        """The last rows of as many sequences as there are ends, which share their pages."""
+        items = list_items(
+            torch.arange(len(ends) + 1, device=device) * num_rows,
+            torch.tensor(ends, device=device),
+            torch.arange(len(ends), device=device),
+            len(ends) * num_rows,
+            heads.num_kv_heads,
+            heads.num_heads // heads.num_kv_heads,
+            width * _PAGE,
+            same_bits=True,
+        )
+        rows = torch.cat([query[end - num_rows : end] for end in ends])
+        tables = table.expand(len(ends), -1).contiguous()
+        scale = heads.head_dim**-0.5
+        return paged_attention(
+            rows, keys, values, items, tables, scale, heads.window, heads.softcap, sinks
+        )
+
+    whole = attended([num_tokens], num_tokens)
+    unit = SAME_BITS_UNIT
+    for num_rows in (*_FEW_ROWS, _MANY_ROWS):
+        ends = [17, unit - 1, unit, unit + 1, num_tokens - 9, num_tokens]
+        ends = [end for end in ends if num_rows <= end <= num_tokens]
+        expected = torch.cat([whole[end - num_rows : end] for end in ends])
+        if not torch.equal(attended(ends, num_rows), expected):
+            return False
+        if not torch.equal(attended(ends[-1:], num_rows), expected[-num_rows:]):
+            return False
+    return True
+
+
+@torch.inference_mode()
+@functools.cache
+def rows_at_once(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    """How many rows of a block of positions a CPU may be handed together: all, or one by one."""
+    device = torch.device("cpu")
+    query, keys, values, sinks = _random(heads, _CPU_TOKENS, dtype, cache_dtype, device)
+    group, scale = heads.num_heads // heads.num_kv_heads, heads.head_dim**-0.5
+
+    def attended(first: int, end: int) -> Tensor:
+        blocks = row_blocks(end - first, end, heads.window, group, cache_dtype, device)
+        pages = slice(0, -(-end // _PAGE))
+        return paged_attention_reference(
+            query[first:end], keys, values, pages, blocks, scale, heads.softcap, sinks
+        )
+
+    whole = attended(0, _CPU_TOKENS)
+    for size in _FEW_ROWS[:-1]:
+        for first in range(0, _CPU_TOKENS, size):
+            rows = slice(first, min(first + size, _CPU_TOKENS))
+            if not torch.equal(attended(rows.start, rows.stop), whole[rows]):
+                return 1
+    return KEY_BLOCK
+
+
+def _random(
+    heads: Heads,
+    num_tokens: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, pages of keys and of values, sinks."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    num_pages = -(-num_tokens // _PAGE)
+    cache = (cache_dtype, num_pages, _PAGE, heads.num_kv_heads)
+    return (
+        randn(dtype, num_tokens, heads.num_heads, heads.head_dim),
+        randn(*cache, heads.head_dim),
+        randn(*cache, heads.value_dim),
+        randn(dtype, heads.num_heads) if heads.has_sinks else None,
+    )
