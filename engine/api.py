@@ -154,6 +154,7 @@ class EngineInfo:
 
     device: str
     target_dtype: str
+    batch_invariant: bool  # whether the bits of the target's logits do not depend on the batch
     draft_dtype: str | None
     vocab_size: int
     max_model_len: int

@@ -65,7 +65,7 @@ class EngineConfig:
     # Specs for ProcessorRegistry in engine.logit_edits.processors.
     logits_processors: tuple[str, ...] = ()
     gpu_memory_utilization: float = 0.9  # share of the GPU for weights, graphs and pages
-    batch_invariant: bool = False  # CUDA: the same bits for a sequence, whatever shares its batch
+    batch_invariant: bool | None = None  # logits do not depend on the batch; None: if it is cheap
     enforce_eager: bool = False  # CUDA: launch every kernel instead of replaying graphs
     num_threads: int | None = None  # CPU threads of torch; None: torch's own choice
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -64,6 +64,7 @@ class Engine:
         self.info = EngineInfo(
             device=config.device,
             target_dtype=dtype_name(pair.target),
+            batch_invariant=pair.target.network.same_bits,
             draft_dtype=dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
             max_model_len=pair.max_model_len,

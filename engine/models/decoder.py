@@ -54,6 +54,11 @@ class Decoder(Network):
         return sum(linear.weight.num_bytes for linear in (*linears, self.head))
 
     @property
+    def products_keep_bits(self) -> bool:
+        linears = [linear for block in self.blocks for linear in block.linears]
+        return all(linear.weight.same_bits for linear in (*linears, self.head))
+
+    @property
     def weight_formats(self) -> str:
         linears = [linear for block in self.blocks for linear in block.linears]
         formats = {linear.weight.format for linear in (*linears, self.head)}

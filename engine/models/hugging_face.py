@@ -78,6 +78,16 @@ class HuggingFaceModel(Network):
         is_tied = model.config.get_text_config().tie_word_embeddings
         return num_bytes - (0 if is_tied else int(model.get_input_embeddings().weight.nbytes))
 
+    @property
+    def products_keep_bits(self) -> bool:
+        """So they do if all are packed, which leaves no parameters: not those of experts."""
+        return not any(
+            parameter.ndim > 1
+            for module in self.model.modules()
+            if not isinstance(module, nn.Embedding)
+            for parameter in module.parameters(recurse=False)
+        )
+
     def __call__(self, context: PassContext) -> Pass:
         self._context = context
         batch = context.batch

@@ -19,6 +19,7 @@ from .admission import (
     UnsupportedModelError,
     check_config,
     checked_starts,
+    max_positions,
     resolve_dtype,
 )
 from .checkpoint import Checkpoint
@@ -32,7 +33,8 @@ from .hugging_face import HuggingFaceModel
 from .network import Network
 from .packed_modules import pack_linears
 from .proof import CHECKED_LENGTHS, Original, why_different
-from .weights import Dense, packed, with_same_bits
+from .same_bits import keep_bits
+from .weights import Dense, packed
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +51,15 @@ def load_network(
     progress: Progress | None = None,
     *,
     is_draft: bool = False,
-    same_bits: bool = False,
+    same_bits: bool | None = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[Network, PreTrainedConfig]:
     """Load a model directory onto a device; returns the network and its configuration.
 
     On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With `same_bits`
-    on a GPU, the bits of a row do not depend on the batch; only our own decoder can do that, so
-    other models are refused. `progress` is called with (tensors loaded, tensors in all).
+    the bits of a row do not depend on the batch, and a model that cannot is refused; None: so it
+    is if the model can, at little cost. Keys and values are kept in `cache_dtype`, if that is not
+    the model's. `progress` is called with (tensors loaded, tensors in all).
     Raises UnsupportedModelError saying why a model is refused.
     """
     progress = progress or (lambda done, total: None)
@@ -70,7 +74,8 @@ def load_network(
         dtype = resolve_dtype(config.dtype, hf_config, device)
         quantised = _quantised(config, hf_config)
         options = (dtype, device, progress, is_draft)
-        decoder, reason = _own_decoder(config, hf_config, *options, same_bits, quantised)
+        keep = partial(_keep_bits, config.path, hf_config, same_bits, cache_dtype)
+        decoder, reason = _own_decoder(config, hf_config, *options, keep, quantised)
         if decoder is not None:
             return decoder, hf_config
         if quantised is not None:
@@ -86,7 +91,9 @@ def load_network(
             )
         level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
         log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
-        return _whole_model(config, hf_config, *options), hf_config
+        model = _whole_model(config, hf_config, *options)
+        keep(model)
+        return model, hf_config
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"
@@ -131,7 +138,7 @@ def _own_decoder(
     device: torch.device,
     progress: Progress,
     is_draft: bool,
-    same_bits: bool,
+    keep: Callable[[Network], None],
     quantised: tuple[str, Read] | None,
 ) -> tuple[Decoder | None, str]:
     """Our decoder, if it knows this structure and computes what transformers does; or None, why."""
@@ -164,14 +171,16 @@ def _own_decoder(
         return None, str(error)
     except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
         return None, f"its checkpoint is not as expected: {error}"
-    if same_bits and device.type == "cuda":
-        _keep_bits(decoder)
+    is_cpu = device.type == "cpu"
+    if not is_cpu:
+        keep(decoder)
     starts = checked_starts(hf_config, max(CHECKED_LENGTHS))
-    reason = why_different(decoder, original, starts, same_bits=same_bits)
+    # A CPU's layers can only be packed, and proven, once transformers has no view of their weights.
+    reason = why_different(decoder, original, starts, same_bits=is_cpu or decoder.same_bits)
     del original  # it holds views of weights, which could not be freed when they are packed
     if reason is not None:
         return None, f"our decoder computes {reason} differently"
-    if device.type == "cpu":
+    if is_cpu:
         if is_draft and isinstance(decoder.head.weight, Dense):
             drafted = drafted_tokens(folder, decoder.vocab_size)
             if drafted is not None:
@@ -180,6 +189,7 @@ def _own_decoder(
         decoder.may_use_one_thread = is_draft
         if can_compile(decoder):
             decoder = CompiledDecoder(decoder)
+        keep(decoder)
     return decoder, ""
 
 
@@ -208,13 +218,23 @@ def drafted_tokens(folder: Path, vocab_size: int) -> Tensor | None:
     return torch.tensor(ids)
 
 
-def _keep_bits(decoder: Decoder) -> None:
+def _keep_bits(
+    path: str,
+    hf_config: PreTrainedConfig,
+    wanted: bool | None,
+    cache_dtype: torch.dtype | None,
+    network: Network,
+) -> None:
+    if wanted is False:
+        return
     try:
-        decoder.change_linears(with_same_bits)
+        keep_bits(network, max_positions(hf_config), cache_dtype, at_any_cost=wanted is True)
     except ValueError as reason:
-        raise UnsupportedModelError(
-            f"engine.batch_invariant is on, but {reason}; leave it out"
-        ) from None
+        if wanted:
+            raise UnsupportedModelError(
+                f"engine.batch_invariant is on, but {reason}; leave it out"
+            ) from None
+        log.info("%s: rounding depends on the batch: %s", path, reason)
 
 
 def _whole_model(

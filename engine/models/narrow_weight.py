@@ -1,5 +1,7 @@
 """Weights in 4 or 8 bits a number that a GPU multiplies by directly."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class Narrow(Weight):
         self, matrix: NarrowMatrix, dtype: torch.dtype, *, same_bits: bool = False
     ) -> None:
         """`dtype` is the model's; with `same_bits`, a row's bits do not depend on the batch."""
-        self._matrix, self._dtype, self._same_bits = matrix, dtype, same_bits
+        self._matrix, self._dtype, self.same_bits = matrix, dtype, same_bits
         self.shape = matrix.shape
         self.num_bytes = matrix.num_bytes
         self.format = matrix.kind
@@ -31,7 +33,7 @@ class Narrow(Weight):
         gated: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        same_bits = self._same_bits
+        same_bits = self.same_bits
         return narrow_linear(
             x, self._matrix, bias, norm=norm, gated=gated, out=out, same_bits=same_bits
         )
@@ -44,7 +46,7 @@ class Narrow(Weight):
         *,
         norm: Norm | None = None,
     ) -> Tensor | None:
-        same_bits = self._same_bits
+        same_bits = self.same_bits
         return add_narrow_linear(residual, x, self._matrix, bias, norm=norm, same_bits=same_bits)
 
     def dequantised(self) -> Tensor:
@@ -63,11 +65,18 @@ class Stacked(Unfused):
         self.shape = (sum(self._sizes), weights[0].shape[1])
         self.num_bytes = sum(weight.num_bytes for weight in weights)
         self.format = "mixed"
+        self.same_bits = all(weight.same_bits for weight in weights)
+
+    def with_same_bits(self, bias: Tensor | None) -> "Stacked":
+        parts = zip(self._weights, self._biases(bias), strict=True)
+        return Stacked([weight.with_same_bits(part) for weight, part in parts])
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        biases = [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
-        pairs = zip(self._weights, biases, strict=True)
+        pairs = zip(self._weights, self._biases(bias), strict=True)
         return torch.cat([weight.multiply(x, part) for weight, part in pairs], 1)
+
+    def _biases(self, bias: Tensor | None) -> Sequence[Tensor | None]:
+        return [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])

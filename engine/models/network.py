@@ -26,6 +26,7 @@ class Network(ABC):
     dtype: torch.dtype
     device: torch.device
     vocab_size: int  # width of the logits
+    same_bits: bool = False  # whether a row comes out the same to the bit in any company
     tapped_layers: tuple[int, ...] = ()  # whose residual streams a pass hands out; set by `tap`
     _logits: Tensor | None = None  # [max_rows, V]
 
@@ -48,6 +49,11 @@ class Network(ABC):
     @abstractmethod
     def weight_bytes(self) -> int:
         """What a pass of few rows reads of the weights: all but most of the embeddings."""
+
+    @property
+    @abstractmethod
+    def products_keep_bits(self) -> bool:
+        """Whether every product gives a row the same to the bit in any company."""
 
     @property
     def weight_formats(self) -> str:

@@ -36,15 +36,22 @@ class PagedModel(PagedLayers):
         progress: Callable[[int, int], None] | None = None,
         *,
         is_draft: bool = False,
-        batch_invariant: bool = False,
+        batch_invariant: bool | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """The bits of a target's logits do not depend on the batch on a CPU, nor on a GPU with
-        `batch_invariant`. A draft's may: the target decides, so a draft is only made fast.
+        """With `batch_invariant` the bits of a target's logits do not depend on the batch; None: if
+        that costs little. A draft's may: the target decides, so a draft is only made fast.
         """
-        self._same_bits = not is_draft and (batch_invariant or device.type == "cpu")
+        same_bits = False if is_draft else batch_invariant
         self.network, hf_config = load_network(
-            config, device, progress, is_draft=is_draft, same_bits=self._same_bits
+            config,
+            device,
+            progress,
+            is_draft=is_draft,
+            same_bits=same_bits,
+            cache_dtype=cache_dtype,
         )
+        self.cache_dtype = cache_dtype
         # Padding picks faster products; rounded weights and compiled layers do not need it.
         self._pads_rows = device.type == "cpu" and not (
             rounds_weights(config, is_draft) or isinstance(self.network, CompiledDecoder)
@@ -141,7 +148,7 @@ class PagedModel(PagedLayers):
     def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Pass:
         """The captured part of `forward`, over a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
-        computed = self.network(PassContext(batch, same_bits=self._same_bits))
+        computed = self.network(PassContext(batch, same_bits=self.network.same_bits))
         return computed if computed.taps is None else computed._replace(rows=batch.rows)
 
 

@@ -55,6 +55,7 @@ class ModelPair:
             device,
             partial(report, "loading the target"),
             batch_invariant=config.batch_invariant,
+            cache_dtype=cache_dtype,
         )
         self.draft: PagedModel | None = None
         self.head: Head | None = None

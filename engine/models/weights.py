@@ -29,6 +29,7 @@ class Weight(ABC):
     shape: tuple[int, int]
     num_bytes: int  # read by one product
     format: str = ""  # of the numbers; "" if they are in the model's dtype
+    same_bits: bool = False  # whether the bits of a row do not depend on the batch
 
     @abstractmethod
     def multiply(
@@ -147,6 +148,8 @@ class Dense(Weight):
 class SameBits(Dense):
     """A plain matrix on a GPU; the bits of a row's product do not depend on the batch."""
 
+    same_bits = True
+
     def __init__(self, matrix: Tensor, bias: Tensor | None) -> None:
         """Raises ValueError if this GPU cannot. Shape: matrix [N, K], dense, bias [N]."""
         super().__init__(matrix)
@@ -183,6 +186,7 @@ class Packed(Unfused):
         self._matrix = matrix
         self.shape = shape
         self.num_bytes = (matrix.reordered if matrix.rounded is None else matrix.rounded).nbytes
+        self.same_bits = bool(matrix.blocks)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return packed_linear(x, self._matrix, bias)
@@ -197,6 +201,8 @@ class Tiles(Unfused):
 
     Inputs and sums are float32, through norm and gate; only the output has the model's dtype.
     """
+
+    same_bits = True
 
     def __init__(self, matrix: PackedTiles, dtype: torch.dtype) -> None:
         self.matrix = matrix

@@ -35,14 +35,20 @@ class Heads(NamedTuple):
 
 @torch.inference_mode()
 @functools.cache
-def sums_alike(heads: Heads, dtype: torch.dtype, device: torch.device, max_len: int) -> bool:
+def sums_alike(
+    heads: Heads,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+) -> bool:
     """Whether the kernel gives the rows of a prompt the same, to the bit, as those of decodes,
     verifications and shorter prompts of several sequences.
 
     `max_len` are the tokens of the longest sequence possible.
     """
     num_tokens = min(2 * SAME_BITS_UNIT + 60, max_len)
-    query, keys, values, sinks = _random(heads, num_tokens, dtype, dtype, device)
+    query, keys, values, sinks = _random(heads, num_tokens, dtype, cache_dtype, device)
     width = -(-max_len // _PAGE)
     table = torch.zeros(1, width, dtype=torch.int32, device=device)
     table[:, : len(keys)] = torch.arange(len(keys), device=device)

@@ -197,10 +197,11 @@ class EngineSettings(Section):
         description="On cuda: share of the GPU's memory that this engine may take: weights, "
         "graphs and the largest step as measured at start, and pages for the rest.",
     )
-    batch_invariant: bool = Field(
-        default=False,
-        description="On cuda: compute each sequence the same to the bit in any company, so that "
-        "greedy and seeded match answers are equal with any k, draft and batch. On cpu it is so.",
+    batch_invariant: bool | None = Field(
+        default=None,
+        description="Round each sequence the same in any batch, so that greedy and seeded match "
+        "answers are equal to the bit with any k, draft and batch. Left out: if the target can, "
+        "and at little cost. true refuses a target that cannot.",
     )
     enforce_eager: bool = Field(
         default=False,

@@ -1,6 +1,7 @@
 """Checks that a pair gives bit-identical answers, for every k and in every batch.
 
-Greedy and seeded `match` requests promise this if the target's arithmetic does, as on every CPU.
+Greedy and seeded `match` requests promise this if the target's rounding does not depend on the
+batch.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,12 @@ from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
 
 TOGETHER = "all together"
+_NOT_PROMISED = (
+    "Nothing promises it here: this target's rounding depends on the batch. With "
+    "engine.batch_invariant = true the target is loaded so that it does not, or refused with the "
+    "reason."
+)
+_BROKEN = "This target promises that there is none: please report it."
 # (token id, its logprob) of each token
 Answer = list[tuple[int, float]]
 
@@ -40,6 +47,7 @@ class Exactness:
 
     num_answers: int
     differences: list[Difference]  # at most one for each answer
+    is_promised: bool  # that there are none
 
 
 def check(
@@ -92,7 +100,8 @@ def check(
             differences += _difference(where, expected, got)
         done += len(asked)
         report(done, total)
-    return Exactness(total - len(temperatures) * len(asked), differences)
+    num_compared = total - len(temperatures) * len(asked)
+    return Exactness(num_compared, differences, engine.info.batch_invariant)
 
 
 def _answers(
@@ -137,6 +146,7 @@ def told(exactness: Exactness, text_of: Callable[[int], str]) -> str:
         return (
             f"Exact: {num_answers} answers equal those of plain decoding, alone, to the bit: "
             "tokens and logprobs, with every k, and all together."
+            + ("" if exactness.is_promised else f" {_NOT_PROMISED}")
         )
     first = min(differences, key=lambda each: not each.is_of_tokens)
     num_texts = sum(each.is_of_tokens for each in differences)
@@ -151,5 +161,6 @@ def told(exactness: Exactness, text_of: Callable[[int], str]) -> str:
         f"alone, and {len(differences) - num_texts} more in logprobs only. The first, "
         f"{first.category} prompt {first.number} at temperature {first.temperature:g}, "
         f"{first.way}, token {first.position + 1} of the answer: "
-        f"plain decoding gives {token(first.expected)}, this {token(first.got)}."
+        f"plain decoding gives {token(first.expected)}, this {token(first.got)}. "
+        + (_BROKEN if exactness.is_promised else _NOT_PROMISED)
     )

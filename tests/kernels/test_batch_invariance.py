@@ -227,13 +227,13 @@ def test_attention_that_sums_otherwise_is_found_out_at_load(
         monkeypatch.setattr(attention_items, "SAME_BITS_UNIT", 64)
         monkeypatch.setattr(same_bits_attention, "SAME_BITS_UNIT", 64)
     find_out = sums_alike.__wrapped__.__wrapped__  # not from the cache
-    assert find_out(heads, DTYPE, DEVICE, 2048)
+    assert find_out(heads, DTYPE, DTYPE, DEVICE, 2048)
 
     def by_batch(*args: Any, same_bits: bool) -> Any:
         return list_items(*args, same_bits=same_bits and len(args[1]) == 1)
 
     monkeypatch.setattr(same_bits_attention, "list_items", by_batch)
-    assert not find_out(heads, DTYPE, DEVICE, 2048)
+    assert not find_out(heads, DTYPE, DTYPE, DEVICE, 2048)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])

@@ -128,6 +128,14 @@ def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyP
     words = " ".join(result.output.split())
     assert re.search(r"Not exact: [1-9]\d* of 12 answers differ", words)
     assert re.search(r"temperature 0, .*, token \d+ of the answer: plain decoding gives", words)
+    assert "promises that there is none: please report it" in words
+
+
+def test_what_is_exact_by_chance_is_told_so(target: Path) -> None:
+    once = ["--temperature", "0", "--set", "engine.batch_invariant=false"]
+    result = CliRunner().invoke(app, [*arguments_of(target), *once])
+    assert "Nothing promises it here" in " ".join(result.output.split())
+    assert result.exit_code == ("Not exact" in result.output)
 
 
 @pytest.mark.parametrize(

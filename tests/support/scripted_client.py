@@ -28,6 +28,7 @@ class ScriptedClient:
         self.info: EngineInfo | None = EngineInfo(
             device="cpu",
             target_dtype="float32",
+            batch_invariant=True,
             draft_dtype="float32",
             vocab_size=vocab_size,
             max_model_len=max_model_len,

@@ -42,6 +42,7 @@ class ScriptedEngine:
         self.info = EngineInfo(
             device="cpu",
             target_dtype="float32",
+            batch_invariant=True,
             draft_dtype=None,
             vocab_size=100,
             max_model_len=1000,

@@ -1,0 +1,125 @@
+"""A target that gives each row the same to the bit in any company, and proves it at load."""
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
+
+from ..state.batch import ForwardBatch
+from .attention import KVPages, PassContext
+from .decoder import Decoder
+from .network import Network
+from .weights import with_same_bits
+
+_PAGE = 16  # tokens
+# Rows of the passes that compute a prompt, held against one pass over all of it: decodes,
+# verifications and prompts. A CPU's products were compared as they were packed, and are slow. On a
+# GPU each tile of our own products has its turn: the library takes multiples of 8 rows alone.
+_CPU_PASSES = (1, 3, 36)
+_GPU_PASSES = (1, 5, 20, 41, 91, 301)
+
+
+def keep_bits(
+    network: Network,
+    max_len: int,
+    cache_dtype: torch.dtype | None = None,
+    *,
+    at_any_cost: bool = False,
+) -> None:
+    """Have a network compute each row the same to the bit in any company, and see that it does.
+
+    `max_len` are the tokens of the longest sequence; keys and values are in `cache_dtype`, if that
+    is not the model's. Raises ValueError saying what keeps the network from that or, unless it is
+    wanted `at_any_cost`, what would be much slower; the network is then as before.
+    """
+    if isinstance(network, Decoder) and network.device.type == "cuda":
+        if network.weight_formats and not at_any_cost:
+            raise ValueError(
+                f"with weights in {network.weight_formats} long prompts would take longer by half "
+                "or more; set engine.batch_invariant if that is worth it"
+            )
+        blocks, head = list(network.blocks), network.head
+        try:
+            network.change_linears(with_same_bits)
+            _prove(network, max_len, cache_dtype)
+        except (ValueError, torch.OutOfMemoryError) as reason:
+            network.blocks, network.head = blocks, head
+            if isinstance(reason, ValueError):
+                raise
+            raise ValueError("there is too little memory to find out how it sums") from None
+    else:
+        _prove(network, max_len, cache_dtype)
+    network.same_bits = True
+
+
+def _prove(network: Network, max_len: int, cache_dtype: torch.dtype | None) -> None:
+    if not network.products_keep_bits:
+        raise ValueError("some of its products are the library's own choice")
+    for attention in network.attentions:
+        heads, dtype, device = attention.heads, network.dtype, network.device
+        of_pages = attention.cache_dtype(dtype, device, cache_dtype)
+        if device.type == "cpu":
+            attention.rows_at_once = rows_at_once(heads, dtype, of_pages)
+        elif not sums_alike(heads, dtype, of_pages, device, max_len):
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(f"{name} sums attention of {heads} in several orders")
+    _compare_passes(network, max_len, cache_dtype)
+
+
+@torch.inference_mode()
+def _compare_passes(network: Network, max_len: int, cache_dtype: torch.dtype | None) -> None:
+    device = network.device
+    sizes = _CPU_PASSES if device.type == "cpu" else _GPU_PASSES
+    ends = [0, *(end for end in accumulate(sizes) if end <= max_len)]
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(0, network.vocab_size, (ends[-1],), generator=generator)
+    input_ids = input_ids.to(device)
+    num_pages = -(-ends[-1] // _PAGE)
+
+    def logits(first: int, end: int) -> Tensor:
+        # What overflows is no difference: NaN would not equal itself.
+        return network(_part(input_ids, first, end, max_len)).logits.nan_to_num()
+
+    try:
+        for layer in network.attentions:
+            shape = (num_pages, _PAGE, layer.num_kv_heads)
+            dtype = layer.cache_dtype(network.dtype, device, cache_dtype)
+            layer.pages = KVPages(
+                torch.zeros(*shape, layer.head_dim, dtype=dtype, device=device),
+                torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
+            )
+        whole = logits(0, ends[-1])
+        for first, end in pairwise(ends):
+            if not torch.equal(logits(first, end), whole[first:end]):
+                raise ValueError(
+                    f"{end - first} rows came out otherwise than among {ends[-1]}, to the bit"
+                )
+    finally:
+        for layer in network.attentions:
+            layer.pages = None
+
+
+def _part(input_ids: Tensor, first: int, end: int, max_len: int) -> PassContext:
+    """The tokens `first:end` of a prompt whose pages lie in order."""
+    device = input_ids.device
+    positions = torch.arange(first, end, device=device)
+    table = torch.zeros(1, -(-max_len // _PAGE), dtype=torch.int32, device=device)
+    num_pages = -(-len(input_ids) // _PAGE)
+    table[0, :num_pages] = torch.arange(num_pages, device=device)
+    return PassContext(
+        ForwardBatch(
+            input_ids=input_ids[first:end],
+            slot_of_row=torch.zeros_like(positions),
+            positions=positions,
+            slot_mapping=positions,
+            slots=torch.zeros_like(positions[:1]),
+            seq_lens=torch.full_like(positions[:1], end),
+            cu_seqlens_q=torch.tensor([0, end - first], device=device),
+            logits_rows=torch.arange(end - first, device=device),
+            block_table=table,
+            page_size=_PAGE,
+        ),
+        same_bits=True,
+    )

@@ -1,0 +1,85 @@
+"""A target proves at load that its rounding does not depend on the batch, or is told or refused."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from verification import HAS_KERNELS
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.models import attention, decoder, same_bits
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.network import Network
+from outrider.engine.models.same_bits import keep_bits
+from outrider.kernels.model.attention_reference import RowBlock, row_blocks
+
+pytestmark = pytest.mark.skipif(HAS_KERNELS, reason="a CPU's own path; GPUs: test_same_bits")
+
+Tiny = Callable[..., Path]
+
+
+def loaded(path: Path, wanted: bool | None, dtype: str = "bfloat16") -> Network:
+    config = ModelConfig(path=str(path), dtype=dtype)
+    return load_network(config, torch.device("cpu"), same_bits=wanted)[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "opt"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_models_of_packed_products_keep_their_bits(
+    architecture: str, dtype: str, tiny_model: Tiny
+) -> None:
+    path = tiny_model(architecture)
+    assert loaded(path, None, dtype).same_bits
+    assert not loaded(path, False, dtype).same_bits  # nobody asked
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_oss"])
+def test_models_with_products_of_the_librarys_own_are_named(
+    architecture: str, tiny_model: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert not loaded(tiny_model(architecture), None).same_bits
+    assert "depends on the batch: some of its products are the library's" in caplog.text
+    with pytest.raises(UnsupportedModelError, match=r"batch_invariant.*library's own.*leave"):
+        loaded(tiny_model(architecture), True)
+
+
+def test_a_sum_in_another_order_is_found_out(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rms_norm = decoder.rms_norm
+
+    def by_rows(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return rms_norm(x, norm) * (1 + 2**-6 * (len(x) == 3))
+
+    monkeypatch.setattr(decoder, "rms_norm", by_rows)
+    monkeypatch.setattr(same_bits, "_CPU_PASSES", (1, 3, 36))
+    caplog.set_level(logging.INFO)
+    network = loaded(tiny_model("llama"), None)
+    assert not network.same_bits
+    assert all(layer.pages is None for layer in network.attentions)
+    assert "3 rows came out otherwise than among 40" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="batch_invariant is on, but 3 rows"):
+        loaded(tiny_model("llama"), True)
+
+
+def test_attention_takes_rows_one_by_one_where_it_must(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = set()
+
+    def spied(*args: Any) -> list[RowBlock]:
+        blocks = row_blocks(*args)
+        sizes.update(block.rows.stop - block.rows.start for block in blocks)
+        return blocks
+
+    monkeypatch.setattr(same_bits, "rows_at_once", lambda *_: 1)
+    network = loaded(tiny_model("llama"), None)
+    monkeypatch.setattr(attention, "row_blocks", spied)
+    keep_bits(network, 99)
+    assert network.same_bits
+    assert sizes == {1}
