@@ -36,7 +36,7 @@ class RequestRows:
         return RequestRows(slots_np, np.arange(len(slots_np)), np.ones_like(slots_np), drafts_np)
 
     @staticmethod
-    def of_nobody(slot: int, num_rows: int) -> "RequestRows":
+    def dummies(slot: int, num_rows: int) -> "RequestRows":
         return RequestRows.one_each(np.full(num_rows, slot), np.zeros(num_rows, dtype=np.int64))
 
     def take(self, index_np: np.ndarray) -> "RequestRows":

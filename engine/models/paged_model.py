@@ -101,10 +101,10 @@ class PagedModel(PagedLayers):
             self._slots.max_num_seqs, rows_per_seq, most_rows, every_row_has_logits
         )
         self.network.reserve_logits(shapes[0][2])
-        nobody = np.zeros(0, dtype=np.int64)
+        none_np = np.zeros(0, dtype=np.int64)
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
-            empty = HostBatch.build(nobody, nobody, nobody, nobody)
+            empty = HostBatch.build(none_np, none_np, none_np, none_np)
             packed = empty.packed(shape, self._slots.dummy)
             try:
                 self.captured[shape] = self._phase.capture(packed, shape)
@@ -122,11 +122,11 @@ class PagedModel(PagedLayers):
         """Run a pass of dummy sequences, as long as they can be; returns its logits."""
         longest = min(self.max_positions, self._slots.max_model_len)
         lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)]
-        return self.forward(HostBatch.of_nobody(self._slots.dummy, lens, num_logits)).logits
+        return self.forward(HostBatch.dummies(self._slots.dummy, lens, num_logits)).logits
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
         """Run a pass of dummy sequences of `num_rows` rows each."""
-        self.forward(HostBatch.of_nobody(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
+        self.forward(HostBatch.dummies(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
 
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, and store their KV in the pages."""

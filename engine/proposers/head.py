@@ -112,12 +112,12 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         assert self._target.last_pass is not None
         shape, computed = self._target.last_pass
         self._reads(_NOTHING, shape, *_tensors(computed))
-        nobody = np.zeros(0, dtype=np.int64)
+        none_np = np.zeros(0, dtype=np.int64)
         size, k = self._slots.max_num_seqs, self._slots.max_drafts
-        packed = self._pack(nobody, nobody, size, k)
+        packed = self._pack(none_np, none_np, size, k)
         self._drafts(packed, (size, k, *SAMPLING_KINDS[0]), *self.distributions)
         logits = self.distributions.logits.new_zeros(size, self._head.vocab_size)
-        self._edits.rehearse(logits, RequestRows.of_nobody(self._slots.dummy, size))
+        self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, size))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
         assert self._target.last_pass is not None
@@ -131,12 +131,12 @@ class HeadProposer(Proposer, Generic[AnyHead]):
             report("capturing the head's passes", done, len(passes))
             self._reads.capture(_NOTHING, shape, _tensors(computed))
         sizes = padded_sizes(self._slots.max_num_seqs)
-        nobody = np.zeros(0, dtype=np.int64)
+        none_np = np.zeros(0, dtype=np.int64)
         for done, size in enumerate(sizes):
             report("capturing the head's drafts", done, len(sizes))
             for kind in SAMPLING_KINDS:
                 for k in range(self._slots.max_drafts, 0, -1):
-                    packed = self._pack(nobody, nobody, size, k)
+                    packed = self._pack(none_np, none_np, size, k)
                     self._drafts.capture(packed, (size, k, *kind), tuple(self.distributions))
         self._sizes = sizes[::-1]
 

@@ -57,7 +57,7 @@ class Top1Proposer(Proposer):
 
     def rehearse(self) -> None:
         logits = self._draft.rehearse(self._most_rows, self._slots.max_num_seqs)
-        self._edits.rehearse(logits, RequestRows.of_nobody(self._slots.dummy, len(logits)))
+        self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, len(logits)))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
         self._draft.rehearse_short(num_seqs, num_rows)
@@ -66,10 +66,10 @@ class Top1Proposer(Proposer):
         """Capture the draft's passes of one or two rows a sequence, and its draws."""
         progress = partial(report, "capturing the draft's graphs")
         logits = self._draft.capture(2, self._most_rows, False, progress)
-        sizes, nobody = padded_sizes(self._slots.max_num_seqs), np.zeros(0, dtype=np.int64)
+        sizes, none_np = padded_sizes(self._slots.max_num_seqs), np.zeros(0, dtype=np.int64)
         for size in sizes:
             for kind in SAMPLING_KINDS:
-                integers_np = self._draws.pack(nobody, 0, size)
+                integers_np = self._draws.pack(none_np, 0, size)
                 tensors = (logits[:size], *self.distributions)
                 self._phase.capture(integers_np, (size, *kind), tensors)
         self._sizes = sizes[::-1]

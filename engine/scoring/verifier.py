@@ -51,7 +51,7 @@ class Verifier:
 
         Shape: logits [2 * (K + 1), V].
         """
-        integers = uploaded(self._nobody(2), self._slots.device)
+        integers = uploaded(self._dummies(2), self._slots.device)
         for num_columns, q in self._cases(distributions):
             edited = [logits.float()] if num_columns == self._slots.max_drafts else []
             for x, kind in product([logits, *edited], SAMPLING_KINDS):
@@ -64,8 +64,8 @@ class Verifier:
         """
         size, num_rows = self._slots.max_num_seqs, len(logits)
         num_columns, q = self._cases(distributions)[0]
-        integers = uploaded(self._nobody(size), self._slots.device)
-        rows = RequestRows.of_nobody(self._slots.dummy, num_rows)
+        integers = uploaded(self._dummies(size), self._slots.device)
+        rows = RequestRows.dummies(self._slots.dummy, num_rows)
         self._run(integers, (size, num_columns, True, True), self._edits.rehearse(logits, rows), *q)
         index = torch.arange(num_rows, device=logits.device)
         num_top = min(MAX_LOGPROBS, self._vocab_size)
@@ -83,7 +83,7 @@ class Verifier:
             for num_columns, q in self._cases(distributions):
                 tensors = (logits[: size * (num_columns + 1)], *q)
                 for kind in SAMPLING_KINDS:
-                    self._phase.capture(self._nobody(size), (size, num_columns, *kind), tensors)
+                    self._phase.capture(self._dummies(size), (size, num_columns, *kind), tensors)
         self._sizes = sizes[::-1]
 
     def verify(
@@ -224,9 +224,9 @@ class Verifier:
         columns = sorted({self._slots.max_drafts, 0}, reverse=True)
         return [(n, tuple(distributions or ()) if n else ()) for n in columns]
 
-    def _nobody(self, size: int) -> np.ndarray:
-        nobody = np.zeros(0, dtype=np.int64)
-        return self._pack(nobody, nobody, size)
+    def _dummies(self, size: int) -> np.ndarray:
+        none_np = np.zeros(0, dtype=np.int64)
+        return self._pack(none_np, none_np, size)
 
     def _pack(self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int) -> np.ndarray:
         """Pack the integers for `_run`, padded with plain decodes of the dummy slot.

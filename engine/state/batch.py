@@ -58,7 +58,7 @@ class HostBatch:
         )
 
     @staticmethod
-    def of_nobody(slot: int, lens: list[int], num_logits: int) -> "HostBatch":
+    def dummies(slot: int, lens: list[int], num_logits: int) -> "HostBatch":
         """Sequences of the given lengths, all at the start of the dummy slot.
 
         The last `num_logits` rows of the batch get logits.
