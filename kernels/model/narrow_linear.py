@@ -1,14 +1,14 @@
-"""Linear layers whose matrix has 4 or 8 bits a number, beside inputs of 16:
+"""Linear layers whose matrix has 4 or 8 bits a number, and whose inputs have 16:
 
     y = epilogue(rmsnorm(x) W^T + b)
 
-A program turns the codes of its outputs into numbers of x's dtype, in which all of them are exact,
-and multiplies on tensor cores; sums are float32. A scale multiplies a sum, not the weights: nothing
-is rounded that the format does not round, and activations are not either.
+A program converts the codes of its outputs to numbers of x's dtype, which holds them exactly, and
+multiplies on tensor cores, with sums in float32. Scales multiply sums, not weights. So nothing is
+rounded beyond what the format rounds, and activations are not quantised.
 
-It sums in an order that the matrix alone decides: a row comes out the same to the bit in any
-company. Only of many rows the library is so far ahead that the matrix is unpacked for it, a layer
-at a time, unless the bits must be the same.
+The matrix alone decides the order of summation, so the bits of a row do not depend on the batch.
+For many rows the library is much faster; then the matrix is unpacked for it, one layer at a time,
+unless the bits must be the same.
 """
 
 import functools
@@ -26,13 +26,13 @@ from .rms_norm import Norm, rms_norm
 from .split_product import add_parts
 
 # Measured on an H200.
-_MAX_ROWS = 256  # beyond which the library is ahead, though the matrix is unpacked for it
+_MAX_ROWS = 256  # beyond this the library is faster, although the matrix must be unpacked
 _MAX_SPLITS = 8
-_PROGRAMS_PER_SM, _GATED_PROGRAMS_PER_SM = 6, 3  # into which a product is split at most
+_PROGRAMS_PER_SM, _GATED_PROGRAMS_PER_SM = 6, 3  # limits how often a product is split
 _MIN_STEPS = 2  # of a split
 _MAX_SPLIT_ROWS = 256
-_AHEAD_BYTES = 1 << 24  # of weights that are asked for while the kernel before still runs
-_TILES_TOGETHER = 8  # of rows, which share the weights in the L2 cache
+_AHEAD_BYTES = 1 << 24  # of weights that are prefetched while the kernel before still runs
+_TILES_TOGETHER = 8  # tiles of rows that share weights in the L2 cache
 _BLOCK_N = 64
 
 
@@ -46,9 +46,9 @@ def narrow_linear(
     out: Tensor | None = None,
     same_bits: bool = False,
 ) -> Tensor:
-    """As `linear`: rmsnorm(x) W^T + b; with `gated` silu of its first half times the second.
+    """Like `linear`: rmsnorm(x) W^T + b; with `gated`, silu(first half) * second half of that.
 
-    With `same_bits` a row comes out the same to the bit in any company.
+    With `same_bits`, the bits of a row do not depend on the batch.
     Shape: x [T, K], rows dense, matrix [N, K] or, gated, [2 N, K], out [T, N] dense -> [T, N]
     """
     if not uses_triton(x):
@@ -79,9 +79,9 @@ def add_narrow_linear(
     norm: Norm | None = None,
     same_bits: bool = False,
 ) -> Tensor | None:
-    """As `add_linear`: add x W^T + b to the residual, in place, and apply `norm` to the sum.
+    """Like `add_linear`: add x W^T + b to the residual in place.
 
-    Returns the normalised sum, or None if what reads the sum normalises it more cheaply.
+    Returns norm(residual) if that comes cheaply; otherwise None, and the next layer must apply it.
     Shape: residual [T, N] dense, x [T, K], matrix [N, K] -> [T, N]
     """
     if not uses_triton(x):
@@ -102,14 +102,14 @@ def add_narrow_linear(
 
 
 def _ordered(x: Tensor, matrix: NarrowMatrix, norm: Norm | None = None) -> Tensor:
-    """The inputs in the order of the codes' columns, normalised if that is asked for."""
+    """The inputs in the order of the codes' columns, normalised if there is a norm."""
     if norm is not None:
         x = rms_norm(x, norm)
     return x if matrix.order is None else x.index_select(1, matrix.order)
 
 
 def _num_splits(matrix: NarrowMatrix, *, gated: bool = False) -> int:
-    """Into how many sums over K an output is split, so that few outputs keep a GPU busy."""
+    """How many partial sums an output is split into, so that few outputs keep a GPU busy."""
     per_sm = _GATED_PROGRAMS_PER_SM if gated else _PROGRAMS_PER_SM
     num_tiles = triton.cdiv(matrix.shape[0], _BLOCK_N)
     most = min(_MAX_SPLITS, num_programs(matrix.codes.device, per_sm) // num_tiles)
@@ -122,7 +122,7 @@ def _num_splits(matrix: NarrowMatrix, *, gated: bool = False) -> int:
 
 
 def _tiling(num_rows: int, matrix: NarrowMatrix, num_splits: int) -> dict[str, int]:
-    """Rows and outputs of a tile, warps, and steps under way: no sum depends on them."""
+    """Rows and outputs of a tile, warps, and steps loaded ahead; no sum depends on these."""
     if num_rows > 64:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
     block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
@@ -145,9 +145,10 @@ def _launch(
     gated: bool = False,
     adds: bool = False,
 ) -> None:
-    """One program for each split, if there are `parts`, [splits, T, N] float32; else one for all.
+    """One program for each split if there are `parts`, [splits, T, N] float32; else one for all.
 
-    With parts and `out`, the last program of a tile merges; without `out` the parts are the result.
+    With `parts` and `out`, the last program of a tile adds up the parts; without `out`, the parts
+    are the result.
     """
     assert x.stride(-1) == 1
     assert x.shape[1] == matrix.num_in
@@ -186,7 +187,7 @@ def _launch(
         TOGETHER=_TILES_TOGETHER,
         AHEAD=min(share, _AHEAD_BYTES // num_out // 16 * 16),
         IN_PAIRS=x.is_cuda and x.element_size() == 2,
-        enable_fp_fusion=False,  # else a scaled sum is rounded in some of these kernels only
+        enable_fp_fusion=False,  # otherwise only some of these kernels would round a scaled sum
         **tiling,
         **dependent_launch(x.device),
     )
@@ -194,7 +195,7 @@ def _launch(
 
 @functools.cache
 def _counters(device: torch.device, size: int) -> Tensor:
-    """How many splits of a tile are done; left at zero by every launch."""
+    """For each tile, how many splits are done; every launch leaves zeros."""
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
@@ -240,7 +241,7 @@ def _narrow_kernel(
     row = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     i = tl.arange(0, BLOCK_N)
     n = tile_n * OUTS + i % OUTS
-    # Gated, the block's second half are the rows of `up` that belong to the gate's before them.
+    # If gated, the second half of a block holds the rows of `up` that match the gate's rows.
     num_weight_rows = num_out * (2 if GATED else 1)
     weight_row = n + i // OUTS * num_out
     is_row, is_out = row < num_rows, n < num_out
@@ -264,13 +265,13 @@ def _narrow_kernel(
         stride = num_rows.to(tl.int64) * num_weight_rows
         tl.store(part_at + split * stride, part, mask=mask)
         if out_ptr is not None:
-            tl.debug_barrier()  # all of the program's stores come before its count
+            tl.debug_barrier()  # all stores of the program must come before its count
             counter = counters_ptr + tl.program_id(0)
             num_before = tl.atomic_add(counter, 1, sem="acq_rel")
-            mask = mask & (num_before == SPLITS - 1)  # the last one goes on
+            mask = mask & (num_before == SPLITS - 1)  # only the last program continues
             tl.store(counter, 0, mask=num_before == SPLITS - 1)
             for each in tl.static_range(SPLITS):
-                # Not from a cache that filled before the others' stores.
+                # Not from a cache that may have been filled before the others stored.
                 total += tl.load(
                     part_at + each * stride, mask=mask, other=0.0, cache_modifier=".cg"
                 )
@@ -323,7 +324,7 @@ def _share(
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(split * SHARE, (split + 1) * SHARE, STEP):
         for half in tl.static_range(HALVES):
-            group = tl.minimum(start * HALVES + half * STEP, NUM_IN - 1) // GROUP  # the end pads
+            group = tl.minimum(start * HALVES + half * STEP, NUM_IN - 1) // GROUP  # NUM_IN: padding
             part = y
             if not ONE_GROUP:
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -363,7 +364,7 @@ def _share(
 
 @triton.jit
 def _tile(num_rows, num_tiles_n, BLOCK_M: tl.constexpr, TOGETHER: tl.constexpr):
-    """Which rows and outputs are this program's: some tiles of rows take each weight together."""
+    """The rows and outputs of this program; neighbouring programs share weights."""
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
     program = tl.program_id(0)
     first = program // (TOGETHER * num_tiles_n) * TOGETHER
@@ -374,7 +375,7 @@ def _tile(num_rows, num_tiles_n, BLOCK_M: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _ask_for(rows, BYTES: tl.constexpr):
-    """Have so many bytes from each of these addresses read into the L2 cache."""
+    """Prefetch this many bytes from each of these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",

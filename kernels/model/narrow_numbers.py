@@ -1,4 +1,4 @@
-"""Codes of 4 and 8 bits as numbers: of a block in a kernel, and of a whole matrix."""
+"""Converts codes of 4 and 8 bits to numbers: a block within a kernel, or a whole matrix."""
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ _NIBBLES = """{
     prmt.b32 $2, t, HIGH, 0x4140;
     prmt.b32 $3, t, HIGH, 0x4342;
     }"""
-# With this byte in front, one below 16 is a number that much above 128, or above 1024.
+# The high byte of a number: with a nibble as low byte, it is 128 (or 1024) plus the nibble.
 _BFLOAT16_NIBBLES = tl.constexpr(_NIBBLES.replace("HIGH", "0x43434343"))
 _FLOAT16_NIBBLES = tl.constexpr(_NIBBLES.replace("HIGH", "0x64646464"))
 
 
 def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
-    """The plain matrix, its columns in the order of the codes. Shape: [N, K]."""
+    """The plain matrix, with columns in the order of the codes. Shape: [N, K]."""
     num_out, num_in = matrix.shape
     out = torch.empty(num_out, num_in, dtype=dtype, device=matrix.codes.device)
     width = matrix.codes.shape[1]
@@ -52,9 +52,10 @@ def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
 def numbers(
     codes, HAS_ZERO: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr
 ):
-    """The numbers of a block of codes, exact in DTYPE: of 4 bits two blocks, else one twice.
+    """A block of codes as numbers, exact in DTYPE: for 4 bits two blocks, otherwise one, twice.
 
-    With zero points, int4 comes too large IN_PAIRS, as `_nibbles` says: the zero takes that away.
+    IN_PAIRS, int4 numbers with zero points are too large (see `_nibbles`); the zero point
+    compensates for that.
     """
     if KIND == "fp8":
         low = from_e4m3(codes, DTYPE)
@@ -86,8 +87,8 @@ def in_order(codes, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def in_order_by_warp(codes, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, WARPS: tl.constexpr):
-    """As `in_order`, of a block whose row `i` is output `output_by_warp(i)`, which comes out at its
-    place. No number moves between threads: each has read what it multiplies.
+    """Like `in_order`, for a block whose row `i` is output `output_by_warp(i)`; the result has the
+    outputs in order. No number moves between threads: each has read what it multiplies.
 
     Shape: [BLOCK_N, CHUNK].
     """
@@ -98,7 +99,7 @@ def in_order_by_warp(codes, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, WARPS: t
 
 @triton.jit
 def output_by_warp(i, WARPS: tl.constexpr):
-    """Loads give a warp 8 rows at a time, tensor cores 16."""
+    """The output in row i: loads give a warp 8 rows at a time, tensor cores 16."""
     first = i // (16 * WARPS) * (16 * WARPS)
     return first + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
 
@@ -113,7 +114,7 @@ def _e2m1(nibble, DTYPE: tl.constexpr):
 
 @triton.jit
 def _nibbles(codes, DTYPE: tl.constexpr):
-    """The low, and the high, nibbles, each 128 too large in bfloat16, and 1024 in float16."""
+    """The low and the high nibbles, each 128 too large in bfloat16, and 1024 in float16."""
     if tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
             _BFLOAT16_NIBBLES,
@@ -152,7 +153,7 @@ def _unpack_kernel(
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: a step of BLOCK_N outputs."""
+    """Each program: one step of BLOCK_N outputs."""
     HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, STEP)

@@ -1,4 +1,4 @@
-"""`outrider serve`: bring the pair up, answer requests, drain and leave."""
+"""`outrider serve`: load the pair, answer requests, drain and exit."""
 
 import asyncio
 import errno
@@ -31,15 +31,15 @@ from .workers import WorkerError, Workers
 
 log = logging.getLogger("outrider.server")
 
-OTHER_FILES = 256  # that a process may have open beside its connections
+OTHER_FILES = 256  # files that a process may have open besides its connections
 
 
 def serve(settings: Settings) -> int:
     """Serve until a signal; returns the exit code."""
-    # The stream itself, not whatever sys.stderr is later: conversions redirect that.
+    # The present stream, because conversions redirect sys.stderr later.
     console = Console(file=sys.stderr)
     configure_logging(settings.server.log_level, settings.server.log_format, console)
-    # Until uvicorn takes over; a container's first process would not even end of SIGTERM otherwise.
+    # Until uvicorn takes over; otherwise SIGTERM would not even end a container's first process.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         prepare_for_clients(settings.server)
@@ -60,8 +60,8 @@ def serve(settings: Settings) -> int:
 
 
 def prepare_for_clients(settings: ServerSettings) -> None:
-    """Read the keys, as each process will for itself, say what is left open, and make sure that
-    there are files for all connections. Raises OSError."""
+    """Check the keys, which each process reads for itself, warn of what is open to everybody, and
+    allow enough files for all connections. Raises OSError."""
     keys = settings.read_api_keys()
     if not keys and settings.uds is None and not is_loopback(settings.host):
         log.warning(
@@ -81,11 +81,11 @@ def prepare_for_clients(settings: ServerSettings) -> None:
         )
         wanted = hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # children have it, too
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # children inherit it
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening address, taken before anything slow is done. Raises OSError."""
+    """Bind the listening address, before anything slow is done. Raises OSError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -102,7 +102,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A socket at this path; one that a server has left behind is replaced. Raises OSError."""
+    """Bind a socket at this path; replaces one that a dead server left. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
@@ -116,13 +116,13 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
-    """So many sockets of one address, among which the kernel spreads connections.
+    """Several sockets of one address, over which the kernel spreads connections.
 
-    Processes that accept from one socket would take whole bursts of them, each in its turn.
+    If all processes accepted from one socket, each in turn would take a whole burst of them.
     """
     if num_sockets == 1:
         return [listener]
-    # Set after the first has been bound, so that another server's port still counts as taken.
+    # Set after the first is bound, so that a port of another server is still an error.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listeners = [listener]
     for _ in range(num_sockets - 1):
@@ -184,7 +184,7 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
 
 
 async def _front(prepared: Prepared, engine: ProcessEngine) -> Server | Workers:
-    """What answers HTTP: this process, or so many beside it."""
+    """What answers HTTP: this process, or several others."""
     settings = prepared.settings.server
     if settings.api_workers > 1:
         return Workers(prepared, engine)

@@ -1,4 +1,4 @@
-"""HTTP processes around one engine: started, watched, drained. Each runs `worker.py`."""
+"""Starts, watches and drains HTTP processes around one engine. Each runs `worker.py`."""
 
 import asyncio
 import logging
@@ -26,16 +26,16 @@ BACKLOG = 2048
 
 
 class WorkerError(RuntimeError):
-    """HTTP processes do not stay up."""
+    """HTTP processes keep dying."""
 
 
 class Workers:
-    """Processes that share this process's engine: they speak to it themselves, and hear from here
-    how it is and where.
+    """Processes that share this process's engine. They talk to it directly; this process tells them
+    its state and endpoint.
 
-    One that dies is started again, the first time at once: its requests are freed, its connections
-    are gone, and new ones wait for its successor. `serve` raises WorkerError after three deaths in
-    a row, or if one cannot start at all.
+    A process that dies is started again, the first time at once. Its requests are aborted, its
+    connections are lost, and new connections wait for its successor. `serve` raises WorkerError
+    after three deaths in a row, or if a process cannot start at all.
     """
 
     def __init__(self, prepared: Prepared, engine: ProcessEngine) -> None:
@@ -45,24 +45,24 @@ class Workers:
         self._engine = engine
         self._engine.on_change = self._tell
         self._context = zmq.asyncio.Context()
-        self._living: dict[ChildProcess[Up], bool] = {}  # and whether it has come up
+        self._living: dict[ChildProcess[Up], bool] = {}  # whether each is ready
         self._up = [asyncio.Event() for _ in range(self._settings.api_workers)]
 
     async def listening(self) -> None:
-        """Wait until each of them has come up."""
+        """Wait until all of them are ready."""
         await asyncio.gather(*(up.wait() for up in self._up))
 
     async def serve(self, sockets: list[socket.socket]) -> None:
-        """Keep them up until a signal, then let them finish and leave.
+        """Keep them running until a signal, then let them finish and exit.
 
-        `sockets`: as many for each, those of one behind those of another.
+        `sockets`: the same number for each process, those of one process next to each other.
         """
         for listener in sockets:
-            listener.listen(BACKLOG)  # connections wait for their process to come up
+            listener.listen(BACKLOG)  # connections wait until their process is ready
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._leave, sig)
-        # prometheus-client adds up what the processes count, those that have gone among them.
+        # prometheus-client adds up the counts of all processes, including those that have ended.
         with tempfile.TemporaryDirectory(prefix="outrider-metrics-") as metrics:
             environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": metrics}
             num_each = len(sockets) // len(self._up)
@@ -100,7 +100,7 @@ class Workers:
     async def _run(
         self, up: asyncio.Event, listeners: list[socket.socket], environment: dict[str, str]
     ) -> int:
-        """Start one and hear it out to its end; returns its exit code."""
+        """Start one and handle its messages until it ends; returns its exit code."""
 
         def hear(message: Up) -> None:
             self._living[child] = True
@@ -130,7 +130,7 @@ class Workers:
     def _leave(self, sig: int) -> None:
         if self.leaving:
             if sig == signal.SIGINT:
-                os._exit(130)  # all the others end with this one
+                os._exit(130)  # all other processes end with this one
             return
         self.leaving = True
         log.info("shutting down: no new requests; Ctrl-C again leaves at once")
