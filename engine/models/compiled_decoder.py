@@ -1,4 +1,4 @@
-"""A decoder whose layers a CPU runs in one call."""
+"""A decoder whose layers run on a CPU in one compiled call."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _FEWEST_POSITIONS = 1024
 
 
 def can_compile(decoder: Decoder) -> bool:
-    """Whether the compiled layers do all that this decoder does."""
+    """Whether the compiled layers can do everything that this decoder does."""
     if cpu.compiled() is None or decoder.dtype not in (torch.float32, torch.bfloat16):
         return False
     return all(map(_is_known, decoder.blocks)) and len(set(map(_shape_of, decoder.blocks))) == 1
@@ -46,7 +46,7 @@ def _is_known(block: Block) -> bool:
 
 
 def _shape_of(block: Block) -> tuple[float, ...]:
-    """What all layers have in common: heads, their width, the MLP's, eps, scale."""
+    """What all layers must have in common: heads, head width, MLP width, eps, scale."""
     mixer, attention = block.mixer, block.mixer.attention
     head_eps = mixer.head_norms[0].eps if mixer.head_norms else 0.0
     return (
@@ -62,17 +62,17 @@ def _shape_of(block: Block) -> tuple[float, ...]:
 
 
 class CompiledDecoder(Decoder):
-    """Between its layers all is float32; a row is the same to the bit in any company."""
+    """Computes in float32 between its layers; the bits of a row do not depend on the batch."""
 
     def __init__(self, decoder: Decoder) -> None:
-        """Take over a decoder that `can_compile` has nothing against."""
+        """Take over a decoder for which `can_compile` is true."""
         super().__init__(decoder.embedding, decoder.blocks, decoder.norm, decoder.head)
         self._drafted, self.vocab_size = decoder._drafted, decoder.vocab_size
         self._last_norm = decoder.norm._replace(weight=decoder.norm.weight.float())
-        self._held: list[Tensor] = []  # what the layers point to
+        self._held: list[Tensor] = []  # keeps alive what the layers point to
         self._layers = [self._described(block) for block in self.blocks]
         self._bound: list[object] = []
-        self._num_positions = 0  # that the layers' tables of cos and sin hold
+        self._num_positions = 0  # positions in the layers' tables of cos and sin
         *sizes, eps, head_eps, scale = _shape_of(self.blocks[0])
         hidden, heads, kv_heads, head_dim, intermediate = map(int, sizes)
         self._shape = cpu.Shape(hidden, heads, kv_heads, head_dim, intermediate)
@@ -121,7 +121,7 @@ class CompiledDecoder(Decoder):
                 cpu.run_layers(cpu.array(layers), self._shape, rows, x)
             if last is not None:
                 taps.append(x.to(self.dtype))
-        del kept  # they had to live until here
+        del kept  # kept alive until here: the layers point to them
         logits = self._head(x[batch.logits_rows])
         return Pass(self._widened(logits), torch.stack(taps, 1) if taps else None)
 
@@ -172,7 +172,7 @@ class CompiledDecoder(Decoder):
         self._shape.page_size = keys.shape[1]
 
     def _reach(self, position: int) -> None:
-        """Have cos and sin of positions up to this one in the layers' tables."""
+        """Extend the layers' tables of cos and sin to positions up to this one."""
         if position < self._num_positions:
             return
         self._num_positions = max(_FEWEST_POSITIONS, 1 << position.bit_length())

@@ -1,4 +1,4 @@
-"""A decoder of our own: embedding, blocks, norm, head."""
+"""Our own decoder: embedding, blocks, norm, head."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,12 +14,12 @@ from .blocks import Block
 from .network import Network, Pass
 from .weights import Dense, Linear
 
-# Measured: one thread has computed such a layer before another, asleep for 30 us, is awake.
+# Measured: one thread finishes such a layer before another, asleep for 30 us, has woken up.
 _MAX_LONE_ROWS, _MAX_LONE_WEIGHTS = 4, 1 << 21
 
 
 class Decoder(Network):
-    """A causal LM of blocks that our kernels, or their references, compute."""
+    """A causal LM made of blocks that our kernels, or their references, compute."""
 
     def __init__(
         self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, head: Linear
@@ -33,8 +33,8 @@ class Decoder(Network):
         self.vocab_size = head.weight.shape[0]
         self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
         self._is_small = max(block.num_weights for block in self.blocks) <= _MAX_LONE_WEIGHTS
-        self._drafted: Tensor | None = None  # [V'] the tokens that the head has rows of; None: all
-        self.may_use_one_thread = False  # on a CPU; the bits of a sum may hang on the threads
+        self._drafted: Tensor | None = None  # [V'] the tokens that the head has rows for; None: all
+        self.may_use_one_thread = False  # on a CPU; the number of threads may change a sum's bits
 
     @property
     def attentions(self) -> list[PagedAttention]:
@@ -65,13 +65,13 @@ class Decoder(Network):
         return ", ".join(sorted(formats - {""}))
 
     def change_linears(self, change: Callable[[Linear], Linear]) -> None:
-        """Put other linear layers in place of its own, one by one: old weights are freed."""
+        """Replace all linear layers, one by one, so that old weights are freed early."""
         for i, block in enumerate(self.blocks):
             self.blocks[i] = block.changed(change)
         self.head = change(self.head)
 
     def draft_only(self, token_ids: Tensor) -> None:
-        """Give no other tokens a chance: their logits are -inf, and the head has no rows of them.
+        """Keep only these tokens' rows of the head; the logits of all others become -inf.
 
         Shape: token_ids [V'] int64, each once.
         """
@@ -104,7 +104,7 @@ class Decoder(Network):
         return Pass(self._widened(logits), taps)
 
     def _tap(self, layer: int, x: Tensor, taps: Tensor | None) -> None:
-        """Copy the stream behind a tapped layer: the next block adds to x in place."""
+        """Copy the residual stream after a tapped layer: the next block changes x in place."""
         if taps is not None and layer in self.tapped_layers:
             taps[:, self.tapped_layers.index(layer)] = x
 

@@ -1,16 +1,16 @@
-"""An EAGLE-3 head: one decoder layer, as a rule, that reads the target's hidden states.
+"""An EAGLE-3 head: usually one decoder layer, which reads the target's hidden states.
 
-Row t pairs the target's states g_t with the token behind them, x_{t+1}, and predicts x_{t+2}:
+Row t pairs the target's states g_t with the next token x_{t+1}, and predicts x_{t+2}:
 
-    f = fc(N(g_t))                          in a draft's row: what the row before it recycled
+    f = fc(N(g_t))                          for a draft's row: `recycled` of the row before
     e = input_layernorm(E[x_{t+1}]),  a = hidden_norm(f)
     r = a if norm_before_residual else f
     u = r + o_proj(attention(q, k, v of [e; a]))
     y = u + mlp(post_attention_layernorm(u))
     logits = lm_head(norm(y)),  recycled = norm(y) if norm_output else y
 
-N is nothing, one norm of the whole, or a norm of each state. EAGLE 3.1 has the last and recycles
-normalised. Further layers are ordinary ones.
+N is the identity, one norm over all states, or a norm for each state. EAGLE 3.1 has the last, and
+recycles normalised outputs. Further layers are ordinary decoder layers.
 
 P-EAGLE recycles nothing. All of a step's drafts but the first are predicted by rows of masks, with
 f = fc(N(mask_hidden)) and the embedding of a mask token, in one pass behind the true rows.
@@ -30,7 +30,7 @@ from .head import Head
 
 
 class Eagle3Head(Head):
-    """A head that drafts token by token, over states and mostly the embedding of its target."""
+    """A head that drafts token by token, from its target's states and mostly its embedding."""
 
     kind = "eagle3"
     lookahead = 1
@@ -46,10 +46,10 @@ class Eagle3Head(Head):
         mask_token_id: int = 0,
         **layers: Any,
     ) -> None:
-        """`layers` are those of Head; the first block's mixer reads [e; a].
+        """`layers` as in Head; the first block's mixer reads [e; a].
 
-        Shape: fc_norms none, one of all, or one a tap; mask_hidden [num_taps, target's hidden], of
-        a head that drafts in parallel.
+        fc_norms: none, one for all taps, or one for each tap. mask_hidden: [num_taps, target's
+        hidden], for a head that drafts in parallel.
         """
         super().__init__(**layers)
         self.fc_norms = tuple(fc_norms)
@@ -73,7 +73,7 @@ class Eagle3Head(Head):
         return self.fc(taps.flatten(1))
 
     def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
-        """y of every row; f is overwritten. Shape: f [T, hidden], next_ids [T] -> [T, hidden]."""
+        """y of every row; overwrites f. Shape: f [T, hidden], next_ids [T] -> [T, hidden]."""
         e = rms_norm(F.embedding(next_ids, self.embedding), self.blocks[0].mixer.norm)
         a = rms_norm(f, self.hidden_norm)
         normed: Tensor | None = torch.cat((e, a), -1)
@@ -90,9 +90,9 @@ class Eagle3Head(Head):
         return self(self.mask.repeat(num_rows, 1), ids, context)
 
     def recycled(self, y: Tensor) -> Tensor:
-        """f of the next row, in place of y if they are equal. Shape: [N, hidden]."""
+        """f of the next row; may be y itself. Shape: [N, hidden]."""
         return rms_norm(y, self.norm) if self.norm_output else y
 
     def logits(self, y: Tensor) -> Tensor:
-        """Over the draft's own vocabulary. Shape: [N, hidden] -> [N, V']."""
+        """Logits over the draft's own vocabulary. Shape: [N, hidden] -> [N, V']."""
         return self.head(rms_norm(y, self.norm))

@@ -1,8 +1,8 @@
-"""What a head's config says: heads read the target's hidden states, and come in several formats.
+"""Reads the configs of heads, of which there are several formats.
 
-A flat config is that of a Llama with a few keys more; that of the speculators library holds the
-layer's own config inside. Boundary b of a target is its residual stream behind b layers, so that 0
-are the embeddings.
+A flat config is that of a Llama with some more keys. The speculators library has the config of the
+layer inside its own. Boundary b of a target is its residual stream after b layers; boundary 0 are
+the embeddings.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-# Architectures and speculators' model types, by a part of their names in small letters.
+# Architectures, and model types of speculators, by a lower-case part of their names.
 _KINDS = {
     "eagle3": "eagle3",
     "peagle": "peagle",
@@ -27,12 +27,12 @@ _KINDS = {
     "mlp_speculator": "mlp_speculator",
     "mlpspeculator": "mlp_speculator",
 }
-KINDS = ("eagle3", "peagle", "dflash", "dspark")  # that are run
+KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
-_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # as trainers call it
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-# Keys that a head's config has beside those of its layers.
+# Keys of a head's config, besides those of its layers.
 _OWN_KEYS = {
     "architectures",
     "auto_map",
@@ -58,32 +58,32 @@ _OWN_KEYS = {
 
 
 class HeadError(ValueError):
-    """The head is damaged, of an unknown kind, or made for another target; says which and why."""
+    """The head is damaged, unknown, or made for another target; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """What a head that drafts blocks says beside its layers."""
+    """The settings of a head that drafts blocks, besides its layers."""
 
-    size: int  # rows of a block in training, the anchor's included
+    size: int  # rows of a block in training, including the anchor
     mask_token_id: int
-    predicts_from_anchor: bool  # each row the token behind it, not a mask its own
+    predicts_from_anchor: bool  # a row predicts the next token, not the one at its own position
     windows: tuple[int | None, ...]  # of each layer
-    causal: tuple[bool, ...]  # whether rows of a block see those before them alone
+    causal: tuple[bool, ...]  # whether rows of a block see only those before them
     embedding_scale: float
-    markov: str | None  # which kind of Markov head it has
+    markov: str | None  # the kind of its Markov head, if it has one
     has_confidence: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """A head, whichever way its file said it."""
+    """A head's config, read from any of the formats."""
 
     kind: str  # an entry of KINDS
     layers: "LlamaConfig"  # of its decoder layers
     draft_vocab_size: int
     target_hidden_size: int
-    boundaries: tuple[int, ...] | None  # that it reads, ascending; None: those of EAGLE-3
+    boundaries: tuple[int, ...] | None  # those that it reads, ascending; None: EAGLE-3's default
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -117,7 +117,7 @@ class HeadConfig:
         )
 
     def boundaries_of(self, num_layers: int) -> tuple[int, ...]:
-        """What it reads of a target of so many layers. Raises HeadError."""
+        """The boundaries that it reads of a target with this many layers. Raises HeadError."""
         told = self.boundaries
         if told is None and self.block is not None:
             raise HeadError("its config names no layers of the target to read (target_layer_ids)")
@@ -132,17 +132,17 @@ class HeadConfig:
 
 
 def head_kind(folder: str | Path) -> str | None:
-    """Which kind of head this model directory holds; None: none, but a model of its own."""
+    """The kind of head in this model directory; None if it holds an ordinary model."""
     try:
         told = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError):
-        return None  # whoever loads it as a model says what is wrong
+        return None  # loading it as a model will report the error
     return _kind(told) if isinstance(told, dict) else None
 
 
 def _kind(told: dict[str, Any]) -> str | None:
     if told.get("selector_rank") or _nested(told).get("selector_rank"):
-        return "dflash2"  # some go by the name of what they are built on
+        return "dflash2"  # some carry the name of the kind that they extend
     if (projector := _nested(told).get("projector_type")) not in (None, "dflash"):
         return str(projector)
     names = [told.get("speculators_model_type"), *(told.get("architectures") or ())]
@@ -151,13 +151,13 @@ def _kind(told: dict[str, Any]) -> str | None:
 
 
 def _layers(told: dict[str, Any]) -> "LlamaConfig":
-    from transformers import LlamaConfig  # takes seconds, which `head_kind` need not
+    from transformers import LlamaConfig  # takes seconds, and `head_kind` does not need it
 
     kept = {key: value for key, value in told.items() if key not in _OWN_KEYS}
     if kept.get("hidden_act", "silu") != "silu":
         raise HeadError(f"its activation is {kept['hidden_act']}; silu is known here")
     if not kept.get("rope_parameters"):
-        # The head's own, whatever the target's is.
+        # The head's own RoPE, whatever the target's is.
         kept.pop("rope_parameters", None)
         theta = kept.pop("rope_theta", None) or 10000.0
         scaling = kept.pop("rope_scaling", None) or {}
@@ -173,7 +173,7 @@ def _layers(told: dict[str, Any]) -> "LlamaConfig":
 
 
 def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
-    """The formats count differently: from the embeddings, or from the first layer's output."""
+    """The boundaries; formats count from the embeddings, or from the first layer's output."""
     inner = told.get("eagle_config") or {}
     if ids := told.get("target_layer_ids") or _nested(told).get("target_layer_ids"):
         found = [i + 1 if isinstance(i, int) else i for i in ids]
@@ -182,7 +182,7 @@ def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
     ):
         found = list(ids)
     elif ids := inner.get("eagle_aux_hidden_state_layer_ids"):
-        # Those that begin at 1 are written by a trainer that counts layers, not states.
+        # Lists that begin at 1 come from a trainer that counts layers, not states.
         found = [i + 1 for i in ids] if ids[0] == 1 else list(ids)
     else:
         return None
@@ -192,7 +192,7 @@ def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _nested(told: dict[str, Any]) -> dict[str, Any]:
-    """Where some trainers put what a block head has of its own."""
+    """The place where some trainers put the settings of a block head."""
     inner = told.get("dflash_config")
     return inner if isinstance(inner, dict) else {}
 
@@ -206,7 +206,7 @@ def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfi
     size = own.get("block_size")
     if size is None:
         size = _SPECULATORS_BLOCK_SIZE if is_speculators else _DEFAULT_BLOCK_SIZE
-    # A native DSpark head predicts from its anchor unless it says otherwise, all others do not.
+    # Native DSpark heads predict from the anchor unless they say otherwise; all others do not.
     from_anchor = own.get("sample_from_anchor", own.get("query_zero_predicts_next"))
     if from_anchor is None:
         from_anchor = kind == "dspark" and not is_speculators
@@ -229,7 +229,7 @@ def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfi
         mask_token_id=mask_token_id,
         predicts_from_anchor=bool(from_anchor),
         windows=tuple(window if sliding else None for sliding in is_sliding),
-        # Layers with a window are trained to be causal, unless the config says it of all.
+        # Layers with a window are causal, unless the config says it for all layers.
         causal=tuple(s if is_causal is None else bool(is_causal) for s in is_sliding),
         embedding_scale=float(own.get("input_embedding_scale") or 1.0),
         markov=markov,

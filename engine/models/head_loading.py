@@ -1,4 +1,4 @@
-"""From a head's directory, and the target that it was made for, to a network."""
+"""Loads a head for the target that it was made for."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -34,9 +34,9 @@ def load_head(
     target_path: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> Head:
-    """Load the head of a directory for this target, whose layers are tapped from now on.
+    """Load the head in a directory; from now on the target hands out the states that it reads.
 
-    Its arithmetic is in the target's dtype. Raises HeadError naming both models.
+    The head computes in the target's dtype. Raises HeadError naming both models.
     """
     folder = Path(config.path)
     with _told(f"the head {config.path} cannot draft for {target_path}"):
@@ -114,7 +114,7 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
 def _mask(
     config: HeadConfig, checkpoint: Checkpoint, embedding: Tensor, num_taps: int, width: int
 ) -> dict[str, Any]:
-    """What stands for the states and the token of a row that is a mask."""
+    """The states and the token that a mask row has in place of real ones."""
     hidden = checkpoint.tensor("mask_hidden")
     if hidden.numel() != num_taps * width:
         raise HeadError(
@@ -183,9 +183,9 @@ def _block_head(
 
 
 def _kv_part(checkpoint: Checkpoint, attention_name: str, block: Block) -> Linear:
-    """What the mixer's qkv computes of keys and values, over the same memory if that is plain."""
+    """The part of the mixer's qkv that computes keys and values; a view if the matrix is plain."""
     weight, bias = block.mixer.qkv
-    if not isinstance(weight, Dense):  # rounded, each output by itself: these come out the same
+    if not isinstance(weight, Dense):  # each output is rounded by itself, so these are the same
         return checkpoint.linear(f"{attention_name}.k_proj", f"{attention_name}.v_proj")
     attention = block.mixer.attention
     first = attention.num_heads * attention.head_dim
@@ -199,7 +199,7 @@ def _linear(checkpoint: Checkpoint, name: str, num_outputs: int, num_inputs: int
 
 
 def _output_head(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Linear:
-    """The head's own, unless it has none: then the target's."""
+    """The head's own output layer, or the target's if it has none."""
     width = config.layers.hidden_size
     if "lm_head.weight" in checkpoint or config.block is None:
         return _linear(checkpoint, "lm_head", config.draft_vocab_size, width)
@@ -223,7 +223,7 @@ def _blocks(
     rotary = LlamaRotaryEmbedding(layers)
     rope = Rope(rotary.inv_freq.float().to(device), rotary.attention_scaling)
     names = [first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]
-    reads_both = block is None  # of EAGLE-3's first layer: [e; a]
+    reads_both = block is None  # EAGLE-3's first layer reads [e; a]
     return [
         _block(
             config,
@@ -255,7 +255,7 @@ def _block(
     head_dim, width = layers.head_dim, layers.hidden_size
     num_heads, num_kv_heads = layers.num_attention_heads, layers.num_key_value_heads
     has_head_norms = f"{attention}.q_norm.weight" in checkpoint
-    # Of layers behind the first some trainers write their one norm under the other name.
+    # In later layers, some trainers give the only norm the other name.
     input_norm = f"{name}.input_layernorm"
     if f"{input_norm}.weight" not in checkpoint:
         input_norm = f"{name}.hidden_norm"
@@ -327,7 +327,7 @@ def _fc_norms(
 
 
 def _embedding(checkpoint: Checkpoint, target: Network, width: int) -> Tensor:
-    """The head's own, unless it has none or a copy of the target's."""
+    """The head's own embedding, or the target's if it has none or a copy."""
     theirs, name = target.input_embedding, "embed_tokens.weight"
     if name not in checkpoint:
         if theirs.shape[1] != width:
@@ -348,7 +348,7 @@ def _target_ids(
     num_logits: int,
     device: torch.device,
 ) -> Tensor | None:
-    """The target's id of each of the draft's; None if they are equal."""
+    """The target's id for each id of the draft; None if they are equal."""
     if config.layers.vocab_size != vocab_size:
         raise HeadError(
             f"it was made for a vocabulary of {config.layers.vocab_size} tokens, the target has "
@@ -390,7 +390,7 @@ def _check_shape(name: str, found: "Tensor | object", shape: tuple[int, ...]) ->
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Say which models an error is about."""
+    """Add the names of both models to errors."""
     try:
         yield
     except KeyError as error:

@@ -1,8 +1,8 @@
-"""Heads that draft a block in one pass, each sequence's of its own k_i: DFlash, DSpark, P-EAGLE.
+"""Drafts a block in one pass with a head, k_i drafts for each sequence: DFlash, DSpark, P-EAGLE.
 
-How far a sequence's block goes hangs on its own k_i alone, not on those of its neighbours. Without
-a Markov head no draft depends on the ones before it, so all are drawn at once. With one, they are
-drawn one after another from logits that are computed at once.
+The length of a sequence's block depends on its own k_i alone, not on other sequences. Without a
+Markov head no draft depends on those before it, and all are drawn at once. With one, they are drawn
+one after another, from logits that were computed together.
 """
 
 from abc import abstractmethod
@@ -26,15 +26,15 @@ from .draws import MIN_LIKELIHOOD, LogitsOf
 from .eagle3 import Eagle3Reading
 from .head import AnyHead, HeadProposer
 
-# On a GPU. Fewer rows take the target as long, which reads its weights for them, and the host would
-# wait for nothing.
+# On a GPU: verifying fewer rows takes the target just as long, so it would not pay for the host to
+# wait and look at confidences.
 MIN_ROWS_TO_CUT = 128
 
 
 class BlockDrafting(HeadProposer[AnyHead]):
-    """The logits of a whole block are computed at once, then drafts are drawn from them.
+    """Computes the logits of a whole block at once, and then draws drafts from them.
 
-    What a confidence head holds for unlikely is not proposed.
+    Drafts that a confidence head finds unlikely are not proposed.
     """
 
     _markov: MarkovHead | None = None
@@ -50,7 +50,7 @@ class BlockDrafting(HeadProposer[AnyHead]):
 
     @abstractmethod
     def _shape(self, size: int, k: int) -> tuple[int, int, int]:
-        """That of the rows of so many sequences with up to k drafts each."""
+        """The shape of a batch of `size` sequences with up to k drafts each."""
 
     @abstractmethod
     def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> "_Block":
@@ -70,7 +70,7 @@ class BlockDrafting(HeadProposer[AnyHead]):
     def _draft(
         self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor
     ) -> Tensor:
-        """Returns the confidence in each draft if there is a head for it. Shape: [k, N]."""
+        """Returns the confidence in each draft, if there is a confidence head. Shape: [k, N]."""
         size, k, filters, samples = shape
         batch_shape = self._shape(size, k)
         batch_len = packed_len(batch_shape)
@@ -95,7 +95,7 @@ class BlockDrafting(HeadProposer[AnyHead]):
     def _pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
     ) -> np.ndarray:
-        """The rows of the blocks, then the draws, draft by draft."""
+        """The rows of the blocks; then, for each draft, the integers of its draws."""
         width = size if self._draws_at_once else aligned(size)
         draws = np.zeros((2, aligned(k * width)), dtype=np.int64)
         draws[0] = self._slots.dummy
@@ -127,7 +127,7 @@ class BlockDrafting(HeadProposer[AnyHead]):
 
 
 class _Block:
-    """The drafts of a block for N sequences, of which fewer and fewer go on."""
+    """The drafts of a block for N sequences, of which fewer and fewer continue."""
 
     def __init__(
         self,
@@ -137,19 +137,19 @@ class _Block:
         markov: MarkovHead | None = None,
         confidence: ConfidenceHead | None = None,
     ) -> None:
-        """Shape: logits [k, N, V'], of the draft alone; h [k, N, hidden]; anchors [N]."""
+        """Shape: logits [k, N, V'], without the Markov head's; h [k, N, hidden]; anchors [N]."""
         self.logits, self._h, self._anchors = logits, h, anchors
         self._markov, self._confidence = markov, confidence
-        self._seqs: Tensor | None = None  # [N'], that go on; None: all
-        self._state: Tensor | None = None  # [N', r], the Markov head's
+        self._seqs: Tensor | None = None  # [N'] those that continue; None: all
+        self._state: Tensor | None = None  # [N', r] of the Markov head
 
     def keep(self, kept: Tensor) -> None:
-        """Go on with these rows of those that there are. Shape: [N']."""
+        """Continue only with these rows of the present ones. Shape: [N']."""
         self._seqs = kept if self._seqs is None else self._seqs[kept]
         self._state = None if self._state is None else self._state[kept]
 
     def at(self, j: int, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits of draft j behind these tokens, None for the first, and the confidence in it.
+        """Logits of draft j after the drafts `last` (None for the first), and the confidence in it.
 
         Shape: last [N'] -> [N', V'], [N']
         """
@@ -185,7 +185,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
         return size, size * (k + self._head.num_leading_rows), 0
 
     def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
-        """The anchor, which is the last known token, and the masks behind it."""
+        """The anchor, which is the last known token, and the mask tokens after it."""
         zeros_np = np.zeros_like(slots_np)
         num_rows_np = num_drafts_np + self._head.num_leading_rows
         return HostBatch.build(slots_np, zeros_np - 1, num_rows_np, zeros_np)
@@ -205,7 +205,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
 class ParallelEagleProposer(BlockDrafting[Eagle3Head], Eagle3Reading):
     """P-EAGLE: the row of the last accepted token predicts the first draft, masks the others.
 
-    With n known tokens that is row n - 2, which is there; masks take the rows from n - 1 on.
+    With n known tokens this is row n - 2, which is computed already; masks take rows n - 1 and on.
     """
 
     def _shape(self, size: int, k: int) -> tuple[int, int, int]:
@@ -226,8 +226,8 @@ class ParallelEagleProposer(BlockDrafting[Eagle3Head], Eagle3Reading):
 
 
 def rows_of_drafts(batch: ForwardBatch, k: int, num_leading: int) -> Tensor:
-    """The row of each draft of each sequence, behind so many leading ones; beyond a sequence's k_i
-    any, drawn from for nobody. Shape: [k, N].
+    """The row of each draft, after `num_leading` rows of its sequence. Beyond a sequence's k_i it
+    is an arbitrary row, whose draw goes to the dummy slot. Shape: [k, N].
     """
     offset = torch.arange(k, device=batch.positions.device)[:, None] + num_leading
     return (batch.cu_seqlens_q[:-1] + offset).clamp_max(len(batch.positions) - 1)

@@ -1,4 +1,4 @@
-"""Drawing drafts: one a row, written behind its sequence, with what it was drawn from."""
+"""Draws drafts, writes them into the slots, and keeps the distributions they were drawn from."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,19 +18,20 @@ from ..state.ragged import aligned
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, DraftDistributions
 
-# Below it another draft pays less than it costs: measured with the default pair, where anything
-# from 0.05 to 0.2 is within 2% of the best for a draft of 0.07 to 0.11 of the target's cost.
+# If drafts are less likely to stand than this, another one costs more than it gains. Measured with
+# the default pair: any value from 0.05 to 0.2 is within 2% of the best, for a draft that costs 0.07
+# to 0.11 of the target.
 MIN_LIKELIHOOD = 0.1
 
 Kind = tuple[bool, bool]  # an entry of SAMPLING_KINDS
-# Of draft j of these slots: its logits and, of drafts that come with one, the confidence [N] that
-# it stands if those before it do. Which rows of the call before they are follows, and their last
-# drafts; None for the first.
+# (j, slots, rows, last drafts) -> logits of draft j for these slots and, if there is one, the
+# confidence [N] that it stands if those before it do. `rows` are the continuing rows of the call
+# before, and their last drafts are None for the first draft.
 LogitsOf = Callable[[int, np.ndarray, np.ndarray, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class Draws:
-    """Draws under each request's own sampling parameters, and keeps the distributions."""
+    """Draws with each request's own sampling parameters, and keeps the distributions."""
 
     def __init__(self, slots: Slots, vocab_size: int, width: int, dtype: torch.dtype) -> None:
         """Logits are `width` wide; ids from `vocab_size` on are never drawn."""
@@ -41,8 +42,9 @@ class Draws:
         )
 
     def pack(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
-        """The integers of `draw` for these slots' drafts behind `offset` others, padded with rows
-        of nobody to `size`. Shape: [B] -> [2, size or more].
+        """The integers of `draw` for draft `offset` of these slots, padded with dummy rows.
+
+        Shape: [B] -> [2, size or more].
         """
         packed = np.zeros((2, aligned(size)), dtype=np.int64)
         packed[0] = self._slots.dummy
@@ -53,10 +55,10 @@ class Draws:
     def draw(
         self, integers: Tensor, kind: Kind, logits: Tensor, kept: DraftDistributions
     ) -> Tensor:
-        """Draw one draft a row, write it to its slot, and keep what it was drawn from.
+        """Draw one draft for each row, write it into its slot, and keep its distribution.
 
-        Shape: integers [2, N or more], of each row its slot and how many of the step's drafts come
-        before this one; logits [N, V] -> [N].
+        Shape: integers [2, N or more], for each row its slot and the number of drafts before this
+        one; logits [N, V] -> [N].
         """
         filters, samples = kind
         slot, offset = integers[:, : len(logits)].unbind()
@@ -73,13 +75,13 @@ class Draws:
             filters=filters,
             samples=samples,
         )
-        # Greedy ones are verified without.
+        # Verifying greedy drafts does not need their distributions.
         kept_of_step = (kept.logits, kept.state) if samples else None
         write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept_of_step)
         return drawn.token_ids
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
-        """Draws of nobody that launch every sampling kernel between them."""
+        """Dummy draws that together launch every sampling kernel."""
         kept = self.distributions
         device = self._slots.device
         logits = torch.zeros(2, kept.logits.shape[2], dtype=kept.logits.dtype, device=device)
@@ -96,16 +98,16 @@ def draw_in_turn(
     *,
     stops_early: bool,
 ) -> None:
-    """Draw up to k_i drafts for each sequence, one a turn, and lower k_i to how many there are.
+    """Draw up to k_i drafts for each sequence, one after another; sets k_i to how many there are.
 
     The host edits the logits of requests that want it. With `stops_early` it looks at each draft: a
-    sequence gets no further one once those it has are unlikely to stand, by the head's confidence
-    or else by what whoever drafts gives them. `draw(slots, j, logits)` returns the drafts: [N].
+    sequence gets no more once its drafts are unlikely to stand, according to the head's confidence
+    or else to the draft's own probabilities. `draw(slots, j, logits)` returns the drafts: [N].
     """
     slots_np = slots_of(scheduled)
     wanted_np = np.array([s.num_drafts for s in scheduled])
     num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
-    seqs_np = np.arange(len(scheduled))  # that are still drafted for
+    seqs_np = np.arange(len(scheduled))  # those still drafted for
     kept_np, last = seqs_np, None
     for j in range(int(wanted_np.max())):
         logits, confidence = logits_of(j, slots_np[seqs_np], kept_np, last)
@@ -133,9 +135,9 @@ def draw_in_turn(
 
 
 def _edited(edits: LogitEdits, logits: Tensor, slots_np: np.ndarray, j: int) -> Tensor:
-    """Logits as the requests of the rows want them, behind so many drafts. Shape: [N, V'].
+    """The logits of draft j, with the edits of the rows' requests. Shape: [N, V'].
 
-    Rounding is no harm: drafts are drawn from what is then there, and that is what is kept.
+    Rounding the result is harmless: drafts are drawn from it, and it is what verification gets.
     """
     edited_np = edits.asked_by(slots_np)
     if not edited_np.any():

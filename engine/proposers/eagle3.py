@@ -1,7 +1,7 @@
-"""An EAGLE-3 head drafts token by token, each over what it gave in front of the one before.
+"""Drafts token by token with an EAGLE-3 head; each draft's row reads the output of the row before.
 
-The row of each sequence's last accepted token, which the device finds by itself, is where its next
-drafts begin.
+The drafts of a step start from the row of the sequence's last accepted token, which the device
+finds by itself.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class Eagle3Reading(HeadProposer[Eagle3Head]):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # [num_slots, hidden] y of each sequence's last row
+        # [num_slots, hidden] output y of each sequence's last row
         self._last_rows = torch.zeros(
             self._slots.max_num_seqs + 1,
             self._head.hidden_size,
@@ -35,10 +35,10 @@ class Eagle3Reading(HeadProposer[Eagle3Head]):
         )
 
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
-        """Compute the rows, and put each sequence's last one where drafts begin."""
+        """Compute the rows, and keep each sequence's last one, from which its drafts start."""
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
         y = self._head(self._head.fused(taps), batch.input_ids, PassContext(batch))
-        # Of a sequence with n known tokens, row n - 2; of one in the midst of its prompt, any.
+        # For a sequence with n known tokens, row n - 2; for an unfinished prompt, any row.
         first, end = batch.cu_seqlens_q[:-1].clamp_max(len(y) - 1), batch.cu_seqlens_q[1:]
         row = first + self._slots.num_tokens[batch.slots] - 2 - batch.positions[first]
         self._last_rows[batch.slots] = y[row.clamp_max(end - 1).clamp_min(first)]
@@ -46,7 +46,7 @@ class Eagle3Reading(HeadProposer[Eagle3Head]):
 
 
 class Eagle3Proposer(Eagle3Reading):
-    """A row a sequence and draft."""
+    """Computes one row for each sequence and draft."""
 
     @property
     def _rows_at_once(self) -> int:
@@ -74,8 +74,8 @@ class Eagle3Proposer(Eagle3Reading):
     def _pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
     ) -> np.ndarray:
-        """For each of k drafts its draws, of the sequences that go so far, and but for the first
-        the rows in front of them.
+        """For each of k drafts: the rows before it (except for the first) and its draws, for the
+        sequences that have so many drafts.
         """
         parts = []
         for j in range(k):
@@ -104,14 +104,14 @@ class Eagle3Proposer(Eagle3Reading):
         return logits_of
 
     def _rows_of(self, slots_np: np.ndarray, j: int) -> HostBatch:
-        """The rows in front of draft j > 0. With n known tokens draft j is to be token n + j, which
-        row n + j - 2 predicts.
+        """The rows that predict draft j > 0. With n known tokens, draft j is token n + j, and row
+        n + j - 2 predicts it.
         """
         ones_np = np.ones_like(slots_np)
         return HostBatch.build(slots_np, (j - 2) * ones_np, ones_np, ones_np)
 
     def _advance(self, packed: Tensor, shape: tuple[int, int, int], y: Tensor) -> Tensor:
-        """The next row of each sequence, over the draft that was drawn last and the row before it.
+        """Compute each sequence's next row, from its newest draft and the row before.
 
         Shape: y [N, hidden] -> [N, hidden].
         """

@@ -1,9 +1,9 @@
 """Whole layers of a decoder in one call: RMSNorm, attention with RoPE over pages, gated MLP.
 
-Products are of float32 inputs with weights that are unpacked on the way, in registers, to the
-float32 numbers that they stand for, and summed in float32, one input after another. So a row comes
-out the same to the bit in any company, with any number of threads, on any processor that has fused
-multiply-add. What lies between the layers is float32, too; only KV is rounded, to its cache.
+Inputs are float32. Weights are unpacked to float32 in registers, and summed in float32, one input
+after another. So the bits of a row do not depend on the batch, on the number of threads, or on the
+processor, as long as it has fused multiply-add. Between layers all is float32, too; only KV is
+rounded, to the dtype of its cache.
 
 `layers.cpp` and `greedy.cpp` are compiled when Outrider is installed, if there is a compiler, and
 never later.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .packing import PackedTiles
 
-# What torch.backends.cpu calls a processor, and what was compiled for it; the best first.
+# torch.backends.cpu's names of processors, and the builds that they can run, the best first.
 _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_v3", "_layers")}
 
 _CALLS = (
@@ -35,7 +35,7 @@ _CALLS = (
 
 
 class Matrix(Structure):
-    """A linear layer's weight and bias; as in layers.cpp, like what follows."""
+    """A linear layer's weight and bias. This and the following structures mirror layers.cpp."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -104,7 +104,7 @@ def compiled() -> ctypes.CDLL | None:
                 library = ctypes.CDLL(spec.origin)
                 for call in _CALLS:
                     getattr(library, call).restype = None
-            except (OSError, AttributeError):  # of another system, or version
+            except (OSError, AttributeError):  # built for another system or version
                 continue
             return library
     return None
@@ -115,10 +115,10 @@ _own_threads: int | None = None  # None: as many as torch
 
 @contextmanager
 def torch_on_one_thread() -> Iterator[None]:
-    """Torch takes one thread, and compiled layers as many as it had.
+    """Give torch one thread, and the compiled layers as many as torch had.
 
-    Both keep threads that spin before they sleep. On the same cores those of the one would hold up
-    those of the other, and what is left to torch beside compiled layers is too small to share.
+    The threads of both spin before they sleep, so on the same cores they would slow each other
+    down. The work that is left to torch besides compiled layers is too small to share anyway.
     """
     global _own_threads
     before = _own_threads
@@ -137,7 +137,7 @@ def _num_threads() -> int:
 
 
 def matrix(weight: PackedTiles, bias: Tensor | None) -> Matrix:
-    """Pointers into both, which must live on. Shape: bias [N] float32."""
+    """Pointers to both; the caller must keep them alive. Shape: bias [N] float32."""
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     return Matrix(
         weight.data.data_ptr(), 0 if bias is None else bias.data_ptr(), *weight.shape, weight.layout
@@ -180,7 +180,7 @@ def run_layers(layers: "ctypes.Array[Layer]", shape: Shape, batch: Batch, x: Ten
 
 
 def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int:
-    """Of a dense tensor of this dtype, or 0."""
+    """The address of a dense tensor of this dtype; 0 for None."""
     if tensor is None:
         return 0
     assert tensor.dtype == dtype, tensor.dtype

@@ -1,7 +1,7 @@
-"""Greedy draws on a CPU: one call each, where the references beside them take dozens.
+"""Greedy draws and verification on a CPU in one compiled call each; the references take dozens.
 
-On a few rows of logits those dozens cost as much as a small draft's pass. The outcome is the same:
-first choices are compared, and nothing is summed.
+For a few rows of logits those dozens of calls cost as much as a pass of a small draft. The results
+are the same, since greedy decoding only compares logits and sums nothing.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from ..cpu.layers import compiled
 from .slot_rows import SlotState
 
 
-class _Logits(Structure):  # as in greedy.cpp, like the next
+class _Logits(Structure):  # this and the next mirror greedy.cpp
     _fields_ = (
         ("data", c_void_p),
         ("stride", c_int64),
@@ -36,7 +36,7 @@ class _Slots(Structure):
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether the functions below take these logits. Shape: [N, V]."""
+    """Whether the functions below can take these logits. Shape: [N, V]."""
     return (
         logits.device.type == "cpu"
         and not uses_triton(logits)
@@ -55,9 +55,9 @@ def verify_greedy(
     logits: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """`verify` of greedy requests, with what is read from their slots and written there.
+    """`verify` for greedy requests, including reading and writing their slots.
 
-    Returns tokens (padded with -1) and whether the logits were bad, as `write_verified`.
+    Returns tokens (padded with -1) and a flag for bad logits, like `write_verified`.
     Shape: first_rows, slot, num_drafts [B] int32; logits [T, V] -> [B, num_columns + 2] int64.
     """
     out = torch.empty(len(slot), num_columns + 2, dtype=torch.int64)
@@ -75,7 +75,7 @@ def verify_greedy(
 def draft_greedy(
     slots: SlotState, slot: Tensor, offset: Tensor, logits: Tensor, vocab_size: int
 ) -> Tensor:
-    """`draft_sample` of greedy requests, written to their slots behind `offset` other drafts.
+    """`draft_sample` for greedy requests; writes each draft into its slot, after `offset` others.
 
     Shape: slot, offset [N] int64; logits [N, V] -> [N] int64.
     """
@@ -90,7 +90,10 @@ def draft_greedy(
 
 
 def probabilities(logits: Tensor, token_ids: Tensor) -> np.ndarray:
-    """Of one token a row, at temperature 1. Shape: logits [N, V], token_ids [N] int64 -> [N]."""
+    """Probabilities of one token a row, at temperature 1.
+
+    Shape: logits [N, V], token_ids [N] int64 -> [N]
+    """
     if not takes(logits):
         return probabilities_reference(logits, token_ids)
     out = torch.empty(len(token_ids))
