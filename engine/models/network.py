@@ -1,4 +1,4 @@
-"""What the engine asks of a model: rows of a batch in, logits and taps out."""
+"""The interface of a model: rows of a batch in, logits and taps out."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from .weights import Linear
 
 
 class Pass(NamedTuple):
-    """What a forward pass hands out; valid until the next one."""
+    """The output of a forward pass; valid until the next one."""
 
     logits: Tensor  # [num_logits, V]
-    taps: Tensor | None = None  # [T, num_taps, hidden] residual stream behind the tapped layers
-    rows: BatchRows | None = None  # that have taps, padding included
+    taps: Tensor | None = None  # [T, num_taps, hidden] residual stream after the tapped layers
+    rows: BatchRows | None = None  # the rows of the taps, including padding
 
 
 class Network(ABC):
@@ -26,8 +26,8 @@ class Network(ABC):
     dtype: torch.dtype
     device: torch.device
     vocab_size: int  # width of the logits
-    same_bits: bool = False  # whether a row comes out the same to the bit in any company
-    tapped_layers: tuple[int, ...] = ()  # whose residual streams a pass hands out; set by `tap`
+    same_bits: bool = False  # whether the bits of a row do not depend on the batch
+    tapped_layers: tuple[int, ...] = ()  # a pass hands out their residual streams; set by `tap`
     _logits: Tensor | None = None  # [max_rows, V]
 
     @property
@@ -38,36 +38,36 @@ class Network(ABC):
     @property
     @abstractmethod
     def input_embedding(self) -> Tensor:
-        """What token ids are looked up in. Shape: [V, hidden]."""
+        """The embedding matrix. Shape: [V, hidden]."""
 
     @property
     @abstractmethod
     def output_head(self) -> Linear:
-        """What gives the logits of normalised states, for heads that share it."""
+        """The layer that computes logits from normalised states, for heads that share it."""
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """What a pass of few rows reads of the weights: all but most of the embeddings."""
+        """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
 
     @property
     @abstractmethod
     def products_keep_bits(self) -> bool:
-        """Whether every product gives a row the same to the bit in any company."""
+        """Whether in every product the bits of a row do not depend on the batch."""
 
     @property
     def weight_formats(self) -> str:
-        """What the weights are kept in, if that is not the model's dtype; "": it is."""
+        """The formats of quantised weights; "" if all weights are in the model's dtype."""
         return ""
 
     @abstractmethod
     def __call__(self, context: PassContext) -> Pass: ...
 
     def tap(self, layers: Sequence[int]) -> None:
-        """From now on hand out the residual stream behind these layers, for every row, in the order
-        of the layers; -1 are the embeddings.
+        """From now on, hand out the residual stream after these layers, for every row, in the order
+        of the layers; -1 means the embeddings.
 
-        Raises ValueError naming the layers that there are.
+        Raises ValueError naming the valid layers.
         """
         num_layers = len(self.attentions)
         if not all(-1 <= layer < num_layers for layer in layers):
@@ -75,9 +75,9 @@ class Network(ABC):
         self.tapped_layers = tuple(sorted(layers))
 
     def reserve_logits(self, max_rows: int) -> None:
-        """Keep up to `max_rows` rows of logits in one place, whatever the shape of the pass.
+        """Write up to `max_rows` rows of logits to one fixed tensor, for all shapes of passes.
 
-        What was captured to read them there needs no copy, and the graphs of all shapes share it.
+        Graphs that read logits then need no copy, and the graphs of all shapes share the tensor.
         """
         if self._logits is None or len(self._logits) < max_rows:
             self._logits = torch.empty(
@@ -85,7 +85,7 @@ class Network(ABC):
             )
 
     def place_of_logits(self, num_rows: int) -> Tensor | None:
-        """Where so many rows of logits go; None: to memory of their own."""
+        """The tensor to write this many rows of logits to; None: allocate a new one."""
         if self._logits is None or num_rows > len(self._logits):
             return None
         return self._logits[:num_rows]

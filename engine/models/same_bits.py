@@ -1,4 +1,4 @@
-"""A target that gives each row the same to the bit in any company, and proves it at load."""
+"""Makes the bits of a target's rows independent of the batch, and checks this at load."""
 
 from itertools import accumulate, pairwise
 
@@ -14,9 +14,9 @@ from .network import Network
 from .weights import with_same_bits
 
 _PAGE = 16  # tokens
-# Rows of the passes that compute a prompt, held against one pass over all of it: decodes,
-# verifications and prompts. A CPU's products were compared as they were packed, and are slow. On a
-# GPU each tile of our own products has its turn: the library takes multiples of 8 rows alone.
+# Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
+# verifications and prompts. A CPU's products were compared when they were packed, and are slow. On
+# a GPU, all tiles of our own products are used: the library gets only multiples of 8 rows.
 _CPU_PASSES = (1, 3, 36)
 _GPU_PASSES = (1, 5, 20, 41, 91, 301)
 
@@ -28,11 +28,11 @@ def keep_bits(
     *,
     at_any_cost: bool = False,
 ) -> None:
-    """Have a network compute each row the same to the bit in any company, and see that it does.
+    """Make the bits of a network's rows independent of the batch, and check that they are.
 
-    `max_len` are the tokens of the longest sequence; keys and values are in `cache_dtype`, if that
-    is not the model's. Raises ValueError saying what keeps the network from that or, unless it is
-    wanted `at_any_cost`, what would be much slower; the network is then as before.
+    `max_len` is the length of the longest sequence in tokens; keys and values are in `cache_dtype`,
+    if that is not the model's. Raises ValueError saying what makes it impossible or, unless it is
+    wanted `at_any_cost`, much slower; the network is unchanged then.
     """
     if isinstance(network, Decoder) and network.device.type == "cuda":
         if network.weight_formats and not at_any_cost:

@@ -1,12 +1,13 @@
-"""What attention has to do for a batch, listed once for all of a model's layers.
+"""Lists the work of attention for a batch, once for all layers of a model.
 
-An item is a block of a sequence's rows over one split of its tokens. Rows of a prefill chunk see
-their tokens in one go. If sequences have few rows, one of many tokens is split over programs.
+An item is a block of a sequence's rows over one split of its tokens. For prefill chunks, an item
+covers all tokens. For few rows, a long sequence is split over several programs.
 
-Splits are 16 of one unit, then 8 to every doubling of the position: none is longer than an eighth
-of the tokens before it, or a unit. If a row has to come out the same to the bit in any company, the
-unit is fixed, so that where its splits lie hangs on nothing. Else the unit follows from how many
-sequences a batch is made for, and doubles until 16 splits hold the sequence.
+The first 16 splits are one unit long; then there are 8 splits for every doubling of the position.
+So no split is longer than a unit or than an eighth of the tokens before it. If the bits of a row
+must not depend on the batch, the unit is fixed, and so are the splits. Otherwise the unit depends
+on the number of sequences that the batch has room for, and doubles until 16 splits hold the
+sequence.
 """
 
 from typing import NamedTuple
@@ -18,9 +19,9 @@ from .._dispatch import num_programs
 from ..triton_or_none import tl, triton
 
 _MIN_UNIT = 256
-SAME_BITS_UNIT = 512  # measured on an H200: what few sequences lose by it, many would twice over
+SAME_BITS_UNIT = 512  # measured on an H200: less would cost many sequences more than few gain
 _MAX_GROWN_SPLITS = tl.constexpr(16)
-_NO_UNIT = 1 << 30  # nothing is split
+_NO_UNIT = 1 << 30  # no sequence is split
 WIDTH = tl.constexpr(9)  # of an item; see the kernel
 
 
@@ -29,12 +30,12 @@ class AttentionItems(NamedTuple):
 
     items: Tensor  # [most items possible, WIDTH] int32
     num_items: Tensor  # [1] int32
-    num_row_blocks: int  # at most; a count that needs no length on the host
+    num_row_blocks: int  # an upper bound that the host can compute without the lengths
     block_m: int
     block_q: int  # rows of an item
-    num_splits: int  # of a row, at most; 1: each item is of all tokens
+    num_splits: int  # the most splits of a row; 1: each item covers all tokens
     is_prefill: bool
-    same_bits: bool  # whether a row is summed in the same order in any company
+    same_bits: bool  # whether a row's order of summation is independent of the batch
 
 
 def list_items(
@@ -50,8 +51,8 @@ def list_items(
 ) -> AttentionItems:
     """List the items of a batch for layers whose KV heads serve `group` query heads each.
 
-    The list's shape follows from shapes alone, so that a captured launch stays right. With
-    `same_bits` a row is summed in the same order in any company.
+    The shape of the list depends only on shapes, so a captured launch stays valid. With
+    `same_bits`, a row's order of summation does not depend on the batch.
 
     Shape:
         cu_seqlens_q: [B + 1]; sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i + 1]
@@ -59,7 +60,7 @@ def list_items(
         slots: [B], each sequence's row of the block table
     """
     num_reqs = len(seq_lens)
-    # Few rows a sequence make decodes and verifications; many make prefill chunks.
+    # Few rows a sequence: decodes and verifications. Many: prefill chunks.
     rows_per_req = triton.cdiv(num_rows, num_reqs)
     is_prefill = rows_per_req > 16
     block_m = 128 if is_prefill else min(64, triton.next_power_of_2(rows_per_req * group))
@@ -71,8 +72,8 @@ def list_items(
         unit = SAME_BITS_UNIT
         num_splits = 1 if is_prefill else _count_splits(max_seq_len, unit)
     else:
-        # The nearer sequences come to filling the GPU by themselves, the longer are their splits,
-        # which are left for where one would hold up the others.
+        # The better the sequences fill the GPU by themselves, the longer the splits: they only
+        # keep a long sequence from delaying the others.
         num_blocks = num_reqs * num_kv_heads
         share = 1024 * num_blocks // num_programs(seq_lens.device, 1)
         unit = min(1024, max(_MIN_UNIT, triton.next_power_of_2(share)))
@@ -102,7 +103,7 @@ def list_items(
 
 
 def _count_splits(num_tokens: int, unit: int) -> int:
-    """As `split_of` counts them."""
+    """The number of splits, as `split_of` counts them."""
     num_units = -(-num_tokens // unit)
     octave = max((num_units - 1).bit_length() - 4, 0)
     return 8 * octave + -(-num_units >> octave) if num_units else 1
@@ -112,7 +113,7 @@ def _count_splits(num_tokens: int, unit: int) -> int:
 def split_of(position, unit):
     """The split that a position lies in."""
     place = position // unit
-    # Of a float's exponent: 3 for places to 15, and one more for each doubling.
+    # A float's exponent is 3 up to place 15, and one more for each doubling.
     exponent = (tl.maximum(place, 8).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     octave = exponent - 3
     return 8 * octave + (place >> octave)
@@ -136,10 +137,10 @@ def _list_items_kernel(
     unit,
     REQS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    SPLITS: tl.constexpr,  # whether an item is of one split
+    SPLITS: tl.constexpr,  # whether an item covers one split only
     GROWS: tl.constexpr,  # whether units double until few splits hold the sequence
 ):
-    """One program: the items of one sequence."""
+    """Each program: the items of one sequence."""
     request = tl.program_id(0)
     i = tl.arange(0, REQS)
     is_req = i < num_reqs
@@ -177,7 +178,7 @@ def _list_items_kernel(
         tl.store(at + 3, slot, mask=mask)
         tl.store(at + 4, item % num_splits, mask=mask)
         tl.store(at + 5, unit + tl.zeros_like(item), mask=mask)
-        # As many row blocks as there can be lie before this one; see the wrapper.
+        # The row block: assumes the most blocks that there can be before it; see the wrapper.
         tl.store(at + 6, first_row // BLOCK_Q + request + first_q // BLOCK_Q, mask=mask)
         tl.store(at + 7, context_len + tl.zeros_like(item), mask=mask)
         tl.store(at + 8, context_len + query_len + tl.zeros_like(item), mask=mask)

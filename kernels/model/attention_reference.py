@@ -1,8 +1,8 @@
-"""Attention over pages in plain torch: what a CPU runs, and what the kernel is held to.
+"""Attention over pages in plain torch: runs on CPUs, and is the reference for the kernel.
 
-How SDPA sums hangs on how many keys it is handed, and below four rows on how many these are. So
-that a row comes out the same to the bit in any company, it is handed the keys up to the end of its
-own block of positions, always under a mask, among four rows or a multiple of four.
+SDPA's order of summation depends on the number of keys and, below four rows, on the number of rows.
+So that the bits of a row do not depend on the batch, SDPA always gets the keys up to the end of the
+row's own block of positions, a mask, and a multiple of four rows.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KEY_BLOCK = 16  # positions
-_ROW_MULTIPLE = 4  # measured; on one machine two or three rows of bfloat16 were summed otherwise
+_ROW_MULTIPLE = 4  # measured: on one machine two or three bfloat16 rows were summed differently
 
 
 class RowBlock(NamedTuple):
-    """Rows of a sequence that are handed the same keys."""
+    """Rows of a sequence that get the same keys."""
 
     rows: slice  # of the query
     num_keys: int
@@ -32,8 +32,8 @@ def row_blocks(
     device: torch.device,
     rows_at_once: int = KEY_BLOCK,
 ) -> list[RowBlock]:
-    """The last `query_len` rows of a sequence, a block for each KEY_BLOCK positions they touch, or
-    several, of no more than `rows_at_once` rows.
+    """The last `query_len` rows of a sequence, in blocks of at most `rows_at_once` rows, none of
+    which crosses a multiple of KEY_BLOCK positions.
 
     `group` query heads share a KV head; `window` counts the current token.
     """
@@ -59,8 +59,8 @@ def whole_block(
     *,
     causal: bool = True,
 ) -> list[RowBlock]:
-    """The rows of `row_blocks` as one, with no more keys than there are: a little faster, and not
-    the same to the bit in any company. If it is not causal, each row sees all keys.
+    """The rows of `row_blocks` in one block, with only the existing keys: a little faster, but the
+    bits of a row may depend on the batch. If it is not causal, each row sees all keys.
     """
     mask = None
     if (causal and query_len > 1) or (window is not None and seq_len > window):
@@ -108,13 +108,13 @@ def paged_attention_reference(
 ) -> Tensor:
     """Attention of one sequence's last rows over its pages.
 
-    What lies behind the sequence in its last page is read, weighed with 0: it must be finite.
+    Values after the sequence in its last page are multiplied by 0, so they must be finite.
 
     Shape:
         query: [query_len, num_heads, head_dim]
         k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or value_dim], of the
             query's dtype or a wider one
-        pages: [pages of the sequence], their ids in order; or a slice, where they lie side by side
+        pages: [pages of the sequence], their ids in order; or a slice, if they are consecutive
         blocks: from `row_blocks` or `whole_block`
         sinks: [num_heads], or None
         returns: [query_len, num_heads, value_dim]
@@ -188,7 +188,7 @@ def _attend(
 def _tokens_in(cache: Tensor, pages: Tensor | slice, num_tokens: int) -> Tensor:
     """Shape: [num_pages, page_size, num_kv_heads, dim] -> [num_kv_heads, num_tokens, dim].
 
-    Zeros follow where the pages hold fewer.
+    Padded with zeros if the pages hold fewer tokens.
     """
     kept = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
     tokens = kept.flatten(0, 1)[:num_tokens]

@@ -1,8 +1,8 @@
-"""Whether attention gives a row the same to the bit in any company, found out at load by computing.
+"""Checks at load, by computing, that the bits of a row of attention do not depend on the batch.
 
-The kernel sums in one order by its design; should a GPU, or a compiler, sum otherwise, it is unfit.
-On a CPU the library may sum several rows of a block otherwise than one: then each row is handed
-over alone, which is the same call in any company.
+The kernel is designed to sum in one order; a GPU or compiler that does otherwise is refused. On a
+CPU the library may sum several rows of a block differently from one row. Then each row is passed
+alone, which is the same call whatever the batch.
 """
 
 import functools
@@ -15,14 +15,14 @@ from .attention_items import SAME_BITS_UNIT, list_items
 from .attention_reference import KEY_BLOCK, paged_attention_reference, row_blocks
 from .paged_attention import paged_attention
 
-_PAGE = 16  # tokens; no sum hangs on it
-_CPU_TOKENS = 600  # more than the library sums over in one go
+_PAGE = 16  # tokens; no sum depends on it
+_CPU_TOKENS = 600  # more than the library sums at once
 _FEW_ROWS = (1, 5, 16)  # of a sequence that decodes or verifies: blocks of different sizes
 _MANY_ROWS = 17  # of a short prompt
 
 
 class Heads(NamedTuple):
-    """What attention of a layer computes."""
+    """The attention heads of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,10 +42,10 @@ def sums_alike(
     device: torch.device,
     max_len: int,
 ) -> bool:
-    """Whether the kernel gives the rows of a prompt the same, to the bit, as those of decodes,
-    verifications and shorter prompts of several sequences.
+    """Whether the kernel gives the rows of a prompt the same bits as the rows of decodes,
+    verifications and shorter prompts in a batch.
 
-    `max_len` are the tokens of the longest sequence possible.
+    `max_len` is the length of the longest possible sequence in tokens.
     """
     num_tokens = min(2 * SAME_BITS_UNIT + 60, max_len)
     query, keys, values, sinks = _random(heads, num_tokens, dtype, cache_dtype, device)
@@ -54,7 +54,7 @@ def sums_alike(
     table[:, : len(keys)] = torch.arange(len(keys), device=device)
 
     def attended(ends: list[int], num_rows: int) -> Tensor:
-        """The last rows of as many sequences as there are ends, which share their pages."""
+        """The last rows of one sequence for each end; all share their pages."""
         items = list_items(
             torch.arange(len(ends) + 1, device=device) * num_rows,
             torch.tensor(ends, device=device),
@@ -88,7 +88,7 @@ def sums_alike(
 @torch.inference_mode()
 @functools.cache
 def rows_at_once(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-    """How many rows of a block of positions a CPU may be handed together: all, or one by one."""
+    """How many rows of a block a CPU may get together: all of them, or one at a time."""
     device = torch.device("cpu")
     query, keys, values, sinks = _random(heads, _CPU_TOKENS, dtype, cache_dtype, device)
     group, scale = heads.num_heads // heads.num_kv_heads, heads.head_dim**-0.5
