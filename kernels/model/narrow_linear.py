@@ -28,7 +28,9 @@ from .split_product import add_parts
 # Measured on an H200.
 _MAX_ROWS = 256  # beyond this the library is faster, although the matrix must be unpacked
 _MAX_SPLITS = 8
-_PROGRAMS_PER_SM, _GATED_PROGRAMS_PER_SM = 6, 3  # limits how often a product is split
+_PROGRAMS_PER_SM = 5  # into which a product is split at most
+_GATED_PROGRAMS_PER_SM = {8: 3, 4: 6}  # by the bits of a number
+_MANY_OUTPUTS = 1 << 14
 _MIN_STEPS = 2  # of a split
 _MAX_SPLIT_ROWS = 256
 _AHEAD_BYTES = 1 << 24  # of weights that are prefetched while the kernel before still runs
@@ -110,7 +112,8 @@ def _ordered(x: Tensor, matrix: NarrowMatrix, norm: Norm | None = None) -> Tenso
 
 def _num_splits(matrix: NarrowMatrix, *, gated: bool = False) -> int:
     """How many partial sums an output is split into, so that few outputs keep a GPU busy."""
-    per_sm = _GATED_PROGRAMS_PER_SM if gated else _PROGRAMS_PER_SM
+    bits = 4 if has_4_bits(matrix.kind) else 8
+    per_sm = _GATED_PROGRAMS_PER_SM[bits] if gated else _PROGRAMS_PER_SM
     num_tiles = triton.cdiv(matrix.shape[0], _BLOCK_N)
     most = min(_MAX_SPLITS, num_programs(matrix.codes.device, per_sm) // num_tiles)
     splits, share = 1, matrix.codes.shape[1]
@@ -126,12 +129,17 @@ def _tiling(num_rows: int, matrix: NarrowMatrix, num_splits: int) -> dict[str, i
     if num_rows > 64:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
     block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    if has_4_bits(matrix.kind) or matrix.half < STEP:
-        return {"BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    if num_splits > 1 and (block_m == 16 or num_splits >= _MAX_SPLITS):
-        return {"BLOCK_M": block_m, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-    num_stages = 6 if block_m == 16 else 3
-    return {"BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 4, "num_stages": num_stages}
+    block_n, num_stages = 64, 3
+    if matrix.half == STEP:
+        has_few_rows = block_m == 16
+        if has_4_bits(matrix.kind):
+            block_n = 128 if has_few_rows and matrix.shape[0] >= _MANY_OUTPUTS else 64
+            num_stages = 4 if has_few_rows and block_n == 64 else 3
+        elif has_few_rows:
+            num_stages = 5
+        elif num_splits >= _MAX_SPLITS:
+            block_n = 128
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": num_stages}
 
 
 def _launch(
