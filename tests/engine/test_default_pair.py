@@ -100,6 +100,7 @@ def test_drafts_and_prefix_hits_change_nothing(
     assert sum(outputs[-1].num_cached_tokens > 0 for outputs in again) > 10
 
 
+@pytest.mark.deep  # on tiny models in test_loop.py
 def test_preemption_changes_nothing(
     pair: tuple[Path, Path], prompts: list[list[int]], truth: list[list[int]]
 ) -> None:

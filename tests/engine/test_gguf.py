@@ -171,7 +171,7 @@ def answer(outputs: list[RequestOutput]) -> tuple[list[int], list[Any]]:
 
 
 @needs_layers
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.deep)])
 def test_answers_are_equal_to_the_bit_in_any_company(
     dtype: str, directory: Callable[[Type, Type], Path]
 ) -> None:

@@ -112,6 +112,7 @@ def test_the_chat_template_and_its_tokens_survive(pair: Pair, tokenizer: Any) ->
     assert (pair.vocab_size, pair.eos_token_ids) == (49152, (2,))
 
 
+@pytest.mark.deep  # as test_end_to_end.py has it say through the server
 def test_the_target_speaks_english(target: Any, tokenizer: Any) -> None:
     ids = tokenizer("The capital of France is", return_tensors="pt")
     output = target.generate(**ids, max_new_tokens=4, do_sample=False)
@@ -129,6 +130,7 @@ def test_the_draft_is_an_ordinary_small_model_with_the_targets_tokenizer(pair: P
     assert "held-out" in (pair.draft / "README.md").read_text()
 
 
+@pytest.mark.deep
 def test_the_draft_agrees_with_the_target(pair: Pair, target: Any, tokenizer: Any) -> None:
     draft = AutoModelForCausalLM.from_pretrained(pair.draft, dtype=torch.float32)
     agreed = []
