@@ -26,9 +26,9 @@ class ProcessEngine(Dispatcher):
     """An engine in a child process.
 
     A child that dies is started again, the first time at once. After three deaths in a row, or if
-    it never became ready, the state is "failed". A child that sends nothing for `step_timeout_s`
-    (None: no limit) is killed and started again. If it `is_shared`, other processes can reach it
-    too, at the endpoint in `status`.
+    it never became ready, the state is "failed". A child is asked now and then how it is. If it
+    does not answer for `step_timeout_s` (None: no limit), it is killed and started again. If it
+    `is_shared`, other processes can reach it too, at the endpoint in `status`.
     """
 
     _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.processes.process")
