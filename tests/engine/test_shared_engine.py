@@ -160,7 +160,8 @@ async def test_an_engine_that_hangs_with_the_work_of_others_is_started_again(
     await owner.start()
     endpoint = owner.status.endpoint
     assert endpoint is not None
-    Sharer(owner._context, endpoint).say(Submit(0, [request("a", script="hang")]))
+    sharer = Sharer(owner._context, endpoint)  # kept: a socket that is collected sends nothing
+    sharer.say(Submit(0, [request("a", script="hang")]))
     await state_becomes(owner, "restarting")
     assert "no step ended within 0.3 s" in (owner.status_reason or "")
     assert owner.status.endpoint is None
