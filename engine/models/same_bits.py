@@ -44,11 +44,11 @@ def keep_bits(
         try:
             network.change_linears(with_same_bits)
             _prove(network, max_len, cache_dtype)
-        except (ValueError, torch.OutOfMemoryError) as reason:
+        except Exception as reason:
             network.blocks, network.head = blocks, head
-            if isinstance(reason, ValueError):
-                raise
-            raise ValueError("there is too little memory to find out how it sums") from None
+            if isinstance(reason, torch.OutOfMemoryError):
+                raise ValueError("there is too little memory to find out how it sums") from None
+            raise
     else:
         _prove(network, max_len, cache_dtype)
     network.same_bits = True
