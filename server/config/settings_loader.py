@@ -164,7 +164,7 @@ def _parse_text(key: str, text: str) -> object:
     parts = get_args(annotation)
     if type(None) in parts and text.lower() in ("", "none"):
         return None
-    if Ellipsis in parts:
+    if any(Ellipsis in get_args(part) for part in (annotation, *parts)):
         if text.startswith("["):
             try:
                 return json.loads(text)

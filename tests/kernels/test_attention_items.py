@@ -39,7 +39,7 @@ def test_items_cover_every_row_and_token_once(
     items = listed.items[: int(listed.num_items)].tolist()
     covered: dict[int, list[tuple[int, int]]] = {row: [] for row in range(sum(rows))}
     starts = list(split_starts(70_000, 256))
-    for first_row, num_rows, first_position, slot, split, unit, row_block, _ in items:
+    for first_row, num_rows, first_position, slot, split, unit, row_block, *_ in items:
         borders = [start // 256 * unit for start in (*starts, 1 << 30)]
         if listed.is_prefill:  # an item is of all tokens, whatever splits it adds up
             borders = [0, 1 << 30]
