@@ -8,6 +8,7 @@ with the `EngineConfig` as one line of JSON on its stdin.
 """
 
 import contextlib
+import gc
 import logging
 import sys
 import time
@@ -77,6 +78,7 @@ def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
 def _load_warm_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
     engine = load_engine(config, progress)
     engine.warm_up_grammars()
+    gc.collect()
     give_memory_back()
     return engine
 

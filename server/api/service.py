@@ -1,18 +1,17 @@
 """Shared by all endpoints that generate: the engine, the tokenizer, the limits."""
 
 import asyncio
-import ctypes
 import hashlib
 import importlib.metadata
 import uuid
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from outrider.engine.api import EngineInfo, NewRequest
 from outrider.engine.processes.client import EngineClient, EngineUnavailableError
+from outrider.engine.processes.heap import give_memory_back
 
 from ..config.server_settings import ServerSettings
 from ..grammar.structured_outputs import GrammarChecker
@@ -41,12 +40,6 @@ VERSION = importlib.metadata.version("outrider")
 INLINE_CHARS = 2048
 # Longer texts are tokenized one at a time: each takes a hundred times its size in memory.
 LARGE_CHARS = 2**18
-
-
-def give_memory_back() -> None:
-    """Return freed memory to the system: after a large text, glibc would keep half a gigabyte."""
-    with suppress(AttributeError):  # only glibc has this call
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Answers HTTP in one process: the application, and a server that drains before it exits."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -52,6 +53,7 @@ async def load_app(prepared: Prepared, client: EngineClient, gate: Gate) -> ASGI
         ),
         card=PairCard.of(settings),
     )
+    gc.collect()
     give_memory_back()
     return app
 

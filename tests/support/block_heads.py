@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import EPS, HEAD_DIM, INNER, MASK, NUM_HEADS, NUM_KV_HEADS, THETA, rotated, tensors_of
+from heads import (
+    EPS,
+    HEAD_DIM,
+    INNER,
+    MASK,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    layers_config,
+    rotated,
+    tensors_of,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -91,19 +101,7 @@ def save_tiny_block_head(
         own["sample_from_anchor"] = from_anchor
     if is_causal is not None:
         own["is_causal"] = is_causal
-    layers: dict[str, Any] = {
-        "hidden_size": width,
-        "intermediate_size": INNER,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "num_hidden_layers": num_layers,
-        "vocab_size": vocab,
-        "rms_norm_eps": EPS,
-        "rope_theta": THETA,
-        "hidden_act": "silu",
-        "model_type": "qwen3",
-    }
+    layers = layers_config("qwen3", width, num_layers, vocab)
     if windows is not None:
         types = ("full_attention", "sliding_attention")
         layers["layer_types"] = [types[window is not None] for window in windows]

@@ -14,6 +14,22 @@ THETA, EPS = 500.0, 1e-5
 MASK = 2
 
 
+def layers_config(model_type: str, width: int, num_layers: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": INNER,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": num_layers,
+        "vocab_size": vocab,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "hidden_act": "silu",
+        "model_type": model_type,
+    }
+
+
 def save_tiny_head(
     path: Path,
     target: Path,
@@ -82,19 +98,7 @@ def save_tiny_head(
         ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = ids - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    layers: dict[str, Any] = {
-        "hidden_size": width,
-        "intermediate_size": INNER,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "num_hidden_layers": num_layers,
-        "vocab_size": vocab,
-        "rms_norm_eps": EPS,
-        "rope_theta": THETA,
-        "hidden_act": "silu",
-        "model_type": "llama",
-    }
+    layers = layers_config("llama", width, num_layers, vocab)
     config: dict[str, Any] = {"draft_vocab_size": size, **flags}
     if width != theirs:
         config["target_hidden_size"] = theirs
