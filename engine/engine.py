@@ -100,7 +100,10 @@ class Engine:
         self.scheduler.lag = lag
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
-        """Allocate the KV cache, replacing the present one, with a new scheduler over it."""
+        """Allocate the KV cache, replacing the present one, with a new scheduler over it.
+
+        Graphs captured before this use the old pages: capture them again.
+        """
         config, k = self._config, self.worker.max_drafts
         self._in_flight = None
         self.worker.allocate(num_pages)
