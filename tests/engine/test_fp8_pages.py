@@ -10,7 +10,7 @@ import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
 from paged import run_prompt
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE
+from tiny_models import DEVICE, VOCAB
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from verification import HAS_KERNELS
@@ -143,5 +143,7 @@ def test_answers_are_equal_with_and_without_drafts(tiny_model: Tiny) -> None:
         draft_model = engine.worker.pair.draft
         assert draft_model is None or draft_model.attentions[0].bound_pages.keys.element_size() == 1
         assert (draft_model is None) == (k == 0)
-        answers.append([tokens(outputs) for outputs in run(engine, prompts((3, 40)), GREEDY)])
+        answers.append(
+            [tokens(outputs) for outputs in run(engine, prompts((3, 40), VOCAB), GREEDY)]
+        )
     assert answers[0] == answers[1]
