@@ -1,9 +1,10 @@
 """Heads are trained as they are served; whole trainings of them are in test_run.py."""
 
+import json
 from pathlib import Path
 
 import torch
-from heads import NUM_HEADS, PlainHead
+from heads import NUM_HEADS, PlainHead, tensors_of
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -42,6 +43,39 @@ def test_training_runs_what_is_served(tmp_path: Path) -> None:
             known, drafts = text[0, : row + 2].tolist(), text[0, row + 2 : row + 5].tolist()
             expected = plain.draft_logits(states[0], known, [*drafts, 0][:3], vocab)[:, ids]
             torch.testing.assert_close(got[:, row], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_saved_head_is_what_other_engines_load(tmp_path: Path) -> None:
+    """As LlamaForCausalLMEagle3 is in vLLM and SGLang, which map no other names."""
+    path = save_tiny_model(tmp_path / "target", num_hidden_layers=6, vocab_size=60)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    module = HeadModule(model, torch.arange(0, 60, 2), default_boundaries(6))
+    module.export(model, tmp_path / "head")
+    config = json.loads((tmp_path / "head/config.json").read_text())
+    width, inner, head_dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    num_q, num_kv = (head_dim * config[f"num_{of}_heads"] for of in ("attention", "key_value"))
+    attention, mlp = "midlayer.self_attn.{}_proj.weight", "midlayer.mlp.{}_proj.weight"
+    assert {n: tuple(t.shape) for n, t in tensors_of(tmp_path / "head").items()} == {
+        "fc.weight": (width, 3 * width),
+        "midlayer.input_layernorm.weight": (width,),
+        "midlayer.hidden_norm.weight": (width,),
+        "midlayer.post_attention_layernorm.weight": (width,),
+        attention.format("q"): (num_q, 2 * width),
+        attention.format("k"): (num_kv, 2 * width),
+        attention.format("v"): (num_kv, 2 * width),
+        attention.format("o"): (width, num_q),
+        mlp.format("gate"): (inner, width),
+        mlp.format("up"): (inner, width),
+        mlp.format("down"): (width, inner),
+        "norm.weight": (width,),
+        "lm_head.weight": (30, width),
+        "d2t": (30,),
+        "t2d": (60,),
+    }
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["vocab_size"], config["draft_vocab_size"]) == (60, 30)
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(module.boundaries)
+    assert config["tie_word_embeddings"] is False  # else SGLang takes its embedding for the head
 
 
 def test_the_most_frequent_tokens_are_drafted() -> None:
