@@ -97,8 +97,8 @@ gpu-tables: gpu-set-up ## tables of kernels and engine (TARGET= DRAFT= model dir
 	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py
 	@if [ -n "$(TARGET)" ] && [ -n "$(DRAFT)" ]; then \
 		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/engine.py "$(TARGET)" "$(DRAFT)" && \
-		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/greedy_agreement.py "$(TARGET)" "$(DRAFT)"; \
-	else echo "Skipped: the engine's table and greedy agreement, which need TARGET= and DRAFT=."; fi
+		env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/same_answers.py "$(TARGET)" "$(DRAFT)"; \
+	else echo "Skipped the engine's table and answers: they need TARGET= and DRAFT=."; fi
 
 gpu-set-up:
 	@$(GPU_PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
