@@ -53,6 +53,7 @@ class Writer:
             EngineConfig(
                 target=ModelConfig(path=recipe.target),
                 device=device,
+                batch_invariant=False,  # text need not come out the same in another batch
                 num_threads=None if device == "cpu" else 1,
                 eos_token_ids=self._frame.eos_token_ids,
                 gpu_memory_utilization=share_of_memory,
