@@ -1,6 +1,7 @@
 """Weights in 4 or 8 bits a number that a GPU multiplies by directly."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linea
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
 from outrider.kernels.model.rms_norm import Norm
 
-from .weights import Unfused, Weight
+from .weights import Fused, Unfused, Weight
 
 
 class Narrow(Weight):
@@ -24,27 +25,11 @@ class Narrow(Weight):
         self.num_bytes = matrix.num_bytes
         self.format = matrix.kind
 
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        same_bits = self.same_bits
-        return narrow_linear(
-            x, self._matrix, bias, norm=norm, gated=gated, out=out, same_bits=same_bits
-        )
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        return narrow_linear(x, self._matrix, bias, same_bits=self.same_bits, **fused)
 
     def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Tensor | None:
         same_bits = self.same_bits
         return add_narrow_linear(residual, x, self._matrix, bias, norm=norm, same_bits=same_bits)

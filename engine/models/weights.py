@@ -5,7 +5,7 @@ chooses the format by what the checkpoint holds.
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from outrider.kernels.model.same_bits_linear import (
 from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
 
 
+class Fused(TypedDict, total=False):
+    """What a product may do besides multiplying; each is left out unless it is given."""
+
+    norm: Norm | None  # applied to the inputs
+    gated: bool  # silu of the first half of the outputs, times the second half
+    out: Tensor | None  # takes the result; given only for a plain product, x W^T
+
+
 class Weight(ABC):
     """The matrix of a linear layer, [N, K]."""
 
@@ -32,29 +40,12 @@ class Weight(ABC):
     same_bits: bool = False  # whether the bits of a row do not depend on the batch
 
     @abstractmethod
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """rmsnorm(x) W^T + b; with `gated`, silu(first half) * second half of that.
-
-        `out` takes the result; it is given only for a plain product, x W^T.
-        Shape: x [T, K] -> [T, N] or, gated, [T, N / 2].
-        """
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        """x W^T + b. Shape: x [T, K] -> [T, N] or, gated, [T, N / 2]."""
 
     @abstractmethod
     def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Tensor | None:
         """Add x W^T + b to the residual in place. Returns norm(residual) if that comes cheaply.
 
@@ -82,27 +73,15 @@ class Unfused(Weight):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b. Shape: [T, K] -> [T, N]."""
 
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        norm, out = fused.get("norm"), fused.get("out")
         y = self._product(x if norm is None else rms_norm(x, norm), bias)
-        if gated:
+        if fused.get("gated"):
             y = silu_mul(y)
         return y if out is None else out.copy_(y)
 
     def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Tensor | None:
         residual.add_(self._product(x, bias))
         return None
@@ -117,24 +96,11 @@ class Dense(Weight):
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.num_bytes = matrix.nbytes
 
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return linear(x, self.matrix, bias, norm=norm, gated=gated, out=out)
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        return linear(x, self.matrix, bias, **fused)
 
     def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Tensor | None:
         return add_linear(residual, x, self.matrix, bias, norm=norm)
 
@@ -155,26 +121,11 @@ class SameBits(Dense):
         super().__init__(matrix)
         self._library = library_rows(matrix, bias)
 
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return same_bits_linear(
-            x, self.matrix, bias, self._library, norm=norm, gated=gated, out=out
-        )
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        return same_bits_linear(x, self.matrix, bias, self._library, **fused)
 
     def add_to(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Tensor | None:
         return add_same_bits_linear(residual, x, self.matrix, bias, self._library, norm=norm)
 
@@ -225,20 +176,12 @@ class Tiles(Unfused):
         rounded = Codes(codes.to(torch.int8).flatten(1), scale)
         return Tiles(pack(rounded, Layout.EIGHT_HALF), matrix.dtype)
 
-    def multiply(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        x = x.float()
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        norm, out, x = fused.get("norm"), fused.get("out"), x.float()
         if norm is not None:
             x = rms_norm_reference(x, norm._replace(weight=norm.weight.float()))
         y = self._product(x, bias)
-        if gated:
+        if fused.get("gated"):
             y = silu_mul_reference(y)
         return y.to(self._dtype) if out is None else out.copy_(y)
 
@@ -255,18 +198,11 @@ class Linear(NamedTuple):
     weight: Weight
     bias: Tensor | None  # [N]
 
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self.weight.multiply(x, self.bias, norm=norm, gated=gated, out=out)
+    def __call__(self, x: Tensor, **fused: Unpack[Fused]) -> Tensor:
+        return self.weight.multiply(x, self.bias, **fused)
 
     def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Tensor | None:
-        return self.weight.add_to(residual, x, self.bias, norm=norm)
+        return self.weight.add_to(residual, x, self.bias, norm)
 
 
 def with_same_bits(linear: Linear) -> Linear:
