@@ -1,4 +1,4 @@
-"""The tensors of a model directory, read by name when they are asked for."""
+"""A model directory of safetensors files, or of one file of torch.save."""
 
 import json
 import logging
@@ -13,9 +13,10 @@ from torch import Tensor
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8, stack
 
+from .any_checkpoint import AnyCheckpoint
 from .formats import Read
 from .narrow_weight import Narrow, Stacked
-from .weights import Dense, Linear, Weight
+from .weights import Dense, Weight
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ _DTYPES = {
 }
 
 
-class Checkpoint:
-    """The files of one model. Tensors are read straight to the device."""
+class Checkpoint(AnyCheckpoint):
+    """Tensors are read straight to the device. Layers may be quantised, or rounded here."""
 
     def __init__(
         self,
@@ -51,13 +52,12 @@ class Checkpoint:
 
         Raises FileNotFoundError if the folder holds no weights.
         """
-        self._dtype, self._device = dtype, device
+        super().__init__(dtype, device, progress)
         self._read, self._rounds, self._rounds_head = read, rounds, rounds_head
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self._keeps_narrow = uses_triton(torch.empty(0, device=device))
-        self.has_quantised = False  # whether any layer read so far was quantised
+        self.has_quantised = False
         self._warned = False
-        self._progress, self._num_read = progress, 0
         index = folder / _INDEX
         if index.is_file():
             file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -73,19 +73,21 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    @property
+    def _num_tensors(self) -> int:
+        return len(self._file_of)
+
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in; float32 if it is one that no format looks for."""
         part = self._files[self._file_of[name]].get_slice(name)
         return _DTYPES.get(part.get_dtype(), torch.float32)
 
     def stored(self, name: str) -> Tensor:
-        """A tensor in its stored dtype, on the device."""
         self._count()
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor.to(self._device)
 
     def tensor(self, *names: str) -> Tensor:
-        """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
         parts = [self._files[self._file_of[name]].get_slice(name) for name in names]
         shapes = [part.get_shape() for part in parts]
         for name, part in zip(names, parts, strict=True):
@@ -113,28 +115,11 @@ class Checkpoint:
             raise ValueError(f"{name} is of dtype {values.dtype}; it holds integers")
         return values.long()
 
-    def linear(self, *names: str) -> Linear:
-        """Linear layers that read the same input, as one layer with the outputs of all.
-
-        Raises UnsupportedFormatError if one is in a format that is not served.
-        """
-        return Linear(self._weight(names, rounds=self._rounds), self._bias(names))
-
-    def head(self, name: str, tied: Tensor | None = None) -> Linear:
-        """The layer that computes the logits; `tied` is the embedding if it shares its matrix."""
-        if tied is None:
-            return Linear(self._weight((name,), rounds=self._rounds_head), self._bias((name,)))
-        return Linear(self._rounded(tied) if self._rounds_head else Dense(tied), None)
-
-    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
-        biases = [f"{name}.bias" for name in names]
-        return self.tensor(*biases) if biases[0] in self else None
-
-    def _weight(self, names: tuple[str, ...], *, rounds: bool) -> Weight:
+    def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
         matrices = [self._read(self, name) if self._read else None for name in names]
         if all(matrix is None for matrix in matrices):
             plain = self.tensor(*(f"{name}.weight" for name in names))
-            return self._rounded(plain) if rounds else Dense(plain)
+            return self._plain(plain, rounds=self._rounds_head if is_head else self._rounds)
         self.has_quantised = True
         narrow = [matrix for matrix in matrices if matrix is not None]
         if self._keeps_narrow and len(narrow) == len(names):
@@ -149,8 +134,11 @@ class Checkpoint:
             return Stacked(weights)
         return Dense(torch.cat([weight.dequantised() for weight in weights]))
 
-    def _rounded(self, plain: Tensor) -> Weight:
-        return self._narrow(round_to_fp8(plain))
+    def _tied(self, embedding: Tensor) -> Weight:
+        return self._plain(embedding, rounds=self._rounds_head)
+
+    def _plain(self, matrix: Tensor, *, rounds: bool) -> Weight:
+        return self._narrow(round_to_fp8(matrix)) if rounds else Dense(matrix)
 
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
         if self._keeps_narrow:
@@ -163,10 +151,6 @@ class Checkpoint:
             )
             self._warned = True
         return Dense(dequantise(matrix, self._dtype))
-
-    def _count(self) -> None:
-        self._num_read += 1
-        self._progress(self._num_read, len(self._file_of))
 
 
 # Safetensors' names.

@@ -12,11 +12,10 @@ from transformers import PreTrainedConfig
 
 from outrider.kernels.model.rms_norm import Norm
 
+from .any_checkpoint import AnyCheckpoint
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
-from .checkpoint import Checkpoint
 from .decoder import Decoder
-from .gguf_checkpoint import AnyCheckpoint
 
 # The fields of a configuration that the code below implements.
 _IMPLEMENTED = {
@@ -164,7 +163,7 @@ def _kv_scale(checkpoint: AnyCheckpoint, attention: str, which: str) -> float:
     """
     names = [f"{attention}.{name.format(which)}" for name in _KV_SCALES]
     name = next((name for name in names if name in checkpoint), None)
-    if name is None or not isinstance(checkpoint, Checkpoint):
+    if name is None:
         return 1.0
     scale = checkpoint.stored(name)
     if scale.numel() != 1:

@@ -1,4 +1,4 @@
-"""A model directory whose weights are a GGUF file, with the interface of `Checkpoint`."""
+"""A model directory whose weights are a GGUF file."""
 
 import re
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import Checkpoint
+from .any_checkpoint import AnyCheckpoint
 from .gguf_file import FILE_NAME, GgufFile
-from .weights import Dense, Linear, Tiles, Weight
+from .weights import Dense, Tiles, Weight
 
 # Names in the architecture `llama`, the only one that is read here.
 _OUTER = {
@@ -54,7 +54,7 @@ def why_unpacked(file: GgufFile) -> str | None:
     return None
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(AnyCheckpoint):
     """The tensors of a GGUF file under transformers' names.
 
     On a CPU with compiled layers, matrices stay quantised; elsewhere they are unpacked, one by one,
@@ -70,38 +70,28 @@ class GgufCheckpoint:
         device: torch.device,
         progress: Callable[[int, int], None],
     ) -> None:
+        super().__init__(dtype, device, progress)
         self._file = GgufFile(folder / FILE_NAME)
-        self._dtype, self._device = dtype, device
-        self._progress, self._num_read = progress, 0
         self._keeps_width = device.type == "cpu" and compiled() is not None
 
     def __contains__(self, name: str) -> bool:
         return _gguf_name(name) in self._file.names
 
+    @property
+    def _num_tensors(self) -> int:
+        return len(self._file.names)
+
+    def stored(self, name: str) -> Tensor:
+        return self._read(name).dequantised().view(self._file.shape_of(_gguf_name(name)))
+
     def tensor(self, *names: str) -> Tensor:
-        """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
-        parts = []
-        for name in names:
-            part = self._read(name).dequantised()
-            shape = self._file.shape_of(_gguf_name(name))
-            parts.append(part.view(shape).to(self._dtype))
-        return torch.cat(parts).to(self._device)
+        return torch.cat([self.stored(name).to(self._dtype) for name in names]).to(self._device)
 
-    def linear(self, *names: str) -> Linear:
-        """Linear layers that read the same input, as one layer with the outputs of all."""
-        biases = [f"{name}.bias" for name in names]
-        bias = self.tensor(*biases) if biases[0] in self else None
-        return Linear(self._weight(*(f"{name}.weight" for name in names)), bias)
+    def _tied(self, embedding: Tensor) -> Weight:
+        return self._weight(("model.embed_tokens",)) if self._keeps_width else Dense(embedding)
 
-    def head(self, name: str, tied: Tensor | None = None) -> Linear:
-        """The layer that computes the logits; `tied` is the embedding if it shares its matrix."""
-        if tied is None:
-            return self.linear(name)
-        if not self._keeps_width:
-            return Linear(Dense(tied), None)
-        return Linear(self._weight("model.embed_tokens.weight"), None)
-
-    def _weight(self, *names: str) -> Weight:
+    def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
+        names = tuple(f"{name}.weight" for name in names)
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
         width = self._file.shape_of(_gguf_name(names[0]))[1]
         if not self._keeps_width or width % BLOCK:
@@ -117,17 +107,13 @@ class GgufCheckpoint:
     def _read(self, name: str) -> Codes:
         gguf_name = _gguf_name(name)
         codes = self._file.read(gguf_name)
-        self._num_read += 1
-        self._progress(self._num_read, len(self._file.names))
+        self._count()
         stem = gguf_name.split(".")[-2]
         if stem not in _HEADS:
             return codes
         num_heads = self._file.metadata.get(_HEADS[stem])
         num_heads = num_heads or self._file.metadata[_HEADS["attn_q"]]
         return Codes(*(_unpermuted(part, num_heads) for part in codes if part is not None))
-
-
-AnyCheckpoint = Checkpoint | GgufCheckpoint
 
 
 def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:

@@ -22,12 +22,13 @@ from .admission import (
     max_positions,
     resolve_dtype,
 )
+from .any_checkpoint import AnyCheckpoint
 from .checkpoint import Checkpoint
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
 from .formats import FORMATS, Read, UnsupportedFormatError, reader_of, without_format
-from .gguf_checkpoint import AnyCheckpoint, GgufCheckpoint
+from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
