@@ -1,7 +1,7 @@
 """The model families whose structure we know, and how a checkpoint of each becomes a `Decoder`.
 
 To add a family that is a Llama under another name, enter it in FAMILIES. For any other, write a
-function from a checkpoint to a decoder, and the parts that it needs in `blocks.py`.
+function from a checkpoint to a decoder, as `_llama` is, and the parts that it needs in `blocks.py`.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from outrider.kernels.model.rms_norm import Norm
-
 from .any_checkpoint import AnyCheckpoint
-from .attention import PagedAttention, Rope
-from .blocks import AttentionMixer, Block, GatedMLP
+from .attention import Rope
 from .decoder import Decoder
+from .llama import LlamaReader
 
 # The fields of a configuration that the code below implements.
 _IMPLEMENTED = {
@@ -108,67 +106,18 @@ def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
 
 
 def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
-    """Pre-norm blocks of attention with RoPE and a gated MLP; with head norms if it has them."""
-
-    def norm(name: str) -> Norm:
-        return Norm(checkpoint.tensor(f"{name}.weight"), config.rms_norm_eps)
-
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    reader = LlamaReader(checkpoint, config)
     no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # rotates by 0 at every position
     has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
-    blocks = []
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        has_head_norms = f"{attention}.q_norm.weight" in checkpoint
-        mixer = AttentionMixer(
-            norm=norm(f"{layer}.input_layernorm"),
-            qkv=checkpoint.linear(*(f"{attention}.{name}_proj" for name in "qkv")),
-            output=checkpoint.linear(f"{attention}.o_proj"),
-            attention=PagedAttention(
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=head_dim,
-                value_dim=head_dim,
-                scale=head_dim**-0.5,
-                window=_window(config, i),
-                k_scale=_kv_scale(checkpoint, attention, "k"),
-                v_scale=_kv_scale(checkpoint, attention, "v"),
-            ),
-            rope=rope if has_rope[i] else no_rope,
-            head_norms=(norm(f"{attention}.q_norm"), norm(f"{attention}.k_norm"))
-            if has_head_norms
-            else None,
+    blocks = [
+        reader.block(
+            f"model.layers.{i}", rope if has_rope[i] else no_rope, window=_window(config, i)
         )
-        gated_mlp = GatedMLP(
-            norm=norm(f"{layer}.post_attention_layernorm"),
-            gate_up=checkpoint.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=checkpoint.linear(f"{mlp}.down_proj"),
-        )
-        blocks.append(Block(mixer, gated_mlp))
+        for i in range(config.num_hidden_layers)
+    ]
     embedding = checkpoint.tensor("model.embed_tokens.weight")
     head = checkpoint.head("lm_head", embedding if config.tie_word_embeddings else None)
-    return Decoder(embedding, blocks, norm("model.norm"), head)
-
-
-# What checkpoints call what keys and values in FP8 are multiplied by; the last is of both.
-_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_scale")
-
-
-def _kv_scale(checkpoint: AnyCheckpoint, attention: str, which: str) -> float:
-    """The scale of keys ("k") or values ("v") in pages of FP8; 1 if the checkpoint has none.
-
-    Raises ValueError if heads have scales of their own.
-    """
-    names = [f"{attention}.{name.format(which)}" for name in _KV_SCALES]
-    name = next((name for name in names if name in checkpoint), None)
-    if name is None:
-        return 1.0
-    scale = checkpoint.stored(name)
-    if scale.numel() != 1:
-        raise ValueError(f"{name} has {scale.numel()} scales; one for all heads is read")
-    return float(scale)
+    return Decoder(embedding, blocks, reader.norm("model.norm"), head)
 
 
 def _window(config: Any, layer: int) -> int | None:

@@ -1,0 +1,79 @@
+"""How a head's tokens relate to its target's: what each loads of its own, and what it shares."""
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint
+from .head_config import HeadConfig, HeadError
+from .llama import LlamaReader, check_shape
+from .network import Network
+from .weights import Linear
+
+
+def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor:
+    """The head's own embedding, or the target's if it has none or a copy."""
+    theirs, width, name = target.input_embedding, config.layers.hidden_size, "embed_tokens.weight"
+    if name not in checkpoint:
+        if theirs.shape[1] != width:
+            raise HeadError(
+                f"it has no embedding of its own, and the target's is {theirs.shape[1]} wide where "
+                f"the head is {width}"
+            )
+        return theirs
+    own = checkpoint.tensor(name)
+    check_shape(name, own, (len(theirs), width))
+    return theirs if own.shape == theirs.shape and torch.equal(own, theirs) else own
+
+
+def read_output_head(config: HeadConfig, reader: LlamaReader, target: Network) -> Linear:
+    """The head's own output layer, or the target's if it has none."""
+    width = config.layers.hidden_size
+    if "lm_head.weight" in reader.checkpoint or config.block is None:
+        return reader.linear(width, lm_head=config.draft_vocab_size)
+    if (config.draft_vocab_size, width) != target.output_head.weight.shape:
+        size, target_width = target.output_head.weight.shape
+        raise HeadError(
+            f"it has no lm_head of its own, and the target's is {size} x {target_width} where the "
+            f"head's must be {config.draft_vocab_size} x {width}"
+        )
+    return target.output_head
+
+
+def read_target_ids(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor | None:
+    """The target's id for each id of the draft; None if they are equal."""
+    vocab_size, size = len(target.input_embedding), config.draft_vocab_size
+    if config.layers.vocab_size != vocab_size:
+        raise HeadError(
+            f"it was made for a vocabulary of {config.layers.vocab_size} tokens, the target has "
+            f"{vocab_size}"
+        )
+    if "d2t" not in checkpoint:
+        if size != vocab_size:
+            raise HeadError(
+                f"it drafts {size} of {vocab_size} tokens, but its file has no map of them (d2t)"
+            )
+        return None
+    offsets = checkpoint.integers("d2t")
+    if offsets.shape != (size,):
+        raise HeadError(f"d2t has {len(offsets)} entries for a draft vocabulary of {size}")
+    ids = torch.arange(size) + offsets
+    most = min(vocab_size, target.vocab_size)
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= most):
+        raise HeadError(
+            f"d2t leads to token ids from {int(ids.min())} to {int(ids.max())}; the target's are 0 "
+            f"to {most - 1}"
+        )
+    if not bool((ids.diff() > 0).all()):
+        raise HeadError("d2t leads two of its tokens to the same id of the target, or out of order")
+    if "t2d" in checkpoint:
+        told = checkpoint.integers("t2d")
+        if told.shape != (vocab_size,) or not torch.equal(told.nonzero().squeeze(1), ids):
+            raise HeadError("t2d and d2t disagree about which tokens it drafts")
+    return ids.to(target.device)
+
+
+def check_mask_token(token_id: int | None, embedding: Tensor) -> None:
+    if token_id is None:
+        raise HeadError("its config names no mask token (mask_token_id)")
+    if not 0 <= token_id < len(embedding):
+        raise HeadError(f"its mask token is {token_id}, but there are {len(embedding)} embeddings")

@@ -1,0 +1,121 @@
+"""Reads layers of Llama's form and names: attention with RoPE, then a gated MLP."""
+
+from typing import Any
+
+from torch import Tensor
+
+from outrider.kernels.model.rms_norm import Norm
+
+from .any_checkpoint import AnyCheckpoint
+from .attention import PagedAttention, Rope
+from .blocks import AttentionMixer, Block, GatedMLP
+from .weights import Linear, Weight
+
+# What checkpoints call what keys and values in FP8 are multiplied by; the last is of both.
+_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_scale")
+
+
+class LlamaReader:
+    """Reads the parts of a model, and checks their shapes."""
+
+    def __init__(self, checkpoint: AnyCheckpoint, config: Any) -> None:
+        """`config` has the fields of a Llama's."""
+        self.checkpoint = checkpoint
+        self._config = config
+
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        """Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape."""
+        weight = self.checkpoint.tensor(f"{name}.weight")
+        check_shape(f"{name}.weight", weight, (size or self._config.hidden_size,))
+        return Norm(weight, self._config.rms_norm_eps)
+
+    def linear(self, num_inputs: int, **num_outputs: int) -> Linear:
+        """Linear layers that read the same input, as one; `num_outputs` of each, by its name.
+
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+        made = self.checkpoint.linear(*num_outputs)
+        shape = (sum(num_outputs.values()), num_inputs)
+        check_shape(" + ".join(f"{name}.weight" for name in num_outputs), made.weight, shape)
+        return made
+
+    def block(
+        self,
+        name: str,
+        rope: Rope,
+        *,
+        window: int | None,
+        input_width: int | None = None,
+        input_norm: str = "input_layernorm",
+        causal: bool = True,
+    ) -> Block:
+        """A layer; it has norms of heads, biases and scales of KV if the checkpoint has them.
+
+        Its attention reads `input_width` numbers, if that is not the hidden size. Raises KeyError
+        naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+        config = self._config
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        width, inner = config.hidden_size, config.intermediate_size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or width // heads
+        has_head_norms = f"{attention}.q_norm.weight" in self.checkpoint
+        mixer = AttentionMixer(
+            norm=self.norm(f"{name}.{input_norm}"),
+            qkv=self.linear(
+                input_width or width,
+                **{
+                    f"{attention}.q_proj": heads * head_dim,
+                    f"{attention}.k_proj": kv_heads * head_dim,
+                    f"{attention}.v_proj": kv_heads * head_dim,
+                },
+            ),
+            output=self.linear(heads * head_dim, **{f"{attention}.o_proj": width}),
+            attention=PagedAttention(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                value_dim=head_dim,
+                scale=head_dim**-0.5,
+                window=window,
+                k_scale=self._kv_scale(attention, "k"),
+                v_scale=self._kv_scale(attention, "v"),
+                causal=causal,
+            ),
+            rope=rope,
+            head_norms=(
+                self.norm(f"{attention}.q_norm", head_dim),
+                self.norm(f"{attention}.k_norm", head_dim),
+            )
+            if has_head_norms
+            else None,
+        )
+        gated_mlp = GatedMLP(
+            norm=self.norm(f"{name}.post_attention_layernorm"),
+            gate_up=self.linear(width, **{f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
+            down=self.linear(inner, **{f"{mlp}.down_proj": width}),
+        )
+        return Block(mixer, gated_mlp)
+
+    def _kv_scale(self, attention: str, which: str) -> float:
+        """The scale of keys ("k") or values ("v") in pages of FP8; 1 if the checkpoint has none.
+
+        Raises ValueError if heads have scales of their own.
+        """
+        names = [f"{attention}.{name.format(which)}" for name in _KV_SCALES]
+        name = next((name for name in names if name in self.checkpoint), None)
+        if name is None:
+            return 1.0
+        scale = self.checkpoint.stored(name)
+        if scale.numel() != 1:
+            raise ValueError(f"{name} has {scale.numel()} scales; one for all heads is read")
+        return float(scale)
+
+
+def check_shape(name: str, found: Tensor | Weight, shape: tuple[int, ...]) -> None:
+    """Raises ValueError naming both shapes if they differ."""
+    if tuple(found.shape) != shape:
+        raise ValueError(
+            f"{name} is {' x '.join(map(str, found.shape))}; by its config it must be "
+            f"{' x '.join(map(str, shape))}"
+        )
