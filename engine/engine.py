@@ -55,7 +55,7 @@ class Engine:
         self._config = config
         self.worker = worker = Worker(config, report)
         pair, is_gpu = worker.pair, worker.device.type == "cuda"
-        draft = pair.draft or pair.head
+        draft = pair.draft.network if pair.draft else pair.head
         self._eos_token_ids = config.eos_token_ids
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._in_flight: LaunchedStep | None = None  # launched, not read yet
@@ -63,7 +63,7 @@ class Engine:
         self._read_s = 0.0  # when the last step was read; the device began the next one then
         self.info = EngineInfo(
             device=config.device,
-            target_dtype=dtype_name(pair.target),
+            target_dtype=dtype_name(pair.target.network),
             batch_invariant=pair.target.network.same_bits,
             draft_dtype=dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
@@ -279,6 +279,6 @@ def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler
     return GrammarCompiler(config.token_table, config.eos_token_ids, vocab_size)
 
 
-def dtype_name(model: PagedLayers) -> str:
-    name = str(model.dtype).removeprefix("torch.")
-    return f"{name}, weights in {model.weight_formats}" if model.weight_formats else name
+def dtype_name(layers: PagedLayers) -> str:
+    name = str(layers.dtype).removeprefix("torch.")
+    return f"{name}, weights in {layers.weight_formats}" if layers.weight_formats else name

@@ -171,6 +171,17 @@ class PagedAttention:
         is_slow = device.type == "cpu" and self.num_heads == self.num_kv_heads
         return torch.float32 if is_slow else dtype
 
+    def bind_pages(
+        self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate this layer's part of a cache."""
+        # Not zeroed: a CPU, which reads past a sequence's length, clears that part before.
+        shape = (num_pages, page_size, self.num_kv_heads)
+        self.pages = KVPages(
+            torch.empty(*shape, self.head_dim, dtype=dtype, device=device),
+            torch.empty(*shape, self.value_dim, dtype=dtype, device=device),
+        )
+
     @property
     def bound_pages(self) -> KVPages:
         assert self.pages is not None, "attention before its pages were bound"

@@ -138,9 +138,7 @@ class BlockHead(Head):
         x = F.embedding(input_ids, self.embedding)
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
-        normed: Tensor | None = None
-        for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
-            normed = block(x, normed, next_norm, context)
+        self.through_blocks(x, None, context)
         return x
 
     def states(self, x: Tensor) -> Tensor:

@@ -80,8 +80,7 @@ class CompiledDecoder(Decoder):
 
     @property
     def weight_formats(self) -> str:
-        linears = [linear for block in self.blocks for linear in block.linears]
-        num_weights = sum(math.prod(linear.weight.shape) for linear in (*linears, self.head))
+        num_weights = sum(math.prod(linear.weight.shape) for linear in self.linears)
         return f"{8 * self.weight_bytes / num_weights:.1f} bits, compiled layers"
 
     def __call__(self, context: PassContext) -> Pass:

@@ -1,6 +1,6 @@
 """Our own decoder: embedding, blocks, norm, head."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -9,36 +9,28 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from .attention import PagedAttention, PassContext
+from .attention import PassContext
 from .blocks import Block
 from .network import Network, Pass
+from .stack import Stack
 from .weights import Dense, Linear
 
 # Measured: one thread finishes such a layer before another, asleep for 30 us, has woken up.
 _MAX_LONE_ROWS, _MAX_LONE_WEIGHTS = 4, 1 << 21
 
 
-class Decoder(Network):
+class Decoder(Stack, Network):
     """A causal LM made of blocks that our kernels, or their references, compute."""
 
     def __init__(
         self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, head: Linear
     ) -> None:
         """Shape: embedding [V, hidden]; head of [V, hidden]."""
-        self.embedding = embedding
-        self.blocks = list(blocks)
-        self.norm = norm
-        self.head = head
-        self.dtype, self.device = embedding.dtype, embedding.device
+        super().__init__(embedding, blocks, norm, head)
         self.vocab_size = head.weight.shape[0]
-        self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
         self._is_small = max(block.num_weights for block in self.blocks) <= _MAX_LONE_WEIGHTS
         self._drafted: Tensor | None = None  # [V'] the tokens that the head has rows for; None: all
         self.may_use_one_thread = False  # on a CPU; the number of threads may change a sum's bits
-
-    @property
-    def attentions(self) -> list[PagedAttention]:
-        return [block.mixer.attention for block in self.blocks]
 
     @property
     def input_embedding(self) -> Tensor:
@@ -49,26 +41,8 @@ class Decoder(Network):
         return self.head
 
     @property
-    def weight_bytes(self) -> int:
-        linears = [linear for block in self.blocks for linear in block.linears]
-        return sum(linear.weight.num_bytes for linear in (*linears, self.head))
-
-    @property
     def products_keep_bits(self) -> bool:
-        linears = [linear for block in self.blocks for linear in block.linears]
-        return all(linear.weight.same_bits for linear in (*linears, self.head))
-
-    @property
-    def weight_formats(self) -> str:
-        linears = [linear for block in self.blocks for linear in block.linears]
-        formats = {linear.weight.format for linear in (*linears, self.head)}
-        return ", ".join(sorted(formats - {""}))
-
-    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
-        """Replace all linear layers, one by one, so that old weights are freed early."""
-        for i, block in enumerate(self.blocks):
-            self.blocks[i] = block.changed(change)
-        self.head = change(self.head)
+        return all(linear.weight.same_bits for linear in self.linears)
 
     def draft_only(self, token_ids: Tensor) -> None:
         """Keep only these tokens' rows of the head; the logits of all others become -inf.

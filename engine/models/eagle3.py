@@ -76,10 +76,8 @@ class Eagle3Head(Head):
         """y of every row; overwrites f. Shape: f [T, hidden], next_ids [T] -> [T, hidden]."""
         e = rms_norm(F.embedding(next_ids, self.embedding), self.blocks[0].mixer.norm)
         a = rms_norm(f, self.hidden_norm)
-        normed: Tensor | None = torch.cat((e, a), -1)
         x = a if self.norm_before_residual else f
-        for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
-            normed = block(x, normed, next_norm, context)
+        self.through_blocks(x, torch.cat((e, a), -1), context)
         return x
 
     def of_masks(self, context: PassContext) -> Tensor:

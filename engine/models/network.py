@@ -1,6 +1,6 @@
 """The interface of a model: rows of a batch in, logits and taps out."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..state.batch import BatchRows
-from .attention import PagedAttention, PassContext
+from .attention import PassContext
+from .paged_layers import PagedLayers
 from .weights import Linear
 
 
@@ -20,20 +21,12 @@ class Pass(NamedTuple):
     rows: BatchRows | None = None  # the rows of the taps, including padding
 
 
-class Network(ABC):
+class Network(PagedLayers):
     """A causal LM whose layers read and write pages."""
 
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int  # width of the logits
     same_bits: bool = False  # whether the bits of a row do not depend on the batch
     tapped_layers: tuple[int, ...] = ()  # a pass hands out their residual streams; set by `tap`
     _logits: Tensor | None = None  # [max_rows, V]
-
-    @property
-    @abstractmethod
-    def attentions(self) -> Sequence[PagedAttention]:
-        """In the order of the layers."""
 
     @property
     @abstractmethod
@@ -54,11 +47,6 @@ class Network(ABC):
     @abstractmethod
     def products_keep_bits(self) -> bool:
         """Whether in every product the bits of a row do not depend on the batch."""
-
-    @property
-    def weight_formats(self) -> str:
-        """The formats of quantised weights; "" if all weights are in the model's dtype."""
-        return ""
 
     @abstractmethod
     def __call__(self, context: PassContext) -> Pass: ...

@@ -2,12 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from ..state.slots import Slots
-from .attention import KVPages, PagedAttention
+from .attention import PagedAttention
 
 
 class PagedLayers(ABC):
@@ -41,15 +39,8 @@ class PagedLayers(ABC):
     def bind_cache(self, num_pages: int, page_size: int) -> None:
         """Allocate the cache and give each attention layer its part."""
         for layer in self.attentions:
-            # Not zeroed: a CPU, which reads past a sequence's length, clears that part before.
             dtype = layer.cache_dtype(self.dtype, self.device, self.cache_dtype)
-            empty = partial(torch.empty, dtype=dtype, device=self.device)
-            shape = (num_pages, page_size, layer.num_kv_heads)
-            layer.pages = KVPages(empty(*shape, layer.head_dim), empty(*shape, layer.value_dim))
-
-    def bind_slots(self, slots: Slots) -> None:
-        """Look up the rows of batches in these slots."""
-        return
+            layer.bind_pages(num_pages, page_size, dtype, self.device)
 
     def free_cache(self) -> None:
         """Free the cache, if there is one."""

@@ -1,6 +1,6 @@
 """One model of the pair over its own paged KV cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,11 +13,10 @@ from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
-from .attention import PagedAttention, PassContext
+from .attention import PassContext
 from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
 from .network import Pass
-from .paged_layers import PagedLayers
 from .thread_counts import alike_thread_counts
 
 # Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
@@ -26,8 +25,8 @@ _ROWS_STEP = 128
 _MOST_ROWS = 1024
 
 
-class PagedModel(PagedLayers):
-    """A causal LM, the pages of its layers, and the graphs of its passes."""
+class PagedModel:
+    """A causal LM over its pages, and the graphs of its passes."""
 
     def __init__(
         self,
@@ -51,7 +50,6 @@ class PagedModel(PagedLayers):
             same_bits=same_bits,
             cache_dtype=cache_dtype,
         )
-        self.cache_dtype = cache_dtype
         # Padding picks faster products; rounded weights and compiled layers do not need it.
         self._pads_rows = device.type == "cpu" and not (
             rounds_weights(config, is_draft) or isinstance(self.network, CompiledDecoder)
@@ -67,14 +65,6 @@ class PagedModel(PagedLayers):
         self.captured: dict[tuple[int, int, int], Pass] = {}  # by (sequences, rows, logits)
         # The last pass of a tapped model, with the shape that it was padded to.
         self.last_pass: tuple[tuple[int, int, int], Pass] | None = None
-
-    @property
-    def weight_formats(self) -> str:
-        return self.network.weight_formats
-
-    @property
-    def attentions(self) -> Sequence[PagedAttention]:
-        return self.network.attentions
 
     def bind_slots(self, slots: Slots) -> None:
         """Look up the rows of batches in these slots; drops all captured passes."""

@@ -59,30 +59,30 @@ class ModelPair:
         )
         self.draft: PagedModel | None = None
         self.head: Head | None = None
-        self._models: dict[str, PagedLayers] = {"target": self.target}
+        self._layers: dict[str, PagedLayers] = {"target": self.target.network}
         if proposer == "draft_model" and config.draft is not None:
             progress = partial(report, "loading the draft")
             if head_kind(config.draft.path):
                 network = self.target.network
                 self.head = load_head(config.draft, network, config.target.path, progress)
                 _check_num_drafts(self.head, config)
-                self._models["head"] = self.head
+                self._layers["head"] = self.head
             else:
                 self.draft = PagedModel(config.draft, device, progress, is_draft=True)
-                self._models["draft"] = self.draft
-        for model in self._models.values():
-            model.cache_dtype = cache_dtype
+                self._layers["draft"] = self.draft.network
+        for layers in self._layers.values():
+            layers.cache_dtype = cache_dtype
         self.vocab_size = config.vocab_size or self.target.vocab_size
-        for role, model in self._models.items():
-            if model.vocab_size < self.vocab_size:
+        for role, layers in self._layers.items():
+            if layers.vocab_size < self.vocab_size:
                 raise ValueError(
-                    f"the {role} has {model.vocab_size} logits; "
+                    f"the {role} has {layers.vocab_size} logits; "
                     f"the vocabulary has {self.vocab_size} tokens"
                 )
 
         self.page_size = config.cache.page_size_tokens
         self.page_bytes = self.page_size * sum(
-            model.bytes_per_token for model in self._models.values()
+            layers.bytes_per_token for layers in self._layers.values()
         )
         self.max_model_len = config.max_model_len or self.target.max_positions
         if self.max_model_len > self.target.max_positions:
@@ -116,13 +116,15 @@ class ModelPair:
 
         Frees the old cache and graphs first. Raises ValueError if the GPU has no room.
         """
-        for model in self._models.values():
-            model.bind_slots(slots)
-            model.free_cache()
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.bind_slots(slots)
+        for layers in self._layers.values():
+            layers.free_cache()
         torch.cuda.empty_cache()
         try:
-            for model in self._models.values():
-                model.bind_cache(num_pages, self.page_size)
+            for layers in self._layers.values():
+                layers.bind_cache(num_pages, self.page_size)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a KV cache of {num_pages} pages takes {num_pages * self.page_bytes / 2**30:.2f} "

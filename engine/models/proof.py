@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from outrider.kernels.model.rms_norm import rms_norm
 
 from ..state.batch import ForwardBatch
-from .attention import KVPages, PassContext, Rope
+from .attention import PassContext, Rope
 from .blocks import Block
 from .decoder import Decoder
 from .weights import Dense, Linear, Weight
@@ -122,10 +122,7 @@ def why_different(
 
 def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> bool:
     attention = block.mixer.attention
-    shape = (1, len(x), attention.num_kv_heads)
-    attention.pages = KVPages(
-        x.new_zeros(*shape, attention.head_dim), x.new_zeros(*shape, attention.value_dim)
-    )
+    attention.bind_pages(1, len(x), x.dtype, x.device)
     got = x.clone()
     block(got, None, None, context)
     attention.pages = None

@@ -2,7 +2,6 @@
 
 import torch
 
-from .attention import KVPages
 from .network import Network
 from .proof import CHECKED_LENGTHS, one_prompt
 
@@ -31,14 +30,8 @@ def _logits(network: Network) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for length in CHECKED_LENGTHS:
-        for layer in network.attentions:
-            shape = (1, length, layer.num_kv_heads)
-            layer.pages = KVPages(
-                torch.zeros(*shape, layer.head_dim, dtype=network.dtype),
-                torch.zeros(*shape, layer.value_dim, dtype=network.dtype),
-            )
+        network.bind_cache(1, length)
         ids = torch.randint(0, network.vocab_size, (length,), generator=generator)
         found.append(network(one_prompt(ids)).logits)
-    for layer in network.attentions:
-        layer.pages = None
+    network.free_cache()
     return found

@@ -105,12 +105,12 @@ def with_scales(
 
 def test_a_token_takes_a_byte_a_number(tiny_model: Tiny) -> None:
     model = PagedModel(ModelConfig(path=str(tiny_model()), dtype="float32"), DEVICE)
-    layers = model.attentions
+    layers = model.network.attentions
     num_numbers = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers)
-    assert model.bytes_per_token == 4 * num_numbers
-    model.cache_dtype = torch.float8_e4m3fn
-    assert model.bytes_per_token == num_numbers
-    model.bind_cache(num_pages=3, page_size=4)
+    assert model.network.bytes_per_token == 4 * num_numbers
+    model.network.cache_dtype = torch.float8_e4m3fn
+    assert model.network.bytes_per_token == num_numbers
+    model.network.bind_cache(num_pages=3, page_size=4)
     pages = layers[0].bound_pages
     assert pages.keys.nbytes == 3 * 4 * layers[0].num_kv_heads * layers[0].head_dim
 
@@ -139,10 +139,11 @@ def test_answers_are_equal_with_and_without_drafts(tiny_model: Tiny) -> None:
         }
         cache = replace(config.cache, dtype="fp8")
         engine = Engine(replace(config, cache=cache, batch_invariant=True, **models))
-        assert engine.worker.pair.target.attentions[0].bound_pages.keys.element_size() == 1
-        draft_model = engine.worker.pair.draft
-        assert draft_model is None or draft_model.attentions[0].bound_pages.keys.element_size() == 1
-        assert (draft_model is None) == (k == 0)
+        assert engine.worker.pair.target.network.attentions[0].bound_pages.keys.element_size() == 1
+        draft = engine.worker.pair.draft
+        assert (draft is None) == (k == 0)
+        if draft is not None:
+            assert draft.network.attentions[0].bound_pages.keys.element_size() == 1
         answers.append(
             [tokens(outputs) for outputs in run(engine, prompts((3, 40), VOCAB), GREEDY)]
         )

@@ -68,7 +68,7 @@ def check_against_eager(model: PagedModel, path: Path, *, graphs: bool = False) 
         path, attn_implementation="eager", dtype=model.dtype
     )
     eager.float().eval()
-    model.bind_cache(num_pages=128, page_size=PAGE)
+    model.network.bind_cache(num_pages=128, page_size=PAGE)
     generator = torch.Generator().manual_seed(1)
     sequences = [
         torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (45, 19, 9)
