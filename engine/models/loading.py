@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,10 @@ def load_network(
         check_config(hf_config)
         dtype = resolve_dtype(config.dtype, hf_config, device)
         quantised = _quantised(config, hf_config)
-        options = (dtype, device, progress, is_draft)
-        keep = partial(_keep_bits, config.path, hf_config, same_bits, cache_dtype)
-        decoder, reason = _own_decoder(config, hf_config, *options, keep, quantised)
+        loader = _Loader(
+            config, hf_config, dtype, device, progress, is_draft, same_bits, cache_dtype
+        )
+        decoder, reason = loader.own_decoder(quantised)
         if decoder is not None:
             return decoder, hf_config
         if quantised is not None:
@@ -92,9 +94,7 @@ def load_network(
             )
         level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
         log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
-        model = _whole_model(config, hf_config, *options)
-        keep(model)
-        return model, hf_config
+        return loader.whole_model(), hf_config
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"
@@ -132,66 +132,117 @@ def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:
     return is_draft and config.dtype == "auto"
 
 
-def _own_decoder(
-    config: ModelConfig,
-    hf_config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-    is_draft: bool,
-    keep: Callable[[Network], None],
-    quantised: tuple[str, Read] | None,
-) -> tuple[Decoder | None, str]:
-    """Our decoder, if it knows this structure and computes what transformers does; or None, why."""
-    if reason := why_unknown(hf_config):
-        return None, reason
-    rounds = config.quantization is not None
-    try:
-        original = Original(hf_config, dtype, device)
-        folder = Path(config.path)
-        checkpoint: AnyCheckpoint
-        if transformers_arguments(folder):
-            if rounds:
-                return None, "it is a GGUF file, whose weights are rounded already"
-            checkpoint = GgufCheckpoint(folder, dtype, device, progress)
-        else:
-            checkpoint = Checkpoint(
-                folder,
-                dtype,
-                device,
-                progress,
-                read=quantised[1] if quantised else None,
-                rounds=rounds,
-                rounds_head=rounds and is_draft,
-            )
-        decoder = build(hf_config, checkpoint, original.rope)
-        if quantised and not checkpoint.has_quantised:
-            return None, "none of its layers is kept in that way"
-        original.fill(decoder)
-    except UnsupportedFormatError as error:
-        return None, str(error)
-    except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
-        return None, f"its checkpoint is not as expected: {error}"
-    is_cpu = device.type == "cpu"
-    if not is_cpu:
-        keep(decoder)
-    starts = checked_starts(hf_config, max(CHECKED_LENGTHS))
-    # A CPU's layers can only be packed, and proven, once transformers has no view of their weights.
-    reason = why_different(decoder, original, starts, same_bits=is_cpu or decoder.same_bits)
-    del original  # it holds views of weights, which could not be freed when they are packed
-    if reason is not None:
-        return None, f"our decoder computes {reason} differently"
-    if is_cpu:
-        if is_draft and isinstance(decoder.head.weight, Dense):
-            drafted = drafted_tokens(folder, decoder.vocab_size)
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    config: ModelConfig
+    hf_config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress
+    is_draft: bool
+    same_bits: bool | None
+    cache_dtype: torch.dtype | None
+
+    def own_decoder(self, quantised: tuple[str, Read] | None) -> tuple[Decoder | None, str]:
+        """Our decoder, if it knows this structure and computes what transformers does; or None, and
+        why not.
+        """
+        if reason := why_unknown(self.hf_config):
+            return None, reason
+        folder, rounds = Path(self.config.path), self.config.quantization is not None
+        try:
+            original = Original(self.hf_config, self.dtype, self.device)
+            checkpoint: AnyCheckpoint
+            if transformers_arguments(folder):
+                if rounds:
+                    return None, "it is a GGUF file, whose weights are rounded already"
+                checkpoint = GgufCheckpoint(folder, self.dtype, self.device, self.progress)
+            else:
+                checkpoint = Checkpoint(
+                    folder,
+                    self.dtype,
+                    self.device,
+                    self.progress,
+                    read=quantised[1] if quantised else None,
+                    rounds=rounds,
+                    rounds_head=rounds and self.is_draft,
+                )
+            decoder = build(self.hf_config, checkpoint, original.rope)
+            if quantised and not checkpoint.has_quantised:
+                return None, "none of its layers is kept in that way"
+            original.fill(decoder)
+        except UnsupportedFormatError as error:
+            return None, str(error)
+        except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
+            return None, f"its checkpoint is not as expected: {error}"
+        is_cpu = self.device.type == "cpu"
+        if not is_cpu:
+            self._keep_bits(decoder)
+        starts = checked_starts(self.hf_config, max(CHECKED_LENGTHS))
+        # A CPU's layers can only be packed, and proven, once transformers has no view of their
+        # weights.
+        reason = why_different(decoder, original, starts, same_bits=is_cpu or decoder.same_bits)
+        del original  # it holds views of weights, which could not be freed when they are packed
+        if reason is not None:
+            return None, f"our decoder computes {reason} differently"
+        return self._packed(decoder) if is_cpu else decoder, ""
+
+    def _packed(self, decoder: Decoder) -> Decoder:
+        """The decoder in the form that is fastest on a CPU."""
+        if self.is_draft and isinstance(decoder.head.weight, Dense):
+            drafted = drafted_tokens(Path(self.config.path), decoder.vocab_size)
             if drafted is not None:
                 decoder.draft_only(drafted)
-        decoder.change_linears(partial(packed, rounds=rounds_weights(config, is_draft)))
-        decoder.may_use_one_thread = is_draft
+        rounds = rounds_weights(self.config, self.is_draft)
+        decoder.change_linears(partial(packed, rounds=rounds))
+        decoder.may_use_one_thread = self.is_draft
         if can_compile(decoder):
             decoder = CompiledDecoder(decoder)
-        keep(decoder)
-    return decoder, ""
+        self._keep_bits(decoder)
+        return decoder
+
+    def whole_model(self) -> Network:
+        """The model as transformers has it."""
+        network = HuggingFaceModel(self._load_whole)
+        if self.device.type == "cpu":
+            pack_linears(network.model, rounds=rounds_weights(self.config, self.is_draft))
+        self._keep_bits(network)
+        return network
+
+    def _load_whole(self, attention: str) -> Any:
+        with _weights_counted(self.progress):
+            model = AutoModelForCausalLM.from_pretrained(
+                self.config.path,
+                config=self.hf_config,
+                dtype=self.dtype,
+                device_map={"": self.device},
+                attn_implementation=attention,
+                trust_remote_code=self.config.trust_remote_code,
+                local_files_only=True,
+                **transformers_arguments(Path(self.config.path)),
+            )
+        return model.eval().requires_grad_(False)
+
+    def _keep_bits(self, network: Network) -> None:
+        """Make the bits of its rows independent of the batch, if that is wanted."""
+        wanted, path = self.same_bits, self.config.path
+        network.cache_dtype = self.cache_dtype
+        if wanted is False:
+            return
+        try:
+            keep_bits(network, max_positions(self.hf_config), at_any_cost=wanted is True)
+        except ValueError as reason:
+            if wanted:
+                raise UnsupportedModelError(
+                    f"engine.batch_invariant is on, but {reason}; leave it out"
+                ) from None
+            log.info("%s: rounding depends on the batch: %s", path, reason)
+        except Exception:  # nobody asked for it: a broken check must not keep a model from serving
+            if wanted:
+                raise
+            log.warning(
+                "%s: whether rounding depends on the batch was not found out", path, exc_info=True
+            )
 
 
 def drafted_tokens(folder: Path, vocab_size: int) -> Tensor | None:
@@ -219,61 +270,8 @@ def drafted_tokens(folder: Path, vocab_size: int) -> Tensor | None:
     return torch.tensor(ids)
 
 
-def _keep_bits(
-    path: str,
-    hf_config: PreTrainedConfig,
-    wanted: bool | None,
-    cache_dtype: torch.dtype | None,
-    network: Network,
-) -> None:
-    if wanted is False:
-        return
-    try:
-        keep_bits(network, max_positions(hf_config), cache_dtype, at_any_cost=wanted is True)
-    except ValueError as reason:
-        if wanted:
-            raise UnsupportedModelError(
-                f"engine.batch_invariant is on, but {reason}; leave it out"
-            ) from None
-        log.info("%s: rounding depends on the batch: %s", path, reason)
-    except Exception:  # nobody asked for it: a check that breaks must not keep a model from serving
-        if wanted:
-            raise
-        log.warning(
-            "%s: whether rounding depends on the batch was not found out", path, exc_info=True
-        )
-
-
-def _whole_model(
-    config: ModelConfig,
-    hf_config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-    is_draft: bool,
-) -> Network:
-    def load(attention: str) -> Any:
-        with _weights_counted(progress):
-            model = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                config=hf_config,
-                dtype=dtype,
-                device_map={"": device},
-                attn_implementation=attention,
-                trust_remote_code=config.trust_remote_code,
-                local_files_only=True,
-                **transformers_arguments(Path(config.path)),
-            )
-        return model.eval().requires_grad_(False)
-
-    network = HuggingFaceModel(load)
-    if device.type == "cpu":
-        pack_linears(network.model, rounds=rounds_weights(config, is_draft))
-    return network
-
-
 @contextlib.contextmanager
-def _weights_counted(progress: Callable[[int, int], None]) -> Iterator[None]:
+def _weights_counted(progress: Progress) -> Iterator[None]:
     """Have transformers report loaded weights to `progress` instead of drawing a progress bar."""
 
     def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,7 +285,7 @@ def _weights_counted(progress: Callable[[int, int], None]) -> Iterator[None]:
         transformers_logging.set_tqdm_hook(previous)
 
 
-def _counted(items: Collection[Any], progress: Callable[[int, int], None]) -> Iterator[Any]:
+def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
     for done, item in enumerate(items):
         progress(done, len(items))
         yield item

@@ -8,7 +8,7 @@ from torch import Tensor
 from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
 
 from ..state.batch import ForwardBatch
-from .attention import KVPages, PassContext
+from .attention import PassContext
 from .decoder import Decoder
 from .network import Network
 from .weights import with_same_bits
@@ -21,18 +21,11 @@ _CPU_PASSES = (1, 3, 36)
 _GPU_PASSES = (1, 5, 20, 41, 91, 301)
 
 
-def keep_bits(
-    network: Network,
-    max_len: int,
-    cache_dtype: torch.dtype | None = None,
-    *,
-    at_any_cost: bool = False,
-) -> None:
+def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> None:
     """Make the bits of a network's rows independent of the batch, and check that they are.
 
-    `max_len` is the length of the longest sequence in tokens; keys and values are in `cache_dtype`,
-    if that is not the model's. Raises ValueError saying what makes it impossible or, unless it is
-    wanted `at_any_cost`, much slower; the network is unchanged then.
+    `max_len` is the length of the longest sequence in tokens. Raises ValueError saying what makes
+    it impossible or, unless it is wanted `at_any_cost`, much slower; the network is unchanged then.
     """
     if isinstance(network, Decoder) and network.device.type == "cuda":
         if network.weight_formats and not at_any_cost:
@@ -43,53 +36,46 @@ def keep_bits(
         blocks, head = list(network.blocks), network.head
         try:
             network.change_linears(with_same_bits)
-            _prove(network, max_len, cache_dtype)
+            _prove(network, max_len)
         except Exception as reason:
             network.blocks, network.head = blocks, head
             if isinstance(reason, torch.OutOfMemoryError):
                 raise ValueError("there is too little memory to find out how it sums") from None
             raise
     else:
-        _prove(network, max_len, cache_dtype)
+        _prove(network, max_len)
     network.same_bits = True
 
 
-def _prove(network: Network, max_len: int, cache_dtype: torch.dtype | None) -> None:
+def _prove(network: Network, max_len: int) -> None:
     if not network.products_keep_bits:
         raise ValueError("some of its products are the library's own choice")
     for attention in network.attentions:
         heads, dtype, device = attention.heads, network.dtype, network.device
-        of_pages = attention.cache_dtype(dtype, device, cache_dtype)
+        of_pages = attention.cache_dtype(dtype, device, network.cache_dtype)
         if device.type == "cpu":
             attention.rows_at_once = rows_at_once(heads, dtype, of_pages)
         elif not sums_alike(heads, dtype, of_pages, device, max_len):
             name = torch.cuda.get_device_name(device)
             raise ValueError(f"{name} sums attention of {heads} in several orders")
-    _compare_passes(network, max_len, cache_dtype)
+    _compare_passes(network, max_len)
 
 
 @torch.inference_mode()
-def _compare_passes(network: Network, max_len: int, cache_dtype: torch.dtype | None) -> None:
+def _compare_passes(network: Network, max_len: int) -> None:
     device = network.device
     sizes = _CPU_PASSES if device.type == "cpu" else _GPU_PASSES
     ends = [0, *(end for end in accumulate(sizes) if end <= max_len)]
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(0, network.vocab_size, (ends[-1],), generator=generator)
     input_ids = input_ids.to(device)
-    num_pages = -(-ends[-1] // _PAGE)
 
     def logits(first: int, end: int) -> Tensor:
         # What overflows is no difference: NaN would not equal itself.
         return network(_part(input_ids, first, end, max_len)).logits.nan_to_num()
 
     try:
-        for layer in network.attentions:
-            shape = (num_pages, _PAGE, layer.num_kv_heads)
-            dtype = layer.cache_dtype(network.dtype, device, cache_dtype)
-            layer.pages = KVPages(
-                torch.zeros(*shape, layer.head_dim, dtype=dtype, device=device),
-                torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
-            )
+        network.bind_cache(-(-ends[-1] // _PAGE), _PAGE)
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
@@ -97,8 +83,7 @@ def _compare_passes(network: Network, max_len: int, cache_dtype: torch.dtype | N
                     f"{end - first} rows came out otherwise than among {ends[-1]}, to the bit"
                 )
     finally:
-        for layer in network.attentions:
-            layer.pages = None
+        network.free_cache()
 
 
 def _part(input_ids: Tensor, first: int, end: int, max_len: int) -> PassContext:
