@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from .recipe import Plan, Recipe
+from .recipe import Extent, Recipe
 from .train import HeldOut
 
 _CARD = """\
@@ -81,7 +81,7 @@ the target's. The recipe, whole:
 """
 
 
-def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> None:
+def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) -> None:
     target = Path(recipe.target).name
     data = (
         f"User turns from `{recipe.prompts}`, answered by the target."
@@ -90,7 +90,7 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
         "few words or about a text that it wrote before, and the answer."
     )
     if recipe.kind == "eagle3":
-        _write_head_card(recipe, plan, held_out, folder, data)
+        _write_head_card(recipe, extent, held_out, folder, data)
         return
     start = (
         f"Went on from `{Path(recipe.start).name}`."
@@ -109,8 +109,8 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
             num_tokens=held_out.num_tokens,
             data=data,
             start=start,
-            num_steps=plan.num_steps,
-            num_shards=plan.num_shards,
+            num_steps=extent.num_steps,
+            num_shards=extent.num_shards,
             divergence=recipe.divergence.replace("_", " "),
             last_divergence=recipe.last_divergence.replace("_", " "),
             last_share=recipe.last_share,
@@ -120,7 +120,7 @@ def write_card(recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path) -> N
 
 
 def _write_head_card(
-    recipe: Recipe, plan: Plan, held_out: HeldOut, folder: Path, data: str
+    recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path, data: str
 ) -> None:
     each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
     tokens, stands = 1.0, 1.0
@@ -141,8 +141,8 @@ def _write_head_card(
             divergence=recipe.divergence.replace("_", " "),
             last_divergence=recipe.last_divergence.replace("_", " "),
             last_share=recipe.last_share,
-            num_steps=plan.num_steps,
-            num_shards=plan.num_shards,
+            num_steps=extent.num_steps,
+            num_shards=extent.num_shards,
             recipe=json.dumps(settings, indent=2),
         )
     )

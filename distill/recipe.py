@@ -65,8 +65,8 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What follows from a budget. It is fixed once, so that an interrupted run continues alike."""
+class Extent:
+    """How much a budget pays for. Fixed once, so that an interrupted run continues alike."""
 
     num_shards: int
     num_steps: int | None = None  # None until it has been measured how long a step takes

@@ -21,8 +21,8 @@ from outrider.engine.models.gguf_file import transformers_arguments
 
 from .draft import starting_draft
 from .lessons import read
-from .recipe import Plan, Recipe
-from .rows import Rows
+from .recipe import Extent, Recipe
+from .rows import TrainingRows
 from .text import load_shards, shard_path
 from .train import HeldOut, Trainer, time_step, train
 from .train_head import HeadTrainer, kept_states
@@ -37,24 +37,24 @@ _TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
 def train_draft(
     recipe: Recipe,
     work: Path,
-    plan: Plan,
+    extent: Extent,
     until_s: float | None,
-    settle: Callable[[Plan], None],
+    keep: Callable[[Extent], None],
     report: ReportProgress,
-) -> tuple[HeldOut, Plan]:
+) -> tuple[HeldOut, Extent]:
     """Train on the text in `work` on every device, and save the draft to `work / "draft"`.
 
-    Where the plan has no number of steps yet, as many are taken as fit until `until_s`
-    (`time.time`), though no more than `recipe.passes` over the text; `settle` is told. Returns how
-    the draft does on held-out text, and the plan.
+    If the extent has no number of steps yet, as many are taken as fit until `until_s`
+    (`time.time`), but no more than `recipe.passes` over the text; `keep` saves the extent then.
+    Returns how the draft does on held-out text, and the extent.
     """
     devices = devices_of(recipe.device)
     if len(devices) == 1:
-        return _train_replica(recipe, work, plan, until_s, settle, report, devices, 0)
+        return _train_replica(recipe, work, extent, until_s, keep, report, devices, 0)
     (work / "meeting").unlink(missing_ok=True)
-    args = (recipe, work, plan, until_s, devices)
-    trained: tuple[HeldOut, Plan] = run_replicas(
-        _train_in_process, len(devices), args, {"settle": settle, "report": report}
+    args = (recipe, work, extent, until_s, devices)
+    trained: tuple[HeldOut, Extent] = run_replicas(
+        _train_in_process, len(devices), args, {"keep": keep, "report": report}
     )
     return trained
 
@@ -101,17 +101,17 @@ def _train_in_process(
     said: "Queue[tuple[Any, ...]]",
     recipe: Recipe,
     work: Path,
-    plan: Plan,
+    extent: Extent,
     until_s: float | None,
     devices: list[str],
 ) -> None:
-    """One of several replicas: the first of them settles, reports and has the result."""
+    """One of several replicas: the first of them keeps the extent, reports and has the result."""
 
     def say(name: str) -> Callable[..., None] | None:
         return (lambda *values: said.put((name, *values))) if rank == 0 else None
 
     trained = _train_replica(
-        recipe, work, plan, until_s, say("settle"), say("report"), devices, rank
+        recipe, work, extent, until_s, say("keep"), say("report"), devices, rank
     )
     if rank == 0:
         said.put(("done", trained))
@@ -120,13 +120,13 @@ def _train_in_process(
 def _train_replica(
     recipe: Recipe,
     work: Path,
-    plan: Plan,
+    extent: Extent,
     until_s: float | None,
-    settle: Callable[[Plan], None] | None,
+    keep: Callable[[Extent], None] | None,
     report: ReportProgress | None,
     devices: list[str],
     rank: int,
-) -> tuple[HeldOut, Plan]:
+) -> tuple[HeldOut, Extent]:
     device, world = torch.device(devices[rank]), len(devices)
     report = report or (lambda stage, done, total: None)
     if world > 1:
@@ -134,7 +134,7 @@ def _train_replica(
         dist.init_process_group(
             "nccl", init_method=f"file://{work / 'meeting'}", rank=rank, world_size=world
         )
-    conversations = load_shards([shard_path(work, i) for i in range(plan.num_shards)])
+    conversations = load_shards([shard_path(work, i) for i in range(extent.num_shards)])
     num_held_out = min(_MOST_HELD_OUT, max(1, int(len(conversations) * _HELD_OUT_SHARE)))
     mine = conversations[num_held_out + rank :: world]
 
@@ -155,18 +155,18 @@ def _train_replica(
                 dist.broadcast(parameter.data, src=0)
         return trainer
 
-    rows = Rows(lessons, recipe.row_tokens, recipe.seed)
+    rows = TrainingRows(lessons, recipe.row_tokens, recipe.seed)
     rows_per_step = max(1, recipe.batch_tokens // recipe.row_tokens // world)
-    num_steps = plan.num_steps
+    num_steps = extent.num_steps
     if num_steps is None:
         assert until_s is not None
         step_s = time_step(new_trainer(), lessons, rows, rows_per_step)
         fitting = int((until_s - time.time()) * _TRAINING_SHARE / step_s)
         most = recipe.passes * rows.num_tokens // (rows_per_step * recipe.row_tokens)
         num_steps = _agreed(max(1, min(fitting, most)), device)
-        plan = replace(plan, num_steps=num_steps)
-        if settle:
-            settle(plan)
+        extent = replace(extent, num_steps=num_steps)
+        if keep:
+            keep(extent)
     trainer = new_trainer()
     checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():
@@ -190,7 +190,7 @@ def _train_replica(
         trainer.save_model(work / "draft")
     if world > 1:
         dist.destroy_process_group()
-    return held_out, plan
+    return held_out, extent
 
 
 def _agreed(number: int, device: torch.device) -> int:

@@ -10,7 +10,7 @@ from .lessons import Lessons
 from .recipe import DistillError
 
 
-class Rows:
+class TrainingRows:
     """An endless, seeded stream of rows of `row_tokens` positions in the lessons.
 
     Every row starts at the start of a conversation, as requests do. What is cut off at its end

@@ -17,7 +17,7 @@ from outrider.engine.api import ReportProgress
 
 from .card import write_card
 from .prompts import load_tokenizer
-from .recipe import Budget, DistillError, Plan, Recipe, Size
+from .recipe import Budget, DistillError, Extent, Recipe, Size
 from .replicas import train_draft
 from .train import HeldOut
 from .writers import write_text
@@ -40,21 +40,21 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
     with _disk_errors_told(out), _alone(work):
         _keep_recipe(recipe, work / "recipe.json")
         start_s = time.time()
-        plan_path = work / "plan.json"
-        plan = _plan(plan_path) if plan_path.exists() else None
-        if plan is None:
+        extent_path = work / "plan.json"
+        extent = _extent(extent_path) if extent_path.exists() else None
+        if extent is None:
             until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
             num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
-            plan = write_text(recipe, work, num_tokens, until_s, report)
-            _save_plan(plan, plan_path)
-        if plan.num_steps is None and budget.tokens:
+            extent = write_text(recipe, work, num_tokens, until_s, report)
+            _save_extent(extent, extent_path)
+        if extent.num_steps is None and budget.tokens:
             num_steps = max(1, budget.tokens // recipe.batch_tokens)
-            plan = replace(plan, num_steps=num_steps)
+            extent = replace(extent, num_steps=num_steps)
         until_s = start_s + budget.seconds if budget.seconds else None
-        held_out, plan = train_draft(
-            recipe, work, plan, until_s, lambda plan: _save_plan(plan, plan_path), report
+        held_out, extent = train_draft(
+            recipe, work, extent, until_s, lambda extent: _save_extent(extent, extent_path), report
         )
-        _finish(recipe, plan, work / "draft", held_out)
+        _finish(recipe, extent, work / "draft", held_out)
         (work / "draft").rename(out)
         shutil.rmtree(work)
     return held_out
@@ -102,23 +102,23 @@ def _keep_recipe(recipe: Recipe, path: Path) -> None:
     recipe.save(path)
 
 
-def _plan(path: Path) -> Plan:
-    return Plan(**json.loads(path.read_text()))
+def _extent(path: Path) -> Extent:
+    return Extent(**json.loads(path.read_text()))
 
 
-def _save_plan(plan: Plan, path: Path) -> None:
+def _save_extent(extent: Extent, path: Path) -> None:
     scratch = path.with_suffix(".partial")
-    scratch.write_text(json.dumps(asdict(plan)))
+    scratch.write_text(json.dumps(asdict(extent)))
     os.replace(scratch, path)
 
 
-def _finish(recipe: Recipe, plan: Plan, folder: Path, held_out: HeldOut) -> None:
+def _finish(recipe: Recipe, extent: Extent, folder: Path, held_out: HeldOut) -> None:
     """Add what belongs beside the weights: tokenizer, licence, card."""
     load_tokenizer(recipe.target).save_pretrained(folder)
     for name in _TARGET_FILES:
         if (Path(recipe.target) / name).exists():
             shutil.copyfile(Path(recipe.target) / name, folder / name)
-    write_card(recipe, plan, held_out, folder)
+    write_card(recipe, extent, held_out, folder)
 
 
 @contextlib.contextmanager

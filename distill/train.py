@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from .divergence import agreement, mean_divergence
 from .lessons import Lessons
 from .recipe import Divergence, Recipe
-from .rows import Rows
+from .rows import TrainingRows
 
 _WARMUP_STEPS = 50
 _LAST_LEARNING_RATE = 0.02  # relative to the first
@@ -140,7 +140,7 @@ class Trainer:
 def train(
     trainer: Trainer,
     lessons: Lessons,
-    rows: Rows,
+    rows: TrainingRows,
     rows_per_step: int,
     num_steps: int,
     checkpoint: Path | None = None,
@@ -167,7 +167,7 @@ def train(
         raise
 
 
-def time_step(trainer: Trainer, lessons: Lessons, rows: Rows, rows_per_step: int) -> float:
+def time_step(trainer: Trainer, lessons: Lessons, rows: TrainingRows, rows_per_step: int) -> float:
     """Seconds that a step takes; the trainer cannot be used afterwards."""
     train(trainer, lessons, rows, rows_per_step, _UNTIMED_STEPS)
     start_s = time.perf_counter()

@@ -12,7 +12,7 @@ import torch
 
 from outrider.engine.api import ReportProgress
 
-from .recipe import Plan, Recipe
+from .recipe import Extent, Recipe
 from .text import Writer, num_tokens_of, shard_path
 
 _POLL_S = 0.5
@@ -76,7 +76,7 @@ def write_text(
     num_tokens: int | None,
     until_s: float | None,
     report: ReportProgress,
-) -> Plan:
+) -> Extent:
     """Write shards until there are `num_tokens`, or until `time.time` reaches `until_s`."""
     devices = devices_of(recipe.device)
     per_device = recipe.writers_per_device or num_writers(recipe.target, devices[0])
@@ -101,7 +101,7 @@ def write_text(
             for future in futures:
                 future.result()
     report(stage, num_tokens or 1, num_tokens or 1)
-    return Plan(_num_shards(folder, num_tokens))
+    return Extent(_num_shards(folder, num_tokens))
 
 
 def num_writers(target: str, device: str) -> int:
