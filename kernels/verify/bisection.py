@@ -169,21 +169,12 @@ def _kept(threshold, num_ties, row_max, inv_t, row_ptr, width, vocab_size, TILE:
 
 @triton.jit(do_not_specialize=["num_columns", "draft_stride"])
 def _bisect_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    width,
-    vocab_size,
-    num_blocks,
-    cu_rows_ptr,  # [B + 1], or None: a row a request
-    num_drafts_ptr,  # [B]
+    step,
     num_columns,  # K + 1
-    draft_ids_ptr,  # [B, K]
     draft_stride,
+    num_blocks,
     draft,
     sampling,
-    anchor_ptr,  # [B], as the next
-    position_ptr,
-    words_ptr,  # [B, K + 2, 4] or None
     stats,
     rows,
     verified,
@@ -194,18 +185,19 @@ def _bisect_kernel(
 ):
     start_next_kernel(DEPENDENT)
     wait_for_inputs(DEPENDENT)
+    width, vocab_size = step.width, step.vocab_size
     for i in range(tl.program_id(0), tl.load(rows.counters + 1), tl.num_programs(0)):
         listed = tl.load(rows.to_bisect + i)
         request, offset = listed // COLUMNS, listed % COLUMNS
-        k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+        k, row0 = rows_of(request, step)
         row = (row0 + offset).to(tl.int64)
-        row_ptr = logits_ptr + row * logits_stride
-        own_draft_ids_ptr = draft_ids_ptr + request * draft_stride
+        row_ptr = step.logits + row * step.logits_stride
+        draft_ids_ptr = step.draft_ids + request * draft_stride
         inv_t = 1.0 / tl.load(sampling.temperature + request)
-        draft_id = tl.load(own_draft_ids_ptr + offset, mask=offset < k, other=-1)
+        draft_id = tl.load(draft_ids_ptr + offset, mask=offset < k, other=-1)
         drafted = load_draft(
             draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft,
-            tl.load(sampling.seed + request), tl.load(anchor_ptr + request), words_ptr,
+            tl.load(sampling.seed + request), tl.load(step.anchor + request), step.words,
         )  # fmt: skip
         row_max, z, _bad = merge_totals(row, stats, num_blocks, inv_t, NB)
         threshold, last_tie, kept = _threshold_by_bisection(
@@ -217,7 +209,7 @@ def _bisect_kernel(
         settle_row(
             accept_test(drafted, state, inv_t), tl.full((), OPEN, tl.int64), request, offset, k,
             row, row_ptr, state, inv_t, stats.group_max + row * groups, groups, vocab_size,
-            num_columns, own_draft_ids_ptr, sampling, position_ptr, rows, verified,
+            num_columns, draft_ids_ptr, sampling, step.position, rows, verified,
         )  # fmt: skip
 
 

@@ -60,11 +60,27 @@ class Step(NamedTuple):
     def arguments(self, num_blocks: int) -> tuple[object, ...]:
         """The first arguments of every kernel after the scan."""
         logits, ids = self.logits, self.drafts.token_ids
-        return (
-            logits, logits.stride(0), logits.shape[1], self.vocab_size, num_blocks, self.cu_rows,
-            self.drafts.num_drafts, ids.shape[1] + 1, ids, ids.stride(0),
-            self.drafts.draft_logits(), self.sampling, self.anchor, self.position, self.words,
+        step = StepArguments(
+            logits, logits.stride(0), logits.shape[1], self.vocab_size, self.cu_rows,
+            self.drafts.num_drafts, ids, self.anchor, self.position, self.words,
         )  # fmt: skip
+        columns = ids.shape[1] + 1, ids.stride(0)
+        return step, *columns, num_blocks, self.drafts.draft_logits(), self.sampling
+
+
+class StepArguments(NamedTuple):
+    """The parts of a step that kernels take together. B requests, K drafts each at most."""
+
+    logits: torch.Tensor  # [N, V]
+    logits_stride: int
+    width: int  # V
+    vocab_size: int
+    cu_rows: torch.Tensor | None  # [B + 1], or None: a row a request
+    num_drafts: torch.Tensor  # [B]
+    draft_ids: torch.Tensor  # [B, K]
+    anchor: torch.Tensor  # [B]
+    position: torch.Tensor  # [B]
+    words: torch.Tensor | None  # [B, K + 2, 4]
 
 
 class Verified(NamedTuple):
@@ -99,12 +115,12 @@ def emit_reference(
 
 
 @triton.jit
-def rows_of(request, cu_rows_ptr, num_drafts_ptr):
+def rows_of(request, step):
     """A request's number of drafts, and its first row."""
-    if cu_rows_ptr is None:
+    if step.cu_rows is None:
         k, row0 = tl.zeros((), tl.int32), request
     else:
-        k, row0 = tl.load(num_drafts_ptr + request), tl.load(cu_rows_ptr + request)
+        k, row0 = tl.load(step.num_drafts + request), tl.load(step.cu_rows + request)
     return k, row0
 
 

@@ -29,9 +29,7 @@ _DRAW_WARPS = 4
 
 
 @triton.jit
-def _open(
-    request, j, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr, draft, rows
-):
+def _open(request, j, k, row0, step, num_columns, draft_ids_ptr, draft, rows):
     """A listed row in the form that residual.py takes."""
     row = (row0 + j).to(tl.int64)
     q_state = load_state(rows.state + row * 4, False)
@@ -39,7 +37,7 @@ def _open(
         at_state = draft_row(request, draft) * (num_columns - 1) + j
         q_state = load_state(draft.state + at_state * 4, j < k)
     return open_row(
-        request, j, j < k, logits_ptr + row * logits_stride, width,
+        request, j, j < k, step.logits + row * step.logits_stride, step.width,
         load_state(rows.state + row * 4, True), q_state, draft_ids_ptr, draft,
         tl.load(rows.log_scale + request * num_columns + j),
     )  # fmt: skip
@@ -47,21 +45,12 @@ def _open(
 
 @triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
 def _read_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    width,
-    vocab_size,
-    num_blocks,
-    cu_rows_ptr,  # [B + 1], or None: a row a request
-    num_drafts_ptr,  # [B]
+    step,
     num_columns,  # K + 1
-    draft_ids_ptr,  # [B, K]
     draft_stride,
+    num_blocks,
     draft,
     sampling,
-    anchor_ptr,  # [B], as the next
-    position_ptr,
-    words_ptr,  # [B, K + 2, 4] or None
     mass_ptr,  # [B, K + 1, num_blocks]
     rows,
     DEPENDENT: tl.constexpr,
@@ -73,35 +62,26 @@ def _read_kernel(
     for item in range(tl.program_id(0), num_rows * parts, tl.num_programs(0)):
         listed = tl.load(rows.to_read + item // parts)
         request, j = listed // COLUMNS, listed % COLUMNS
-        k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+        k, row0 = rows_of(request, step)
         row = _open(
-            request, j, k, row0, logits_ptr, logits_stride, width, num_columns,
-            draft_ids_ptr + request * draft_stride, draft, rows,
+            request, j, k, row0, step, num_columns, step.draft_ids + request * draft_stride,
+            draft, rows,
         )  # fmt: skip
         read_blocks(
             mass_ptr + (request * num_columns + j).to(tl.int64) * num_blocks, item % parts, parts,
-            num_blocks, row, vocab_size, 1.0 / tl.load(sampling.temperature + request),
+            num_blocks, row, step.vocab_size, 1.0 / tl.load(sampling.temperature + request),
             draft.raw is not None,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
 def _draw_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    width,
-    vocab_size,
-    num_blocks,
-    cu_rows_ptr,  # [B + 1], or None: a row a request
-    num_drafts_ptr,  # [B]
+    step,
     num_columns,  # K + 1
-    draft_ids_ptr,  # [B, K]
     draft_stride,
+    num_blocks,
     draft,
     sampling,
-    anchor_ptr,  # [B], as the next
-    position_ptr,
-    words_ptr,  # [B, K + 2, 4] or None
     mass_ptr,  # [B, K + 1, num_blocks]
     rows,
     verified,
@@ -111,13 +91,13 @@ def _draw_kernel(
 ):
     request = tl.program_id(0)
     # Loads that need not wait come first: all together they take the time of one.
-    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    k, row0 = rows_of(request, step)
     inv_t = 1.0 / tl.load(sampling.temperature + request)
     is_block = tl.load(sampling.rule + request) == 1
     seed = tl.load(sampling.seed + request)
-    anchor = tl.load(anchor_ptr + request)
-    position = tl.load(position_ptr + request)
-    draft_ids_ptr += request * draft_stride
+    anchor = tl.load(step.anchor + request)
+    position = tl.load(step.position + request)
+    draft_ids_ptr = step.draft_ids + request * draft_stride
     mass_ptr += (request * num_columns).to(tl.int64) * num_blocks
     wait_for_inputs(DEPENDENT)
     num_open = tl.load(rows.num_open + request)
@@ -128,16 +108,14 @@ def _draw_kernel(
         return
     if is_block:
         accepted = accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB)
-    row = _open(
-        request, accepted, k, row0, logits_ptr, logits_stride, width, num_columns, draft_ids_ptr,
-        draft, rows,
-    )  # fmt: skip
+    row = _open(request, accepted, k, row0, step, num_columns, draft_ids_ptr, draft, rows)
     words = draw_words(
-        request, accepted, num_columns, seed, anchor, position - anchor, words_ptr, PURPOSE
+        request, accepted, num_columns, seed, anchor, position - anchor, step.words, PURPOSE
     )
     HAS_Q: tl.constexpr = draft.raw is not None
     last = draw_from_blocks(
-        row, mass_ptr + accepted * num_blocks, num_blocks, vocab_size, inv_t, words, HAS_Q, NB,
+        row, mass_ptr + accepted * num_blocks, num_blocks, step.vocab_size, inv_t, words, HAS_Q,
+        NB,
     )  # fmt: skip
     emit(request, accepted, last, own == BAD, num_columns, draft_ids_ptr, verified)
 

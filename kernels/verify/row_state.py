@@ -119,21 +119,12 @@ def _highest(row: torch.Tensor, count: int) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["num_columns", "draft_stride"])
 def _row_state_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    width,
-    vocab_size,
-    num_blocks,
-    cu_rows_ptr,  # [B + 1], or None: a row a request
-    num_drafts_ptr,  # [B]
+    step,
     num_columns,  # K + 1
-    draft_ids_ptr,  # [B, K]
     draft_stride,
+    num_blocks,
     draft,
     sampling,
-    anchor_ptr,  # [B], as the next
-    position_ptr,
-    words_ptr,  # [B, K + 2, 4] or None
     stats,
     scratch_ptr,  # [N, scratch_stride] int64, if anything filters
     scratch_stride,
@@ -147,20 +138,21 @@ def _row_state_kernel(
 ):
     request = tl.program_id(0) // num_columns
     offset = tl.program_id(0) % num_columns
-    draft_ids_ptr += request * draft_stride
+    width, vocab_size = step.width, step.vocab_size
+    draft_ids_ptr = step.draft_ids + request * draft_stride
     # Loads that need not wait come first: all together they take the time of one.
-    k, row0 = rows_of(request, cu_rows_ptr, num_drafts_ptr)
+    k, row0 = rows_of(request, step)
     temperature = tl.load(sampling.temperature + request)
     rule = tl.load(sampling.rule + request)
     seed = tl.load(sampling.seed + request)
-    anchor = tl.load(anchor_ptr + request)
-    position = tl.load(position_ptr + request)
+    anchor = tl.load(step.anchor + request)
+    position = tl.load(step.position + request)
     draft_id = tl.load(draft_ids_ptr + offset, mask=offset < num_columns - 1, other=-1)
     wait_for_inputs(DEPENDENT)
     if offset > k:
         return
     row = (row0 + offset).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_stride
+    row_ptr = step.logits + row * step.logits_stride
     if temperature <= 0:
         row_max, block, bad = merge_max(row, stats, num_blocks, NB)
         own = greedy_token(row_max, block, row_ptr, vocab_size)
@@ -172,7 +164,7 @@ def _row_state_kernel(
     inv_t = 1.0 / temperature
     drafted = load_draft(
         draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft, seed, anchor,
-        words_ptr,
+        step.words,
     )  # fmt: skip
     row_max, z, bad = merge_totals(row, stats, num_blocks, inv_t, NB)
     log_z = tl.where(bad, float("nan"), log(z))
@@ -211,7 +203,7 @@ def _row_state_kernel(
     is_last = offset == k
     if ((rule != 2) & is_last) | ((rule == 0) & filtered & (test[2] == 0)):
         words = draw_words(
-            request, offset, num_columns, seed, anchor, position - anchor, words_ptr, PURPOSE
+            request, offset, num_columns, seed, anchor, position - anchor, step.words, PURPOSE
         )
         if filtered:
             HAS_Q: tl.constexpr = draft.raw is not None
@@ -228,7 +220,7 @@ def _row_state_kernel(
             )
     settle_row(
         test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, groups,
-        vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified,
+        vocab_size, num_columns, draft_ids_ptr, sampling, step.position, rows, verified,
     )  # fmt: skip
 
 
