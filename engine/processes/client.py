@@ -5,7 +5,6 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from itertools import count, zip_longest
-from typing import Protocol
 
 from ..api import (
     EngineInfo,
@@ -35,70 +34,9 @@ class EngineUnavailableError(RuntimeError):
     """The engine is not, or no longer, available: starting, restarting, failed or stopped."""
 
 
-class OutputStream(Protocol):
+class OutputStream:
     """Outputs of sequences that were submitted together, interleaved, until all have finished."""
 
-    def __aiter__(self) -> "OutputStream": ...
-
-    async def __anext__(self) -> RequestOutput: ...
-
-    async def aclose(self) -> None:
-        """Abort unfinished sequences. May be called after the end, and again."""
-        ...
-
-
-class EngineClient(Protocol):
-    """One engine, in this process or in its own.
-
-    `state` goes from "starting" to "ready". If the engine dies, it becomes "restarting" and then
-    "ready" again. "failed" (it could not start, or keeps dying) and "stopped" are final: make a new
-    client. `status_reason` explains any state other than "starting" and "ready".
-    """
-
-    @property
-    def state(self) -> EngineState: ...
-
-    @property
-    def status_reason(self) -> str | None: ...
-
-    @property
-    def info(self) -> EngineInfo | None:
-        """Set once the engine was ready."""
-        ...
-
-    @property
-    def stats(self) -> EngineStats:
-        """Gauges of the last step; counters since the client started, also over restarts."""
-        ...
-
-    async def start(self) -> EngineInfo:
-        """Start the engine; raises EngineUnavailableError with the engine's own message.
-
-        Always call `stop` afterwards, even if this is cancelled.
-        """
-        ...
-
-    async def generate(self, requests: list[NewRequest]) -> OutputStream:
-        """Submit sequences together; returns once the engine has admitted them.
-
-        Raises QueueFullError, InvalidRequestError or EngineUnavailableError before that, and
-        EngineUnavailableError from the stream if the engine dies meanwhile. Close the stream after
-        use; cancelling a task that waits on it closes it too.
-        """
-        ...
-
-    async def abort(self, request_ids: list[str]) -> None:
-        """Stop sequences early. Their pages are free within a step, and each gets a last output
-        with finish reason "abort". Unknown and finished ids are ignored.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """Stop the engine and clean up; open streams raise."""
-        ...
-
-
-class _Stream:
     def __init__(self, abort: Callable[[Collection[str]], None], request_ids: list[str]) -> None:
         self._abort = abort
         self._queue: asyncio.Queue[RequestOutput | EngineUnavailableError | None] = asyncio.Queue()
@@ -125,7 +63,7 @@ class _Stream:
             self._queue.put_nowait(error)
             self._queue.put_nowait(None)
 
-    def __aiter__(self) -> "_Stream":
+    def __aiter__(self) -> "OutputStream":
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -142,6 +80,7 @@ class _Stream:
         return item
 
     async def aclose(self) -> None:
+        """Abort unfinished sequences. May be called after the end, and again."""
         if self.unfinished:
             self._abort(self.unfinished)
             self.unfinished.clear()
@@ -150,8 +89,14 @@ class _Stream:
         self._queue.put_nowait(None)
 
 
-class Dispatcher(ABC):
-    """The part that all clients share, whatever carries the messages: passing them to streams."""
+class EngineClient(ABC):
+    """One engine, whatever carries the messages to it and its answers to the open streams.
+
+    `state` goes from "starting" to "ready". If the engine dies, it becomes "restarting" and then
+    "ready" again. "failed" (it could not start, or keeps dying) and "stopped" are final: make a new
+    client. `status_reason` explains any state other than "starting" and "ready". `info` is set once
+    the engine was ready.
+    """
 
     def __init__(self, progress: ReportProgress | None = None) -> None:
         self.state: EngineState = "starting"
@@ -161,23 +106,29 @@ class Dispatcher(ABC):
         self._up: asyncio.Future[EngineInfo] | None = None  # awaited by `start`
         self._last_words = ""  # the reason, if the engine said that it cannot go on
         self._submission_ids = count()
-        self._submitted: dict[int, _Stream] = {}  # by submission id, not answered yet
-        self._running: dict[str, _Stream] = {}  # by request id, admitted and not finished
+        self._submitted: dict[int, OutputStream] = {}  # by submission id, not answered yet
+        self._running: dict[str, OutputStream] = {}  # by request id, admitted and not finished
         self.on_change: Callable[[], None] = lambda: None  # called after each change of state
         self._stats = EngineStats()  # of the present engine
         self._past_stats = EngineStats()  # of the engines before it
 
     @property
     def stats(self) -> EngineStats:
+        """Gauges of the last step; counters since the client started, also over restarts."""
         return _add_counters(self._past_stats, self._stats)
 
     async def start(self) -> EngineInfo:
+        """Start the engine; raises EngineUnavailableError with the engine's own message.
+
+        Always call `stop` afterwards, even if this is cancelled.
+        """
         self._up = asyncio.get_running_loop().create_future()
         self._launch()
         return await self._up
 
     @abstractmethod
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """Stop the engine and clean up; open streams raise."""
 
     @abstractmethod
     def _launch(self) -> None:
@@ -188,6 +139,12 @@ class Dispatcher(ABC):
         """Send a message without waiting."""
 
     async def generate(self, requests: list[NewRequest]) -> OutputStream:
+        """Submit sequences together; returns once the engine has admitted them.
+
+        Raises QueueFullError, InvalidRequestError or EngineUnavailableError before that, and
+        EngineUnavailableError from the stream if the engine dies meanwhile. Close the stream after
+        use; cancelling a task that waits on it closes it too.
+        """
         if self.state != "ready":
             raise EngineUnavailableError(self.status_reason or "the engine is still starting")
         ids = [request.request_id for request in requests]
@@ -196,7 +153,7 @@ class Dispatcher(ABC):
         submitted = {i for stream in self._submitted.values() for i in stream.unfinished}
         if taken := (submitted | self._running.keys()).intersection(ids):
             raise InvalidRequestError(f"sequences with these ids are running already: {taken}")
-        submission_id, stream = next(self._submission_ids), _Stream(self._drop, ids)
+        submission_id, stream = next(self._submission_ids), OutputStream(self._drop, ids)
         try:
             self._send(Submit(submission_id, requests))
         except OverflowError as error:
@@ -210,6 +167,9 @@ class Dispatcher(ABC):
         return stream
 
     async def abort(self, request_ids: list[str]) -> None:
+        """Stop sequences early. Their pages are free within a step, and each gets a last output
+        with finish reason "abort". Unknown and finished ids are ignored.
+        """
         running = {i: stream for i in request_ids if (stream := self._running.get(i))}
         if running:
             self._drop(running)

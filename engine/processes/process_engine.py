@@ -14,7 +14,7 @@ import zmq.asyncio
 from ..api import ReportProgress
 from ..config import EngineConfig
 from .child_process import ChildProcess, Restarts, describe_exit
-from .client import Dispatcher
+from .client import EngineClient
 from .messages import FromEngine, Hello, Ready, Shutdown, Status, ToEngine
 
 log = logging.getLogger("outrider.engine.processes.process_engine")
@@ -22,7 +22,7 @@ log = logging.getLogger("outrider.engine.processes.process_engine")
 _LEAVE_S = 5.0  # time to finish a step and exit; then the process is killed
 
 
-class ProcessEngine(Dispatcher):
+class ProcessEngine(EngineClient):
     """An engine in a child process.
 
     A child that dies is started again, the first time at once. After three deaths in a row, or if

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import msgspec
 import zmq.asyncio
 
-from .client import Dispatcher
+from .client import EngineClient
 from .connection import Connection
 from .messages import FromEngine, FromOwner, Hello, Ready, Shutdown, Status, ToEngine, Up
 
 
-class SharedEngine(Dispatcher):
+class SharedEngine(EngineClient):
     """An engine that the parent of this process owns. The parent sends its state and endpoint; all
     else goes directly to the engine. Only the owner can stop it.
 

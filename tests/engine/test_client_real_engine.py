@@ -12,11 +12,11 @@ import psutil
 import pytest
 from engine_clients import collect, pages_used_become, state_becomes
 from engines import engine_config, generate, prompts
+from in_process import InProcessEngine
 from tiny_models import VOCAB
 
 from outrider.engine.api import NewRequest, QueueFullError, SamplingParams
 from outrider.engine.processes.client import EngineClient, EngineUnavailableError
-from outrider.engine.processes.in_process import InProcessEngine
 from outrider.engine.processes.process_engine import ProcessEngine
 
 pytestmark = pytest.mark.anyio

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from in_process import QueueChannel
 
-from outrider.engine.processes.in_process import _QueueChannel
 from outrider.engine.processes.messages import Abort
 from outrider.engine.scheduling.pace import Pace
 
@@ -39,7 +39,7 @@ def test_steps_of_another_kind_tell_nothing() -> None:
 
 
 def test_who_comes_meanwhile_is_heard() -> None:
-    channel = _QueueChannel(lambda message: None)
+    channel = QueueChannel(lambda message: None)
     channel.inbox.put(Abort(["a"]))
     late = threading.Timer(0.05, channel.inbox.put, [Abort(["b"])])
     late.start()

@@ -11,10 +11,10 @@ import httpx
 import pytest
 import yaml
 from engines import engine_config
+from in_process import InProcessEngine
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import save_tiny_model
 
-from outrider.engine.processes.in_process import InProcessEngine
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.http.app import create_app
 from outrider.server.http.middleware import Gate

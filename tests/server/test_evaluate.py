@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from engines import engine_config
+from in_process import InProcessEngine
 from rich.console import Console
 from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
-from outrider.engine.processes.in_process import InProcessEngine
 from outrider.engine.scoring.verifier import Verifier
 from outrider.server.cli import app
 from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tally, held_out_prompts, measure

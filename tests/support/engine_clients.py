@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import msgspec
 import scripted_engine
+from in_process import InProcessEngine
 
 from outrider.engine.api import EngineInfo, NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from outrider.engine.processes.client import EngineClient, OutputStream
 from outrider.engine.processes.connection import Connection
-from outrider.engine.processes.in_process import InProcessEngine
 from outrider.engine.processes.messages import Up
 from outrider.engine.processes.process_engine import ProcessEngine
 from outrider.engine.processes.shared_engine import SharedEngine

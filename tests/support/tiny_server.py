@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 from engines import engine_config
+from in_process import InProcessEngine
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
-from outrider.engine.processes.in_process import InProcessEngine
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.http.app import create_app
 from outrider.server.http.middleware import Gate

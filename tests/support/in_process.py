@@ -1,4 +1,4 @@
-"""An engine on a thread of this process, behind the same interface: for tests and embedding."""
+"""A real engine on a thread of this process, behind the interface of one in its own."""
 
 import asyncio
 import queue
@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..api import ReportProgress
-from ..config import EngineConfig
-from .client import Dispatcher
-from .messages import FromEngine, Hello, Shutdown, ToEngine
-from .process import load_engine, run
+from outrider.engine.api import ReportProgress
+from outrider.engine.config import EngineConfig
+from outrider.engine.processes.client import EngineClient
+from outrider.engine.processes.messages import FromEngine, Hello, Shutdown, ToEngine
+from outrider.engine.processes.process import load_engine, run
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from outrider.engine.engine import Engine
 
 
-class _QueueChannel:
+class QueueChannel:
     """The channel to the only client, which is on the event loop of this process."""
 
     def __init__(self, deliver: Callable[[FromEngine], object]) -> None:
@@ -39,7 +39,7 @@ class _QueueChannel:
                 return messages
 
 
-class InProcessEngine(Dispatcher):
+class InProcessEngine(EngineClient):
     """An engine on a thread. If it dies, the state becomes "failed"; it is not restarted."""
 
     def __init__(
@@ -52,12 +52,12 @@ class InProcessEngine(Dispatcher):
         super().__init__(progress)
         self._config = config
         self._make_engine = make_engine
-        self._channel: _QueueChannel | None = None
+        self._channel: QueueChannel | None = None
         self._thread: threading.Thread | None = None
 
     def _launch(self) -> None:
         loop = asyncio.get_running_loop()
-        channel = _QueueChannel(lambda message: loop.call_soon_threadsafe(self._receive, message))
+        channel = QueueChannel(lambda message: loop.call_soon_threadsafe(self._receive, message))
 
         def live() -> None:
             config = self._config
