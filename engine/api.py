@@ -169,7 +169,7 @@ class EngineInfo:
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineStats:
     """Current gauges, and counters since the engine started."""
 

@@ -29,7 +29,6 @@ from .models.paged_layers import PagedLayers
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.commit import Committer
-from .scheduling.counters import Counters
 from .scheduling.kv_cache import KVCacheManager, PageEvent
 from .scheduling.pace import Pace
 from .scheduling.plan import Plan
@@ -114,9 +113,9 @@ class Engine:
             lookahead=self.worker.pair.head.lookahead if self.worker.pair.head else 0,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
-        self._counters = counters = Counters(k)
+        self._stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
         adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
-        self.sequences = Sequences(config.scheduler, self._kv_cache, self.worker, counters)
+        self.sequences = Sequences(config.scheduler, self._kv_cache, self.worker, self._stats)
         self.scheduler = Scheduler(
             config.scheduler,
             self.sequences,
@@ -127,7 +126,7 @@ class Engine:
             adaptive,
         )
         self.committer = Committer(
-            self.sequences, self._kv_cache, self.worker.slots, counters, max_model_len, adaptive
+            self.sequences, self._kv_cache, self.worker.slots, self._stats, max_model_len, adaptive
         )
         self.lag = 1 if self.worker.device.type == "cuda" else 0  # on a CPU nothing would overlap
         self.info = replace(
@@ -237,19 +236,14 @@ class Engine:
         return bool(self.sequences.by_id)
 
     def stats(self) -> EngineStats:
-        counters = self._counters
-        return EngineStats(
+        return replace(
+            self._stats,
             num_running=len(self.sequences.running),
             num_waiting=len(self.sequences.waiting),
             pages_used=self._kv_cache.num_usable_pages - self._kv_cache.num_free_pages,
             pages_total=self._kv_cache.num_usable_pages,
-            steps=counters.num_steps,
-            prompt_tokens=counters.num_prompt_tokens,
-            cached_tokens=counters.num_cached_tokens,
-            generation_tokens=counters.num_generation_tokens,
-            preemptions=counters.num_preemptions,
-            drafted_per_position=list(counters.drafted_per_position),
-            accepted_per_position=list(counters.accepted_per_position),
+            drafted_per_position=list(self._stats.drafted_per_position),
+            accepted_per_position=list(self._stats.accepted_per_position),
         )
 
     def take_page_events(self) -> list[PageEvent]:

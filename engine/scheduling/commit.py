@@ -2,11 +2,10 @@
 
 import time
 
-from ..api import RequestOutput
+from ..api import EngineStats, RequestOutput
 from ..request import Request
 from ..state.slots import Slots
 from .adaptive_speculation import AdaptiveSpeculation, times_decoding
-from .counters import Counters
 from .kv_cache import KVCacheManager
 from .plan import Plan, ScheduledRequest, StepResult
 from .sequences import Sequences
@@ -25,14 +24,14 @@ class Committer:
         sequences: Sequences,
         kv_cache: KVCacheManager,
         slots: Slots,
-        counters: Counters,
+        stats: EngineStats,
         max_model_len: int,
         adaptive: AdaptiveSpeculation | None = None,
     ) -> None:
         self._sequences = sequences
         self._kv_cache = kv_cache
         self._slots = slots
-        self._counters = counters
+        self._stats = stats
         self._max_model_len = max_model_len
         self._adaptive = adaptive
         self._last_commit_s = 0.0
@@ -57,7 +56,7 @@ class Committer:
 
     def commit(self, plan: Plan, result: StepResult) -> list[RequestOutput]:
         """Advance every sequence by what a step drew; ends those that are done, skips void ones."""
-        self._counters.num_steps += 1
+        self._stats.steps += 1
         self._observe(plan, result)
         outputs = []
         sampled_idx = 0
@@ -119,7 +118,9 @@ class Committer:
             # to draw them again would favour tokens that lead elsewhere.
             drawn = drawn[:num_accepted]
         if num_drafts:
-            self._counters.count_drafts(num_drafts, num_accepted)
+            for j in range(num_drafts):
+                self._stats.drafted_per_position[j] += 1
+                self._stats.accepted_per_position[j] += j < num_accepted
             num_seen = request.num_tokens + min(num_accepted, num_drafts - 1)
             request.num_draft_computed_tokens = num_seen
         request.num_draft_tokens += num_drafts
@@ -130,7 +131,7 @@ class Committer:
         request.num_scored_tokens = request.num_prompt_tokens
         kept = self._until_stop(request, drawn)
         request.token_ids.extend(kept)
-        self._counters.num_generation_tokens += len(kept)
+        self._stats.generation_tokens += len(kept)
         num_valid = min(num_valid, request.num_tokens - 1)
         request.num_computed_tokens = num_valid
         request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, num_valid)

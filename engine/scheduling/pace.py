@@ -1,18 +1,11 @@
 """How long steps take, so that the next one can be launched as late as possible."""
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from .plan import Plan
 
 _NUM_TIMES = 8  # kept for each kind of step
 _SPARE_S = 0.0005  # safety margin: an idle device costs more than a launch that came too soon
-
-
-@dataclass(slots=True)
-class _Times:
-    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
-    launch_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
 
 
 class Pace:
@@ -23,22 +16,23 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int], _Times] = {}
+        # By kind, of recent steps: seconds on the device, and seconds of the host to launch them.
+        self._times: dict[tuple[int, int], deque[tuple[float, float]]] = {}
 
     def observe(self, plan: Plan, step_s: float, launch_s: float) -> None:
-        times = self._times.setdefault(_kind(plan), _Times())
-        times.step_s.append(step_s)
-        times.launch_s.append(launch_s)
+        times = self._times.setdefault(_kind(plan), deque(maxlen=_NUM_TIMES))
+        times.append((step_s, launch_s))
 
     def spare_s(self, plan: Plan, elapsed_s: float) -> float:
         """How long the host may wait before it must launch the step after `plan`.
 
         The device began `plan` `elapsed_s` ago. 0 until enough such steps were measured.
         """
-        times = self._times.get(_kind(plan))
-        if times is None or len(times.step_s) < _NUM_TIMES:
+        times = self._times.get(_kind(plan), ())
+        if len(times) < _NUM_TIMES:
             return 0.0
-        return max(0.0, min(times.step_s) - max(times.launch_s) - _SPARE_S - elapsed_s)
+        step_s, launch_s = min(step for step, _ in times), max(launch for _, launch in times)
+        return max(0.0, step_s - launch_s - _SPARE_S - elapsed_s)
 
 
 def _kind(plan: Plan) -> tuple[int, int]:

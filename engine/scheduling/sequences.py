@@ -7,11 +7,10 @@ from itertools import count
 from operator import attrgetter
 from typing import Protocol
 
-from ..api import InvalidRequestError, QueueFullError, RequestOutput
+from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutput
 from ..config import SchedulerConfig
 from ..request import Request
 from ..state.slots import Slots
-from .counters import Counters
 from .kv_cache import KVCacheManager
 
 _TURN = attrgetter("turn")
@@ -36,12 +35,12 @@ class Sequences:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, seats: Seats, counters: Counters
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, seats: Seats, stats: EngineStats
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
         self._seats = seats
-        self._counters = counters
+        self._stats = stats
         self.by_id: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order: the first is next
         self.running: list[Request] = []
@@ -70,8 +69,8 @@ class Sequences:
         if request.num_cached_tokens is None:  # not counted again after a preemption
             request.num_cached_tokens = num_cached_tokens
             request.queue_s = time.perf_counter() - request.arrival_s
-            self._counters.num_cached_tokens += num_cached_tokens
-            self._counters.num_prompt_tokens += request.num_prompt_tokens
+            self._stats.cached_tokens += num_cached_tokens
+            self._stats.prompt_tokens += request.num_prompt_tokens
         self.waiting.remove(request)
         self.running.append(request)
         self._seats.seat(request)
@@ -84,7 +83,7 @@ class Sequences:
         request = max(self.running, key=_TURN)
         self._stop_running(request)
         insort(self.waiting, request, key=_TURN)
-        self._counters.num_preemptions += 1
+        self._stats.preemptions += 1
         return request
 
     def finish(self, request: Request) -> None:
