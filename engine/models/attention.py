@@ -63,20 +63,19 @@ class PassContext:
         """cos and sin of every row. Shape: [T, head_dim] each."""
         key = id(rope.inv_freq)
         if key not in self._rotary:
-            self._rotary[key] = rotary_table(self.batch.positions, *rope, dtype)
+            self._rotary[key] = rotary_table(self.batch.rows.positions, *rope, dtype)
         return self._rotary[key]
 
     def items(self, num_kv_heads: int, group: int) -> AttentionItems:
         """The list of work for the attention kernel, for layers with these heads."""
         key = (num_kv_heads, group)
         if key not in self._items:
-            batch = self.batch
-            num_rows = len(batch.positions)
+            batch, rows = self.batch, self.batch.rows
             self._items[key] = list_items(
-                batch.cu_seqlens_q,
-                batch.seq_lens,
-                batch.slots,
-                num_rows,
+                rows.cu_seqlens_q,
+                rows.seq_lens,
+                rows.slots,
+                len(rows.positions),
                 num_kv_heads,
                 group,
                 batch.block_table.shape[1] * batch.page_size,
@@ -88,9 +87,9 @@ class PassContext:
     def sequences(self) -> list[SequenceRows]:
         """The sequences of the batch that have rows, for attention without a kernel."""
         batch = self.batch
-        bounds, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+        bounds, seq_lens = batch.rows.cu_seqlens_q.tolist(), batch.rows.seq_lens.tolist()
         sequences = []
-        for i, slot in enumerate(batch.slots.tolist()):
+        for i, slot in enumerate(batch.rows.slots.tolist()):
             begin, end, num_tokens = bounds[i], bounds[i + 1], seq_lens[i]
             if begin < end:
                 page_ids = batch.block_table[slot, : -(-num_tokens // batch.page_size)]

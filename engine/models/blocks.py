@@ -51,7 +51,7 @@ class AttentionMixer:
             qkv,
             *context.rotary(self.rope, qkv.dtype),
             *self.attention.bound_pages,
-            context.batch.slot_mapping,
+            context.batch.rows.slot_mapping,
             num_heads,
             q_norm,
             k_norm,

@@ -84,17 +84,17 @@ class CompiledDecoder(Decoder):
         return f"{8 * self.weight_bytes / num_weights:.1f} bits, compiled layers"
 
     def __call__(self, context: PassContext) -> Pass:
-        batch = context.batch
+        batch, rows_of = context.batch, context.batch.rows
         self._bind(self.attentions)
         x = F.embedding(batch.input_ids, self.embedding).float()
         kept = [
             tensor.to(torch.int64).contiguous()
             for tensor in (
-                batch.slot_mapping,
-                batch.positions,
-                batch.cu_seqlens_q,
-                batch.seq_lens,
-                batch.slots,
+                rows_of.slot_mapping,
+                rows_of.positions,
+                rows_of.cu_seqlens_q,
+                rows_of.seq_lens,
+                rows_of.slots,
             )
         ]
         places, positions, first_rows, lengths, slots = (pointer(t, torch.int64) for t in kept)
@@ -102,7 +102,7 @@ class CompiledDecoder(Decoder):
         assert batch.block_table.stride(1) == 1
         rows = cpu.Batch(
             len(x),
-            len(batch.seq_lens),
+            len(rows_of.seq_lens),
             first_rows,
             lengths,
             slots,
@@ -112,7 +112,7 @@ class CompiledDecoder(Decoder):
             batch.block_table.stride(0),
         )
         if len(x):
-            self._reach(int(batch.positions.max()))
+            self._reach(int(rows_of.positions.max()))
         taps = []
         for first, last in pairwise([0, *(i + 1 for i in sorted(self.tapped_layers)), None]):
             layers = self._layers[first:last]

@@ -83,9 +83,8 @@ class Eagle3Head(Head):
     def of_masks(self, context: PassContext) -> Tensor:
         """y of rows that are all masks. Shape: [T, hidden]."""
         assert self.mask is not None
-        num_rows = len(context.batch.positions)
-        ids = torch.full_like(context.batch.positions, self.mask_token_id)
-        return self(self.mask.repeat(num_rows, 1), ids, context)
+        ids = torch.full_like(context.batch.input_ids, self.mask_token_id)
+        return self(self.mask.repeat(len(ids), 1), ids, context)
 
     def recycled(self, y: Tensor) -> Tensor:
         """f of the next row; may be y itself. Shape: [N, hidden]."""

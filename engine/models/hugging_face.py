@@ -91,7 +91,7 @@ class HuggingFaceModel(Network):
     def __call__(self, context: PassContext) -> Pass:
         self._context = context
         batch = context.batch
-        logits, taps = self._run(batch.input_ids, batch.positions, batch.logits_rows)
+        logits, taps = self._run(batch.input_ids, batch.rows.positions, batch.logits_rows)
         place = self.place_of_logits(len(logits))
         return Pass(logits if place is None else place.copy_(logits), taps)
 
@@ -154,7 +154,7 @@ class HuggingFaceModel(Network):
             return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
         attention = self._attention_of[module]
         keys, values = attention.bound_pages
-        places = self._context.batch.slot_mapping
+        places = self._context.batch.rows.slot_mapping
         store(keys, places, key[0].transpose(0, 1), attention.k_scale)
         store(values, places, value[0].transpose(0, 1), attention.v_scale)
         return attention(query[0].transpose(0, 1), self._context)[None], None

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.kernels.model.rms_norm import rms_norm
 
-from ..state.batch import ForwardBatch
 from .attention import PassContext, Rope
 from .blocks import Block
 from .decoder import Decoder
+from .one_prompt import one_prompt
 from .weights import Dense, Linear, Weight
 
 # Rows of a decode, of a verification and of a prompt: each runs other kernels.
@@ -107,7 +107,7 @@ def why_different(
         input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
         input_ids = input_ids.to(decoder.device)
         context = one_prompt(input_ids, first, same_bits=same_bits)
-        states, logits = original.run(input_ids, context.batch.positions)
+        states, logits = original.run(input_ids, context.batch.rows.positions)
         if not torch.equal(decoder.embedding[input_ids], states[0]):
             return "its embedding"
         for i, block in enumerate(decoder.blocks):
@@ -131,27 +131,6 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> 
     before, expected, got = x.float(), expected.float(), got.float()
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
     return bool((got - expected).norm() <= tolerance)
-
-
-def one_prompt(input_ids: Tensor, first: int = 0, *, same_bits: bool = False) -> PassContext:
-    """A batch of one prompt in one page, its first token at position `first`. Shape: [T]."""
-    length, device = len(input_ids), input_ids.device
-    rows = torch.arange(length, device=device)
-    return PassContext(
-        ForwardBatch(
-            input_ids=input_ids,
-            slot_of_row=torch.zeros_like(rows),
-            positions=rows + first,
-            slot_mapping=rows,
-            slots=torch.zeros_like(rows[:1]),
-            seq_lens=torch.full_like(rows[:1], length),
-            cu_seqlens_q=torch.tensor([0, length], device=device),
-            logits_rows=rows,
-            block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-            page_size=length,
-        ),
-        same_bits=same_bits,
-    )
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
 
-from ..state.batch import ForwardBatch
-from .attention import PassContext
 from .decoder import Decoder
 from .network import Network
+from .one_prompt import one_prompt
 from .weights import with_same_bits
 
 _PAGE = 16  # tokens
@@ -72,7 +71,10 @@ def _compare_passes(network: Network, max_len: int) -> None:
 
     def logits(first: int, end: int) -> Tensor:
         # What overflows is no difference: NaN would not equal itself.
-        return network(_part(input_ids, first, end, max_len)).logits.nan_to_num()
+        part = one_prompt(
+            input_ids[first:end], first, page_size=_PAGE, max_len=max_len, same_bits=True
+        )
+        return network(part).logits.nan_to_num()
 
     try:
         network.bind_cache(-(-ends[-1] // _PAGE), _PAGE)
@@ -84,27 +86,3 @@ def _compare_passes(network: Network, max_len: int) -> None:
                 )
     finally:
         network.free_cache()
-
-
-def _part(input_ids: Tensor, first: int, end: int, max_len: int) -> PassContext:
-    """The tokens `first:end` of a prompt whose pages lie in order."""
-    device = input_ids.device
-    positions = torch.arange(first, end, device=device)
-    table = torch.zeros(1, -(-max_len // _PAGE), dtype=torch.int32, device=device)
-    num_pages = -(-len(input_ids) // _PAGE)
-    table[0, :num_pages] = torch.arange(num_pages, device=device)
-    return PassContext(
-        ForwardBatch(
-            input_ids=input_ids[first:end],
-            slot_of_row=torch.zeros_like(positions),
-            positions=positions,
-            slot_mapping=positions,
-            slots=torch.zeros_like(positions[:1]),
-            seq_lens=torch.full_like(positions[:1], end),
-            cu_seqlens_q=torch.tensor([0, end - first], device=device),
-            logits_rows=torch.arange(end - first, device=device),
-            block_table=table,
-            page_size=_PAGE,
-        ),
-        same_bits=True,
-    )

@@ -3,7 +3,8 @@
 import torch
 
 from .network import Network
-from .proof import CHECKED_LENGTHS, one_prompt
+from .one_prompt import one_prompt
+from .proof import CHECKED_LENGTHS
 
 
 @torch.inference_mode()

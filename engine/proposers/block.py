@@ -179,7 +179,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
         self._head.read(taps, PassContext(batch))
-        return batch.positions
+        return batch.rows.positions
 
     def _shape(self, size: int, k: int) -> tuple[int, int, int]:
         return size, size * (k + self._head.num_leading_rows), 0
@@ -193,12 +193,13 @@ class BlockProposer(BlockDrafting[BlockHead]):
     def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> _Block:
         head, slots = self._head, self._slots
         batch = ForwardBatch.unpack(packed, shape, slots)
-        is_anchor = batch.positions + 1 == slots.num_tokens[batch.slot_of_row]
+        is_anchor = batch.rows.positions + 1 == slots.num_tokens[batch.rows.slot_of_row]
         x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), PassContext(batch))
-        rows = rows_of_drafts(batch, k, head.num_leading_rows)
+        rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head.states(x[rows.flatten()])
         logits = head.head(h).view(*rows.shape, -1)
-        anchors = slots.token_ids[batch.slots, slots.num_tokens[batch.slots] - 1].long()
+        slot = batch.rows.slots
+        anchors = slots.token_ids[slot, slots.num_tokens[slot] - 1].long()
         return _Block(logits, h.view(*rows.shape, -1), anchors, head.markov, head.confidence)
 
 
@@ -217,17 +218,17 @@ class ParallelEagleProposer(BlockDrafting[Eagle3Head], Eagle3Reading):
 
     def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> _Block:
         batch = ForwardBatch.unpack(packed, shape, self._slots)
-        y = self._last_rows[batch.slots][None]  # [1, N, hidden]
+        y = self._last_rows[batch.rows.slots][None]  # [1, N, hidden]
         if k > 1:
             masks = self._head.of_masks(PassContext(batch))
-            y = torch.cat((y, masks[rows_of_drafts(batch, k - 1, 0)]))
+            y = torch.cat((y, masks[rows_of_drafts(batch.rows, k - 1, 0)]))
         logits = self._head.logits(y.flatten(0, 1)).view(*y.shape[:2], -1)
-        return _Block(logits, y, batch.slots)
+        return _Block(logits, y, batch.rows.slots)
 
 
-def rows_of_drafts(batch: ForwardBatch, k: int, num_leading: int) -> Tensor:
+def rows_of_drafts(rows: BatchRows, k: int, num_leading: int) -> Tensor:
     """The row of each draft, after `num_leading` rows of its sequence. Beyond a sequence's k_i it
     is an arbitrary row, whose draw goes to the dummy slot. Shape: [k, N].
     """
-    offset = torch.arange(k, device=batch.positions.device)[:, None] + num_leading
-    return (batch.cu_seqlens_q[:-1] + offset).clamp_max(len(batch.positions) - 1)
+    offset = torch.arange(k, device=rows.positions.device)[:, None] + num_leading
+    return (rows.cu_seqlens_q[:-1] + offset).clamp_max(len(rows.positions) - 1)

@@ -39,9 +39,10 @@ class Eagle3Reading(HeadProposer[Eagle3Head]):
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
         y = self._head(self._head.fused(taps), batch.input_ids, PassContext(batch))
         # For a sequence with n known tokens, row n - 2; for an unfinished prompt, any row.
-        first, end = batch.cu_seqlens_q[:-1].clamp_max(len(y) - 1), batch.cu_seqlens_q[1:]
-        row = first + self._slots.num_tokens[batch.slots] - 2 - batch.positions[first]
-        self._last_rows[batch.slots] = y[row.clamp_max(end - 1).clamp_min(first)]
+        _, positions, _, slots, _, bounds = batch.rows
+        first, end = bounds[:-1].clamp_max(len(y) - 1), bounds[1:]
+        row = first + self._slots.num_tokens[slots] - 2 - positions[first]
+        self._last_rows[slots] = y[row.clamp_max(end - 1).clamp_min(first)]
         return y
 
 

@@ -116,7 +116,7 @@ class BatchRows(NamedTuple):
     """Where the rows of a batch stand, whichever model computes them."""
 
     slot_of_row: Tensor  # [T]
-    positions: Tensor  # [T]
+    positions: Tensor  # [T] absolute
     slot_mapping: Tensor  # [T] where each row's KV goes: page * page_size + offset
     slots: Tensor  # [B], rows of the block table
     seq_lens: Tensor  # [B]
@@ -125,48 +125,23 @@ class BatchRows(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """A HostBatch on the device: positions are absolute, tokens and pages looked up.
-
-    The fields after `input_ids` are those of `BatchRows`, in the same order.
-    """
+    """A HostBatch on the device: positions are absolute, tokens and pages looked up."""
 
     # [T]
     input_ids: Tensor
-    # [T]
-    slot_of_row: Tensor
-    # [T]
-    positions: Tensor
-    # [T] where each row's KV goes: page * page_size + offset
-    slot_mapping: Tensor
-    # [B], rows of the block table
-    slots: Tensor
-    # [B]
-    seq_lens: Tensor
-    # [B + 1]
-    cu_seqlens_q: Tensor
+    rows: BatchRows
     # [num_logits]
     logits_rows: Tensor
     # [num_slots, pages]
     block_table: Tensor
     page_size: int
 
-    @property
-    def rows(self) -> BatchRows:
-        return BatchRows(
-            self.slot_of_row,
-            self.positions,
-            self.slot_mapping,
-            self.slots,
-            self.seq_lens,
-            self.cu_seqlens_q,
-        )
-
     @staticmethod
     def of_next_tokens(rows: BatchRows, slots: Slots) -> "ForwardBatch":
         """The same rows, each with the token after its own as input; no row gets logits."""
         input_ids = slots.token_ids[rows.slot_of_row, rows.positions + 1].long()
         no_logits = rows.slots[:0]
-        return ForwardBatch(input_ids, *rows, no_logits, slots.block_table, slots.page_size)
+        return ForwardBatch(input_ids, rows, no_logits, slots.block_table, slots.page_size)
 
     @staticmethod
     def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
@@ -188,4 +163,4 @@ class ForwardBatch:
         rows = BatchRows(
             slot_of_row, read.positions, read.slot_mapping, slot, read.seq_lens, cu_seqlens_q
         )
-        return ForwardBatch(read.token_ids, *rows, logits_rows, slots.block_table, slots.page_size)
+        return ForwardBatch(read.token_ids, rows, logits_rows, slots.block_table, slots.page_size)

@@ -23,8 +23,8 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
+from outrider.engine.models.one_prompt import one_prompt
 from outrider.engine.models.paged_model import PagedModel
-from outrider.engine.models.proof import one_prompt
 from outrider.kernels.model import linear as linear_module
 
 Tiny = Callable[..., Path]

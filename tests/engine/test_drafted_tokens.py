@@ -15,7 +15,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.loading import DRAFTED_TOKENS, load_network
-from outrider.engine.models.proof import one_prompt
+from outrider.engine.models.one_prompt import one_prompt
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU a draft has its whole head")
 DRAFTED = [3, 1, 17, 40, 59]

@@ -20,8 +20,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
+from outrider.engine.models.one_prompt import one_prompt
 from outrider.engine.models.paged_model import PagedModel
-from outrider.engine.models.proof import one_prompt
 
 ON_GPU = DEVICE.type == "cuda"
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")

@@ -27,7 +27,7 @@ from outrider.engine.models.gguf_checkpoint import why_unpacked
 from outrider.engine.models.gguf_file import FORMATS, GgufFile, UnknownFormatError
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
-from outrider.engine.models.proof import one_prompt
+from outrider.engine.models.one_prompt import one_prompt
 from outrider.kernels.cpu.layers import compiled
 
 needs_layers = pytest.mark.skipif(

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.network import Network
+from outrider.engine.models.one_prompt import one_prompt
 from outrider.engine.models.paged_model import PagedModel
-from outrider.engine.models.proof import one_prompt
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.slots import Slots
 
