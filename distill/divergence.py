@@ -6,9 +6,10 @@
 
 1 - total_variation is the chance that a drawn draft is accepted.
 
-Of p only the likeliest tokens S are known, and the mass P of all others. Those others are taken to
-share P as q shares its own mass Q outside of S, p(x) = q(x) P / Q, so that they count by P and Q
-alone: each sum runs over S and one more term, and autograd's dozen copies of [N, V] are not needed.
+Only the likeliest tokens S of p are known, and the mass P of all others together. We assume that
+the others share P as q shares its own mass Q outside S: p(x) = q(x) P / Q. Then each sum has the
+terms of S and one more, which depends on P and Q alone. Autograd would need a dozen copies of
+[N, V]; these formulas need none.
 """
 
 import functools
@@ -53,7 +54,7 @@ DIVERGENCES: dict[Divergence, Formula] = {
 def mean_divergence(
     name: Divergence, top_ids: Tensor, top_log_probs: Tensor, logits: Tensor, weight: float = 1.0
 ) -> Tensor:
-    """Mean over N rows times `weight`; it is to be the end of the graph, differentiated as it is.
+    """Mean over N rows, times `weight`. Call `backward` on it as it is: nothing may come after it.
 
     Shape:
         top_ids, top_log_probs: [N, K], the target's likeliest tokens
@@ -129,7 +130,9 @@ def _with_rest(top: Tensor) -> Tensor:
 
 @torch.no_grad()
 def agreement(top_ids: Tensor, top_log_probs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """How often the first choices agree, and a drawn draft is accepted at least: sums over rows.
+    """How often the first choices agree, and how often a drawn draft is accepted at least.
+
+    Both are sums over the rows.
 
     Shapes as in `mean_divergence`, each row's tokens likeliest first.
     """

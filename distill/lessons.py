@@ -60,11 +60,11 @@ def read(
         lessons.states = torch.empty(
             num_tokens, len(boundaries), width, dtype=target.dtype, device=device
         )
-    # Of like length together, padded behind their ends, where a causal model does not look.
+    # Conversations of about the same length together, padded at the end: causal models ignore that.
     by_length = np.argsort(-lengths_np, kind="stable")
     done = 0
     while done < len(by_length):
-        # Longest first: the first of a batch is its width, and memory runs out at once or never.
+        # Longest first: so memory runs out in the first batch, or never.
         width = int(lengths_np[by_length[done]])
         batch = by_length[done : done + max(1, batch_tokens // width)]
         offsets = torch.arange(width, device=device)

@@ -84,8 +84,8 @@ class Recipe:
     budget: str = "10m"
     prompts: str | None = None  # a file or data set of user turns; None: the target writes them
     divergence: Divergence = "forward_kl"
-    last_divergence: Divergence = "total_variation"  # lowered at the end, by steps too small for
-    # the first to gain by
+    # For the last steps, which are too small for the first one to gain anything.
+    last_divergence: Divergence = "total_variation"
     last_share: float = 0.25  # share of the steps
     seed: int = 0
     device: str = "cpu"  # cpu | cuda: every visible GPU | cuda:N

@@ -67,8 +67,8 @@ def run_replicas(
 ) -> Any:
     """Run `replica(rank, said, *args)` in a process for each rank, until all are done.
 
-    What one puts into the queue `said`, (name, *values), goes to the handler of that name, but for
-    ("done", result): this is returned.
+    If a replica puts (name, *values) into the queue `said`, the handler of that name is called with
+    the values. The result of ("done", result) is returned.
 
     If a replica fails, the others would wait for it on their GPUs for ever. So none runs in this
     process, and all are ended when the first fails. Raises ProcessRaisedException, which has its

@@ -1,4 +1,4 @@
-"""The head learns the target's distributions, each draft behind those that it recycles."""
+"""The head learns the target's distributions, each draft after those that it recycles."""
 
 import os
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ _NOWHERE = -30.0  # a log probability and a logit that count for nothing
 
 
 def kept_states(recipe: Recipe, target: PreTrainedModel, num_tokens: int) -> tuple[int, ...]:
-    """The boundaries whose states of so many tokens have room in the device's memory, all or none.
+    """All boundaries, if the device has room for their states of so many tokens; none otherwise.
 
-    To read them once is what makes the steps of a small target's head fast.
+    With a small target, training is fast only if these states are computed just once.
     """
     if recipe.kind != "eagle3":
         return ()
@@ -33,14 +33,14 @@ def kept_states(recipe: Recipe, target: PreTrainedModel, num_tokens: int) -> tup
 
 
 def _room(device: torch.device) -> int:
-    """Bytes that are free on it."""
+    """Free memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class HeadTrainer(Trainer):
-    """A head in training. Without states in the lessons the target reads each batch anew."""
+    """A head in training. If the lessons have no states, the target reads each batch again."""
 
     def __init__(self, recipe: Recipe, target: PreTrainedModel, token_ids: Tensor) -> None:
         """Shape: token_ids [T], the target's text, whose most frequent tokens are drafted."""
@@ -49,7 +49,7 @@ class HeadTrainer(Trainer):
         self._target = target
         ids = self.head.get_buffer("target_ids")
         vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
-        # [V] where among the drafted tokens each is; behind them all that is not
+        # [V] place of each token among the drafted ones; their number for all other tokens
         self._place = torch.full((vocab_size,), len(ids), device=ids.device)
         self._place[ids] = torch.arange(len(ids), device=ids.device)
 
@@ -64,7 +64,7 @@ class HeadTrainer(Trainer):
         loss = torch.zeros((), device=self.device)
         for i, logits in enumerate(logits_of):
             at = slice(i + 1, i + 1 + length)
-            is_told = owner[:, at] == owner[:, :length]  # else the conversation has ended
+            is_told = owner[:, at] == owner[:, :length]  # otherwise the conversation has ended
             positions = rows[:, at][is_told]
             top_ids, top_log_probs = self._drafted(
                 lessons.top_ids[positions], lessons.top_log_probs[positions]
@@ -79,9 +79,9 @@ class HeadTrainer(Trainer):
     def _drafts(
         self, token_ids: Tensor, mask: Tensor | None, states: Tensor | None
     ) -> Sequence[Tensor]:
-        """Logits of each draft behind each row that has as many tokens behind it.
+        """Logits of each draft after every row that is followed by enough tokens.
 
-        Shape: token_ids [B, L], mask [B, 1, L, L], states [B, L, m, hidden] or None: to be read.
+        Shape: token_ids [B, L], mask [B, 1, L, L], states [B, L, m, hidden]; None: computed here.
         """
         num_steps = self.recipe.head_steps
         length = token_ids.shape[1] - num_steps
@@ -97,9 +97,9 @@ class HeadTrainer(Trainer):
         return logits_of
 
     def _drafted(self, top_ids: Tensor, top_log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the target's likeliest tokens the drafted ones, as if there were no others.
+        """The target's distribution over the drafted tokens alone, scaled up to sum to 1.
 
-        What is beyond the likeliest is taken for drafted. Shape: [N, K] each.
+        All tokens beyond the likeliest count as drafted. Shape: [N, K] each.
         """
         place = self._place[top_ids.long()]
         p = top_log_probs.float().exp()
@@ -110,7 +110,7 @@ class HeadTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, lessons: Lessons) -> HeldOut:
-        """Agreement of each draft behind gold ones, conversation by conversation."""
+        """Agreement of each draft after the target's own tokens, conversation by conversation."""
         num_steps, ids = self.recipe.head_steps, self.head.get_buffer("target_ids")
         sums = torch.zeros(num_steps, 2, device=self.device)
         num_rows = 0
