@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "philox.h"
 #include "vectors.h"
 
 extern "C" {
@@ -157,24 +158,15 @@ PUBLIC void outrider_draft_greedy(
     how(*logits, *slots, count, slot, offset, out);
 }
 
-// Philox 4x32, ten rounds, of counts that fit 32 bits. words [4][count]
+// Counters that fit 32 bits, [4][count], and words likewise.
 PUBLIC void outrider_philox(
     int32_t count, const int64_t* seeds, const int64_t* counters, int64_t* words
 ) {
     for (int n = 0; n < count; n++) {
-        uint32_t key[2] = {(uint32_t)seeds[n], (uint32_t)((uint64_t)seeds[n] >> 32)};
-        uint32_t x[4];
-        for (int i = 0; i < 4; i++) x[i] = (uint32_t)counters[(int64_t)i * count + n];
-        for (int round = 0; round < 10; round++) {
-            const uint64_t a = (uint64_t)0xD2511F53u * x[0], b = (uint64_t)0xCD9E8D57u * x[2];
-            x[0] = (uint32_t)(b >> 32) ^ x[1] ^ key[0];
-            x[1] = (uint32_t)b;
-            x[2] = (uint32_t)(a >> 32) ^ x[3] ^ key[1];
-            x[3] = (uint32_t)a;
-            key[0] += 0x9E3779B9u;
-            key[1] += 0xBB67AE85u;
-        }
-        for (int i = 0; i < 4; i++) words[(int64_t)i * count + n] = x[i];
+        uint32_t counter[4], drawn[4];
+        for (int i = 0; i < 4; i++) counter[i] = (uint32_t)counters[(int64_t)i * count + n];
+        philox((uint64_t)seeds[n], counter, drawn);
+        for (int i = 0; i < 4; i++) words[(int64_t)i * count + n] = drawn[i];
     }
 }
 

@@ -5,8 +5,8 @@ after another. So the bits of a row do not depend on the batch, on the number of
 processor, as long as it has fused multiply-add. Between layers all is float32, too; only KV is
 rounded, to the dtype of its cache.
 
-`layers.cpp` and `greedy.cpp` are compiled when Outrider is installed, if there is a compiler, and
-never later.
+`layers.cpp`, `greedy.cpp` and `sampled.cpp` are compiled when Outrider is installed, if there is a
+compiler, and never later.
 """
 
 import ctypes
@@ -31,6 +31,7 @@ _CALLS = (
     "outrider_draft_greedy",
     "outrider_probabilities",
     "outrider_philox",
+    "outrider_sample",
 )
 
 

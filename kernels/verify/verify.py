@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .._dispatch import uses_triton
+from . import sampled
 from .decide import decide_reference
 from .drafts import Drafts, Step, Verified, emit_reference, row_index_reference
 from .draw import draw_reference
@@ -152,7 +153,7 @@ def verify(
 def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.Tensor]:
     """The requests' outcomes and the rows' states."""
     if not uses_triton(step.logits):
-        return _sample_reference(step)
+        return sampled.sample(step) if sampled.takes(step) else _sample_reference(step)
     _check_layout(step)
     batch, k_max = step.drafts.token_ids.shape
     new = step.logits.new_empty

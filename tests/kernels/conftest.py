@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fast_interpreter import speed_up
-from verification import DEVICE, ROADS
+from verification import DEVICE, DRAWING_ROADS
 
 from outrider.kernels._dispatch import INTERPRET
 
@@ -16,7 +16,7 @@ def device() -> torch.device:
     return DEVICE
 
 
-@pytest.fixture(params=ROADS)
+@pytest.fixture(params=DRAWING_ROADS)
 def road(request: pytest.FixtureRequest) -> str:
-    """`reference` or `kernel`; without GPU and interpreter only the former."""
+    """`reference`, `kernel` on a GPU or an interpreter, `compiled` on a CPU that has it."""
     return str(request.param)

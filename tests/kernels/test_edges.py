@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from grids import pairwise
-from verification import DEVICE, ROADS, cu_rows_of, make_sampling, on_road, word_of
+from verification import DEVICE, DRAWING_ROADS, cu_rows_of, make_sampling, on_road, word_of
 
 from outrider.kernels.verify.sampling import BLOCK, Rule
 from outrider.kernels.verify.verify import Verified, draft_sample, verify
@@ -131,7 +131,7 @@ def test_draft_that_is_no_token_is_rejected(draft: int, road: str) -> None:
             {"temperature": 1.0, "top_k": 2},
         ],
         [NAN, INF],
-        ROADS,
+        DRAWING_ROADS,
     ),
 )
 def test_nan_fails_its_own_request_alone(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from grids import pairwise
-from verification import DEVICE, ROADS, make_sampling, on_road
+from verification import DEVICE, DRAWING_ROADS, make_sampling, on_road
 
 from outrider.kernels.verify.sampling import Sampling, log_prob_reference
 from outrider.kernels.verify.verify import draft_sample
@@ -47,7 +47,9 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("vocab", "dtype", "road"),
-    pairwise([2, 5, 100, 1024, 1025, 5000], [torch.float32, torch.float16, torch.bfloat16], ROADS),
+    pairwise(
+        [2, 5, 100, 1024, 1025, 5000], [torch.float32, torch.float16, torch.bfloat16], DRAWING_ROADS
+    ),
 )
 def test_filters_keep_what_their_definition_keeps(
     vocab: int, dtype: torch.dtype, road: str

@@ -7,8 +7,8 @@ import torch
 from grids import pairwise
 from verification import (
     DEVICE,
+    DRAWING_ROADS,
     HAS_KERNELS,
-    ROADS,
     cu_rows_of,
     equal,
     make_sampling,
@@ -72,7 +72,8 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("rule", "filters", "road"), pairwise(list(Rule), [{}, {"top_k": 20, "top_p": 0.9}], ROADS)
+    ("rule", "filters", "road"),
+    pairwise(list(Rule), [{}, {"top_k": 20, "top_p": 0.9}], DRAWING_ROADS),
 )
 def test_tokens_are_the_same_alone_and_in_company(
     rule: Rule, filters: dict[str, float], road: str

@@ -1,4 +1,4 @@
-"""Inputs of verification, and its two roads: the Triton kernels and the torch references."""
+"""Inputs of verification, and its roads: Triton kernels, torch references, compiled for a CPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,27 +7,33 @@ from fractions import Fraction
 import torch
 
 from outrider.kernels._dispatch import INTERPRET
+from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.edits import bad_words, bitmask, penalties, token_bias
 from outrider.kernels.verify import logprobs as logprobs_module
+from outrider.kernels.verify import sampled
 from outrider.kernels.verify import verify as verify_module
 from outrider.kernels.verify.sampling import Rule, Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_KERNELS = INTERPRET or DEVICE.type == "cuda"
 ROADS = ["reference", "kernel"] if HAS_KERNELS else ["reference"]
+DRAWING_ROADS = [*ROADS, "compiled"] if DEVICE.type == "cpu" and compiled() else ROADS
 MARGIN = 84  # steps of 2**-23: 1e-5, wider than float32 can err
 
 
 @contextmanager
 def on_road(road: str) -> Iterator[None]:
-    """Run on the kernels or on the references, whatever the device."""
+    """Run on the kernels, on the references or on what was compiled, whatever the device."""
     modules = (verify_module, logprobs_module, bad_words, bitmask, penalties, token_bias)
     saved = [module.uses_triton for module in modules]
+    takes = sampled.takes
     for module in modules:
         module.uses_triton = lambda tensor: road == "kernel"
+    sampled.takes = lambda step: road == "compiled" and takes(step)
     try:
         yield
     finally:
+        sampled.takes = takes
         for module, dispatch in zip(modules, saved, strict=True):
             module.uses_triton = dispatch
 

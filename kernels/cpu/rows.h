@@ -1,0 +1,284 @@
+// Rows of logits and their processed distributions, as kernels/verify/scan.py, row_state.py and
+// residual.py define them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+extern "C" {
+
+struct Step {  // a batch; kernels/verify/sampled.py fills it in
+    int32_t count, columns, purpose, vocab_size;  // columns: K
+    const uint8_t* logits;                        // [rows][stride] of float32 or bfloat16
+    int64_t stride;
+    int32_t is_bf16, draft_is_bf16;
+    const int32_t *first_rows, *num_drafts;  // [count]
+    const int64_t* draft_ids;                // [count][K]
+    const float* temperature;                // [count], as the next
+    const int32_t* top_k;
+    const float *top_p, *min_p;
+    const int64_t* seed;
+    const int32_t* rule;
+    const int64_t *anchor, *position;
+    const uint8_t* draft_logits;  // null: one-hot drafts
+    int64_t draft_stride, draft_column_stride;
+    int32_t draft_width;
+    const float* draft_state;    // [draft rows][K][4]
+    const int64_t* draft_rows;   // [count]
+    const int64_t* words;        // [count][K + 2][4], or null: Philox's
+    float* state;                // out: [rows][4] of the rows that were needed
+    int64_t* token_ids;          // out: [count][K + 1]
+    int32_t* num_tokens;         // out: [count]
+    uint8_t* is_bad;             // out: [count]
+};
+}
+
+namespace {
+
+constexpr int BLOCK = 1024, GROUP = 64;  // kernels/verify/sampling.py
+constexpr int MAX = 0, LOG_Z = 1, THRESHOLD = 2, CUTOFF = 3;
+constexpr float ONE = 0x1p40f;  // fixed point
+constexpr int FIRST_CANDIDATES = 256, WIDER = 16;
+
+typedef int64_t L __attribute__((vector_size(64)));
+typedef float Half __attribute__((vector_size(32)));
+
+// Sums of numbers as multiples of 2**-40, which are exact in any order.
+struct Mass {
+    L low = {}, high = {};
+    void add(F weight) {
+        Half half[2];
+        weight *= splat(ONE);
+        std::memcpy(half, &weight, sizeof weight);
+        low += __builtin_convertvector(half[0], L);
+        high += __builtin_convertvector(half[1], L);
+    }
+    int64_t total() const {
+        const L both = low + high;
+        int64_t all = 0;
+        for (int i = 0; i < 8; i++) all += both[i];
+        return all;
+    }
+};
+
+// A row's logits, -inf from the vocabulary's end to that of its last block, and their distribution.
+struct Row {
+    std::vector<float> x, block_max, block_total, group_max;
+    int vocab_size = 0, blocks = 0;
+    bool is_bad = false;
+    float state[4], inverse_t = 1.0f;
+
+    // False if a logit is NaN.
+    bool read(const uint8_t* from, bool is_bf16, int width, int vocab) {
+        vocab_size = vocab;
+        blocks = (vocab + BLOCK - 1) / BLOCK;
+        x.resize((size_t)blocks * BLOCK);
+        I is_nan = {};
+        int i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            const F v = is_bf16 ? from_bf16(from + 2 * i) : load((const float*)from + i);
+            is_nan |= v != v;
+            store(&x[i], v);
+        }
+        bool any = false;
+        for (; i < width; i++) {
+            uint32_t bits = 0;
+            std::memcpy(is_bf16 ? (uint8_t*)&bits + 2 : (uint8_t*)&bits, from + i * (is_bf16 ? 2 : 4),
+                        is_bf16 ? 2 : 4);
+            std::memcpy(&x[i], &bits, 4);
+            any |= x[i] != x[i];
+        }
+        std::fill(x.begin() + width, x.end(), -INFINITY);
+        for (int lane = 0; lane < LANES; lane++) any |= is_nan[lane] != 0;
+        return !any;
+    }
+
+    void find_maxima() {
+        group_max.resize((size_t)blocks * (BLOCK / GROUP));
+        block_max.resize(blocks);
+        for (size_t g = 0; g < group_max.size(); g++) {
+            F most = load(&x[g * GROUP]);
+            for (int i = LANES; i < GROUP; i += LANES) {
+                const F v = load(&x[g * GROUP + i]);
+                most = v > most ? v : most;
+            }
+            float best = most[0];
+            for (int lane = 1; lane < LANES; lane++) best = std::max(best, most[lane]);
+            group_max[g] = best;
+        }
+        for (int b = 0; b < blocks; b++) {
+            const float* first = &group_max[b * (BLOCK / GROUP)];
+            block_max[b] = *std::max_element(first, first + BLOCK / GROUP);
+        }
+        state[MAX] = *std::max_element(block_max.begin(), block_max.end());
+    }
+
+    void read(const Step& step, int b, int64_t row) {
+        const uint8_t* from = step.logits + row * step.stride * (step.is_bf16 ? 2 : 4);
+        const bool whole = read(from, step.is_bf16, step.vocab_size, step.vocab_size);
+        find_maxima();
+        is_bad = !whole || !std::isfinite(state[MAX]);
+        const float t = step.temperature[b];
+        inverse_t = t > 0 ? 1.0f / t : 1.0f;
+        state[LOG_Z] = is_bad ? NAN : 0.0f;
+        state[THRESHOLD] = -INFINITY;
+        state[CUTOFF] = (float)vocab_size;
+        if (!is_bad && t > 0) normalise(step, b);
+        std::memcpy(step.state + row * 4, state, sizeof state);
+    }
+
+    void normalise(const Step& step, int b) {
+        block_total.resize(blocks);
+        double z = 0.0;
+        for (int block = 0; block < blocks; block++) {
+            const F most = splat(std::max(block_max[block], std::numeric_limits<float>::lowest()));
+            Mass mass;
+            for (int i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES)
+                mass.add(exponential((load(&x[i]) - most) * splat(inverse_t)));
+            block_total[block] = (float)mass.total() / ONE;
+            const float relative = std::exp((block_max[block] - state[MAX]) * inverse_t);
+            z += (double)block_total[block] * relative;
+        }
+        state[LOG_Z] = (float)std::log(z);
+        if (is_filtered(step, b)) filter(step, b, z);
+    }
+
+    bool is_filtered(const Step& step, int b) const {
+        const bool by_k = step.top_k[b] > 0 && step.top_k[b] < vocab_size;
+        return by_k || step.top_p[b] < 1.0f || step.min_p[b] > 0.0f;
+    }
+
+    // The highest logits, in falling order.
+    void highest(int count, std::vector<float>& values) const {
+        values.clear();
+        float bound = -INFINITY;
+        if (count <= (int)group_max.size()) {  // so many groups reach it, and no fewer logits
+            values = group_max;
+            std::nth_element(
+                values.begin(), values.begin() + count - 1, values.end(), std::greater<>()
+            );
+            bound = values[count - 1];
+            values.clear();
+        }
+        for (int i = 0; i < vocab_size; i++) {
+            if (i % GROUP == 0 && group_max[i / GROUP] < bound)
+                i += GROUP - 1;
+            else if (x[i] >= bound)
+                values.push_back(x[i]);
+        }
+        auto last = values.begin() + count;
+        if (last < values.end())
+            std::nth_element(values.begin(), last, values.end(), std::greater<>());
+        std::sort(values.begin(), last, std::greater<>());
+        values.resize(count);
+    }
+
+    void filter(const Step& step, int b, double z) {
+        thread_local std::vector<float> value;
+        thread_local std::vector<int64_t> total;
+        const bool by_k = step.top_k[b] > 0 && step.top_k[b] < vocab_size;
+        const int most = by_k ? step.top_k[b] : vocab_size;
+        int count = by_k ? most : std::min(FIRST_CANDIDATES, vocab_size), kept;
+        for (;; count = (int)std::min<int64_t>((int64_t)count * WIDER, vocab_size)) {
+            highest(count, value);
+            total.resize(count);
+            int64_t sum = 0;
+            int likely = 0;
+            for (int i = 0; i < count; i++) {
+                const float relative = std::exp((value[i] - value[0]) * inverse_t);
+                likely += relative >= step.min_p[b];
+                total[i] = sum += (int64_t)(relative * ONE);
+            }
+            kept = count;
+            if (step.top_p[b] < 1.0f) {
+                const double mass = by_k ? (double)sum : z * ONE, limit = step.top_p[b] * mass;
+                kept = 0;
+                while (kept < count && (kept ? (double)total[kept - 1] : 0.0) < limit) kept++;
+            }
+            if (step.min_p[b] > 0.0f) kept = std::min(kept, likely);
+            if (kept < count || count == most) break;
+        }
+        const int last = std::max(0, kept - 1);
+        const float threshold = value[last];
+        int ties = 0;  // of those kept
+        while (ties <= last && value[last - ties] == threshold) ties++;
+        int cutoff = vocab_size, seen = 0;
+        for (int i = 0; i < vocab_size; i++)
+            if (x[i] == threshold && seen++ == ties) {  // one more than are kept
+                break;
+            } else if (x[i] == threshold) {
+                cutoff = i;
+            }
+        if (seen <= ties) cutoff = vocab_size;
+        state[LOG_Z] = (float)std::log((double)total[last] / ONE);
+        state[THRESHOLD] = threshold;
+        state[CUTOFF] = (float)cutoff;
+    }
+
+    // The lowest id with the highest logit.
+    int64_t choice() const {
+        int64_t i = 0;
+        while (group_max[i / GROUP] != state[MAX]) i += GROUP;
+        while (x[i] != state[MAX]) i++;
+        return i;
+    }
+};
+
+// Raw logits (padded with -inf) and a state.
+struct Distribution {
+    const float* x;
+    const float* state;
+    float inverse_t;
+
+    float log_probability(int64_t id) const {
+        const float value = x[id];
+        const bool kept = value > state[THRESHOLD] ||
+                          (value == state[THRESHOLD] && (float)id <= state[CUTOFF]);
+        if (!kept || !(value > -INFINITY)) return -INFINITY;
+        return (value - state[MAX]) * inverse_t - state[LOG_Z];
+    }
+    F probabilities(int i) const {
+        const F value = load(x + i);
+        F p = exponential((value - splat(state[MAX])) * splat(inverse_t) - splat(state[LOG_Z]));
+        if (state[THRESHOLD] > -INFINITY) {
+            const F threshold = splat(state[THRESHOLD]);
+            const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            const I kept = (value > threshold) |
+                           ((value == threshold) & (lane + i <= (int)state[CUTOFF]));
+            p = kept ? p : F{};
+        }
+        return p;
+    }
+};
+
+// max(P p - q, 0) of a row with a draft; p of one without.
+struct Weights {
+    Distribution p, q;
+    float scale = 1.0f;
+    bool has_q = false;
+    int64_t one_hot = -1;  // the draft, if q is all its
+
+    F operator()(int i) const {
+        F weight = p.probabilities(i) * splat(scale);
+        if (has_q) weight -= q.probabilities(i);
+        if (one_hot >= i && one_hot < i + LANES) weight[one_hot - i] = 0.0f;
+        return weight > F{} ? weight : F{};
+    }
+    int64_t masses(int blocks, std::vector<int64_t>& of_block) const {
+        of_block.resize(blocks);
+        int64_t total = 0;
+        for (int block = 0; block < blocks; block++) {
+            Mass mass;
+            for (int i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES) mass.add((*this)(i));
+            total += of_block[block] = mass.total();
+        }
+        return total;
+    }
+};
+
+}  // namespace

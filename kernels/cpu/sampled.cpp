@@ -1,0 +1,269 @@
+// Draws and verification of sampled requests in one call. It computes what the references of
+// kernels/verify do, in their order and with their fixed-point sums; only the last bits of
+// exponentials and logarithms are others.
+
+#include "philox.h"
+#include "rows.h"
+
+namespace {
+
+constexpr int MOST_DRAFTS = 32;  // kernels/verify/sampling.py, as the next
+constexpr int BLOCK_RULE = 1, MATCH_RULE = 2;
+constexpr uint32_t ACCEPT = 1, FINAL = 2, OF_GROUP = 3;  // kernels/verify/philox.py
+
+// The first index whose inclusive prefix sum exceeds the target.
+int64_t choose(const int64_t* weight, int64_t count, int64_t target) {
+    int64_t before = 0, i = 0;
+    for (; i < count - 1; i++)
+        if ((before += weight[i]) > target) break;
+    return i;
+}
+
+// floor(w * total / 2**40) with 40 bits of two words; total < 2**42.
+int64_t pick(uint32_t high, uint32_t low, int64_t total) {
+    const int64_t w = (int64_t)high << 8 | low >> 24;
+    return (w * (total >> 20) + (w * (total & 0xFFFFF) >> 20)) >> 20;
+}
+
+float uniform(uint32_t word) { return ((float)(word >> 9) + 0.5f) * 0x1p-23f; }
+
+float exponential_variate(uint32_t word) {
+    const float v = std::min(((float)word + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+    if (v >= 0.1f) return -std::log(1.0f - v);
+    float series = 1.0f / 6;
+    for (int i = 5; i > 0; i--) series = 1.0f / (float)i + v * series;
+    return v * series;
+}
+
+class Request {
+public:
+    Request(const Step& step, int b) : step_(step), b_(b), k_(step.num_drafts[b]) {}
+
+    void verify() {
+        const bool is_greedy = step_.temperature[b_] <= 0;
+        int accepted = 0;
+        int64_t last = -1;  // a bad row's
+        if (is_greedy || step_.rule[b_] == MATCH_RULE) {
+            for (;; accepted++) {
+                const Row& row = read(accepted);
+                last = row.is_bad ? -1 : is_greedy ? row.choice() : own_token(row, accepted);
+                if (accepted == k_ || last < 0 || last != draft(accepted)) break;
+            }
+        } else {
+            float scale = 0.0f;
+            accepted = step_.rule[b_] == BLOCK_RULE ? accept_block(scale) : accept_each();
+            const Row& row = read(accepted);
+            if (!row.is_bad) last = draw(row, accepted, scale);
+        }
+        int64_t* to = step_.token_ids + (int64_t)b_ * (step_.columns + 1);
+        std::fill(to, to + step_.columns + 1, -1);
+        for (int i = 0; i < accepted; i++) to[i] = draft(i);
+        to[accepted] = std::max<int64_t>(last, 0);
+        step_.num_tokens[b_] = accepted + 1;
+        step_.is_bad[b_] = last < 0;
+    }
+
+private:
+    int64_t draft(int i) const { return step_.draft_ids[(int64_t)b_ * step_.columns + i]; }
+
+    // The row after j drafts; the one that was read last is still there.
+    const Row& read(int j) {
+        if (j != read_) row_.read(step_, b_, step_.first_rows[b_] + j);
+        read_ = j;
+        return row_;
+    }
+    Distribution target() const { return {row_.x.data(), row_.state, row_.inverse_t}; }
+
+    const float* draft_state(int i) const {
+        return step_.draft_state + (step_.draft_rows[b_] * step_.columns + i) * 4;
+    }
+    bool is_one_hot(int i) const {
+        return step_.draft_logits == nullptr || std::isnan(draft_state(i)[LOG_Z]);
+    }
+    Distribution drafted(int i) {
+        if (i != draft_read_) {
+            const int64_t at = step_.draft_rows[b_] * step_.draft_stride + i * step_.draft_column_stride;
+            const uint8_t* from = step_.draft_logits + at * (step_.draft_is_bf16 ? 2 : 4);
+            const int width = std::min(step_.draft_width, step_.vocab_size);
+            draft_row_.read(from, step_.draft_is_bf16, width, step_.vocab_size);
+        }
+        draft_read_ = i;
+        return {draft_row_.x.data(), draft_state(i), row_.inverse_t};
+    }
+
+    float accept_uniform(int i) const {
+        if (step_.words != nullptr) return uniform((uint32_t)words(i)[0]);
+        uint32_t drawn[4];
+        const uint32_t counter[4] = {(uint32_t)step_.anchor[b_], (uint32_t)i, ACCEPT, 0};
+        philox((uint64_t)step_.seed[b_], counter, drawn);
+        return uniform(drawn[0]);
+    }
+    const int64_t* words(int i) const {
+        return step_.words + ((int64_t)b_ * (step_.columns + 2) + i) * 4;
+    }
+
+    // log p(X) - log q(X); -inf if either is 0.
+    float log_ratio(int i) {
+        const int64_t id = draft(i);
+        if (id < 0 || id >= step_.vocab_size || read(i).is_bad) return -INFINITY;
+        const float p = target().log_probability(id);
+        const float q = is_one_hot(i) ? 0.0f : drafted(i).log_probability(id);
+        return p > -INFINITY && q > -INFINITY ? p - q : -INFINITY;
+    }
+
+    int accept_each() {
+        int i = 0;
+        while (i < k_ && std::log(accept_uniform(i)) <= log_ratio(i)) i++;
+        return i;
+    }
+
+    // kernels/verify/decide.py tells the rule. `log_scale` becomes that of the row to draw from.
+    int accept_block(float& log_scale) {
+        float u[MOST_DRAFTS], scale[MOST_DRAFTS + 1] = {};
+        int certain = 0;
+        for (int i = 0; i < k_; i++) {
+            u[i] = accept_uniform(i);
+            scale[i + 1] = std::min(scale[i] + log_ratio(i), 0.0f);
+            if (scale[i + 1] == 0.0f) certain = i + 1;
+        }
+        if (k_ == 0 || std::log(u[k_ - 1]) <= scale[k_]) return k_;
+        int accepted = k_ - 1;
+        for (; accepted > certain; accepted--) {
+            if (!(std::log(u[accepted - 1]) <= scale[accepted])) continue;
+            read(accepted);
+            const float z = (float)weights(accepted, scale[accepted]).masses(row_.blocks, mass_) / ONE;
+            const float h = z / (z + 1.0f - std::exp(scale[accepted]));
+            if (u[accepted - 1] <= h || std::isnan(h)) break;
+        }
+        log_scale = scale[accepted];
+        return accepted;
+    }
+
+    Weights weights(int j, float log_scale) {
+        Weights weights{target(), {}};
+        if (j < k_) {
+            weights.scale = std::exp(log_scale);
+            weights.has_q = !is_one_hot(j);
+            if (weights.has_q)
+                weights.q = drafted(j);
+            else
+                weights.one_hot = draft(j);
+        }
+        return weights;
+    }
+
+    // The token after j drafts, by inverse CDF: first a block, then a token of it.
+    int64_t draw(const Row& row, int j, float log_scale) {
+        uint32_t w[4];
+        const int64_t* given = step_.words == nullptr ? nullptr : words(step_.columns + 1);
+        const uint32_t counter[4] = {
+            (uint32_t)step_.anchor[b_], (uint32_t)(step_.position[b_] - step_.anchor[b_] + j),
+            (uint32_t)step_.purpose, 0
+        };
+        philox((uint64_t)step_.seed[b_], counter, w);
+        for (int i = 0; given != nullptr && i < 4; i++) w[i] = (uint32_t)given[i];
+
+        const bool from_sums = j == k_ && !row.is_filtered(step_, b_);
+        Weights weights = this->weights(j, log_scale);
+        int64_t total = 0;
+        if (from_sums) {
+            mass_.resize(row.blocks);
+            for (int block = 0; block < row.blocks; block++) {
+                const float relative = (row.block_max[block] - row.state[MAX]) * row.inverse_t;
+                const float p = row.block_total[block] * std::exp(relative - row.state[LOG_Z]);
+                total += mass_[block] = (int64_t)(p * ONE);
+            }
+        } else {
+            total = weights.masses(row.blocks, mass_);
+            if (total == 0 && j < k_) {  // rounding rejected the draft although p = q
+                weights = Weights{target(), {}};
+                total = weights.masses(row.blocks, mass_);
+            }
+        }
+        const int64_t block = choose(mass_.data(), row.blocks, pick(w[0], w[1], total));
+        int64_t fixed[BLOCK], sum = 0;
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const int at = (int)block * BLOCK + i;
+            F weight;
+            if (from_sums) {  // normalised by the block, so that few bits are lost in a light one
+                const F relative = (load(&row.x[at]) - splat(row.block_max[block])) * splat(row.inverse_t);
+                weight = exponential(relative) / splat(row.block_total[block]);
+            } else {
+                weight = weights(at);
+            }
+            for (int lane = 0; lane < LANES; lane++)
+                sum += fixed[i + lane] = (int64_t)(weight[lane] * ONE);
+        }
+        const int64_t inner = choose(fixed, BLOCK, pick(w[2], w[3], sum));
+        return std::min<int64_t>(block * BLOCK + inner, step_.vocab_size - 1);
+    }
+
+    // `match`: the token with the highest log p - log E; kernels/verify/match.py.
+    int64_t own_token(const Row& row, int j) const {
+        thread_local std::vector<float> bounds;
+        const uint32_t position = (uint32_t)(step_.position[b_] + j);
+        const int groups = (step_.vocab_size + GROUP - 1) / GROUP;
+        const Distribution p = target();
+        bounds.resize(groups);
+        int likeliest = 0;
+        for (int g = 0; g < groups; g++) {
+            const float least = exponential_variate(least_of(g, position).word) / GROUP;
+            const bool possible = row.group_max[g] >= row.state[THRESHOLD] && row.group_max[g] > -INFINITY;
+            // 0.01 is more than the rounding error between this bound and a token's own score.
+            const float bound = (row.group_max[g] - row.state[MAX]) * row.inverse_t -
+                                row.state[LOG_Z] - std::log(least) + 0.01f;
+            bounds[g] = possible ? bound : -INFINITY;
+            if (bounds[g] > bounds[likeliest]) likeliest = g;
+        }
+        float best = -INFINITY;
+        int64_t token = step_.vocab_size - 1;
+        auto look_at = [&](int g) {
+            const Least least = least_of(g, position);
+            uint32_t drawn[4];
+            for (int i = 0; i < GROUP; i++) {
+                const int64_t id = (int64_t)g * GROUP + i;
+                const uint32_t counter[4] = {position, 0, FINAL, (uint32_t)(id / 4)};
+                if (i % 4 == 0) philox((uint64_t)step_.seed[b_], counter, drawn);
+                if (id >= step_.vocab_size) break;
+                const float value = p.log_probability(id);
+                if (value == -INFINITY) continue;
+                float noise = exponential_variate(least.word) / GROUP;
+                if ((int)least.place != i) noise += exponential_variate(drawn[i % 4]);
+                const float score = value - std::log(noise);
+                if (score > best || (score == best && id < token)) {
+                    best = score;
+                    token = id;
+                }
+            }
+        };
+        look_at(likeliest);
+        for (int g = 0; g < groups; g++)
+            if (g != likeliest && bounds[g] > -INFINITY && bounds[g] >= best) look_at(g);
+        return token;
+    }
+    struct Least {
+        uint32_t word, place;
+    };
+    Least least_of(int group, uint32_t position) const {
+        uint32_t drawn[4];
+        const uint32_t counter[4] = {position, 0, OF_GROUP, (uint32_t)(group / 2)};
+        philox((uint64_t)step_.seed[b_], counter, drawn);
+        const int at = group % 2 * 2;
+        return {drawn[at], drawn[at + 1] >> 26};
+    }
+
+    const Step& step_;
+    const int b_, k_;
+    int read_ = -1, draft_read_ = -1;
+    static thread_local Row row_, draft_row_;
+    static thread_local std::vector<int64_t> mass_;
+};
+
+thread_local Row Request::row_, Request::draft_row_;
+thread_local std::vector<int64_t> Request::mass_;
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void outrider_sample(const Step* step) {
+    for (int b = 0; b < step->count; b++) Request(*step, b).verify();
+}
