@@ -268,7 +268,7 @@ def _follow(plan: Plan) -> None:
 def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":
     if config.token_table is None or not config.eos_token_ids:
         return None
-    from .grammars.grammar_compiler import GrammarCompiler  # needs llguidance
+    from .grammars.grammar_compiler import GrammarCompiler  # needs msgspec
 
     return GrammarCompiler(config.token_table, config.eos_token_ids, vocab_size)
 

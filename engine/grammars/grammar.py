@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # an engine that follows no grammars runs without llguidance
-    from .grammar_process import Told
+if TYPE_CHECKING:  # an engine that follows no grammars runs without msgspec
+    from .grammar_messages import Told
     from .zygote import GrammarProcess
 
 

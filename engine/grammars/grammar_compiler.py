@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config import TokenTable
 from .grammar import Grammar
-from .grammar_process import Syntax, Table
+from .grammar_messages import Syntax, Table
 from .zygote import GrammarProcess, Zygote
 
 T = TypeVar("T")

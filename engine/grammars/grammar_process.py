@@ -18,10 +18,8 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import threading
-from typing import Literal
 
 import msgspec
 from llguidance import (
@@ -34,7 +32,17 @@ from llguidance import (
 )
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-Syntax = Literal["lark", "gbnf", "regex"]
+from .grammar_messages import (
+    Ask,
+    Begin,
+    Begun,
+    Questions,
+    Syntax,
+    Table,
+    Told,
+    receive,
+    send,
+)
 
 _STACK_BYTES = 64 << 20
 _MEMORY_BYTES = 128 << 20  # beyond the stack and what the fork began with
@@ -47,75 +55,6 @@ _MAX_THREADS = 8
 _STEP_MAX_ITEMS = 10_000
 # Allows every token whose bytes may follow, even if the tokenizer would split the text elsewhere.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-_LENGTH = struct.Struct("!Q")
-
-
-class Table(msgspec.Struct, array_like=True):
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    eos_token_ids: list[int]
-    max_lexer_states: int
-
-
-class Begin(msgspec.Struct, array_like=True):
-    """Compile this within `timeout_s` seconds."""
-
-    syntax: Syntax
-    text: str
-    timeout_s: float
-
-
-class Begun(msgspec.Struct, array_like=True):
-    """The grammar as Lark, or why it cannot be used."""
-
-    lark: str
-    error: str | None
-
-
-class Ask(msgspec.Struct, array_like=True):
-    """Advance by the newly known tokens. Then: which tokens may follow these drafts? Or, if `fits`,
-    how many of these drafts are allowed?"""
-
-    sequence: int
-    known: list[int]
-    drafts: list[int]
-    fits: bool
-
-
-class Questions(msgspec.Struct, array_like=True):
-    dropped: list[int]  # sequences that ended
-    asks: list[Ask]
-
-
-class Told(msgspec.Struct, array_like=True):
-    """An answer. If the grammar fails after the drafts, the mask has no bit set. `error` is set if
-    it failed after the known tokens already, `is_over` if the text had ended before."""
-
-    mask: bytes
-    num_fitting: int
-    is_over: bool
-    error: str | None
-
-
-def send(connection: socket.socket, message: msgspec.Struct) -> None:
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(connection: socket.socket) -> bytes:
-    """The next message's bytes; raises EOFError if the other end was closed."""
-    (num_bytes,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    return _read(connection, num_bytes)
-
-
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = connection.recv(min(num_bytes - len(data), 1 << 20))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
 
 
 class _Sequence:
@@ -281,8 +220,7 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
         told = follower.answer(questions)
         left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         reserve_s = min(left_s, _RESERVE_S)
-        data = msgspec.msgpack.encode(told)
-        connection.sendall(_LENGTH.pack(len(data)) + data)
+        send(connection, told)
 
 
 def _live(

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from .grammar_process import Ask, Begin, Begun, Questions, Syntax, Table, Told, receive, send
+from .grammar_messages import Ask, Begin, Begun, Questions, Syntax, Table, Told, receive, send
 
 _GRACE_S = 10.0  # to start up; normally the process ends itself in time
 _ANSWER_S = 10.0
@@ -90,7 +90,7 @@ class GrammarProcess:
         return sequence
 
     def ask(self, asks: list[tuple[int, list[int], list[int], bool]]) -> None:
-        """Send questions (grammar_process.Ask); `told` returns the answers."""
+        """Send questions (grammar_messages.Ask); `told` returns the answers."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if self.error is None and self._connection is not None:
             try:

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
 from outrider.engine.grammars.grammar_compiler import MAX_COMPILES_AT_ONCE, GrammarCompiler
-from outrider.engine.grammars.grammar_process import Syntax
+from outrider.engine.grammars.grammar_messages import Syntax
 
 from ..api.fields import APIRequest
 from ..http.errors import APIError, cut, invalid_value, unavailable, unsupported
