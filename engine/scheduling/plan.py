@@ -48,6 +48,10 @@ class ScheduledRequest:
         self.num_prompt_logits = 0 if request.is_in_flight else max(0, last - first)
 
     @property
+    def num_rows(self) -> int:
+        return self.num_new_tokens + self.num_drafts
+
+    @property
     def is_void(self) -> bool:
         """Whether the sequence has lost its slot or been started over since this was planned."""
         return self.epoch != self.request.epoch

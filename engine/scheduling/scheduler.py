@@ -51,47 +51,31 @@ class Scheduler:
         """
         waiting, running = self._sequences.waiting, self._sequences.running
         plan = Plan(is_timed=bool(running))
-        budget = self._config.max_num_batched_tokens
         decoding = [r for r in running if r.decodes]
         prefilling = [r for r in running if not r.decodes]
-        num_seatable = min(len(waiting), self._slots.num_free)
-        if self._adaptive is not None:
-            if not running:
-                self._adaptive.expect_change()
-            prompts = prefilling + waiting[:num_seatable]
-            self._num_speculative_tokens = self._adaptive.choose(
-                max(1, len(decoding)),
-                is_timed=times_decoding(
-                    sum(r.num_uncomputed_tokens for r in prompts), len(decoding)
-                ),
-            )
         startable = [r for r in waiting if r.can_start]
-        reserved = 0
-        for i, request in enumerate(decoding + prefilling):
-            if budget == 0:
-                break
-            if i == len(decoding):
-                reserved = self._num_rows_of_short(startable, prefilling, budget // 2)
-            if request.slot is None:  # preempted by this very step
-                continue
+        num_seatable = min(len(waiting), self._slots.num_free)
+        self._choose_k(len(decoding), prefilling + waiting[:num_seatable])
+        budget = self._config.max_num_batched_tokens
+        for i, request in enumerate(decoding, 1):
             # Drafts get only what is left when every decoding or seatable sequence has a row.
-            num_behind = max(0, len(decoding) - 1 - i) + num_seatable
-            available = max(1, budget - num_behind) if i < len(decoding) else budget - reserved
-            if scheduled := self._schedule_running(request, available, plan):
-                plan.scheduled.append(scheduled)
-                budget -= scheduled.num_new_tokens + scheduled.num_drafts
+            num_behind = len(decoding) - i + num_seatable
+            if budget > 0:
+                budget -= self._schedule_running(request, max(1, budget - num_behind), plan)
+        reserved = self._num_rows_of_short(startable, prefilling, budget // 2) if prefilling else 0
+        for request in prefilling:
+            if budget > 0:
+                budget -= self._schedule_running(request, budget - reserved, plan)
         prefilling = [r for r in prefilling if r.slot is not None]
         for request in startable:
             if budget == 0 or self._slots.num_free == 0:
                 break
             if self._should_wait(request, prefilling, plan):
                 continue
-            scheduled = self._admit(request, budget, plan)
-            if scheduled is None:
+            if not (num_rows := self._admit(request, budget, plan)):
                 break
-            plan.scheduled.append(scheduled)
             prefilling.append(request)
-            budget -= scheduled.num_new_tokens + scheduled.num_drafts
+            budget -= num_rows
         self._slots.write_pages(self._grown)
         self._grown.clear()
         return plan
@@ -105,25 +89,36 @@ class Scheduler:
             for request in self._sequences.running
         )
 
-    def _schedule_running(
-        self, request: Request, budget: int, plan: Plan
-    ) -> ScheduledRequest | None:
-        if not self._may_go_on(request):
-            return None
+    def _choose_k(self, num_decoding: int, prompts: list[Request]) -> None:
+        """Choose the number of drafts for a step that also computes these prompts."""
+        if self._adaptive is None:
+            return
+        if not self._sequences.running:
+            self._adaptive.expect_change()
+        num_prompt_tokens = sum(r.num_uncomputed_tokens for r in prompts)
+        self._num_speculative_tokens = self._adaptive.choose(
+            max(1, num_decoding), is_timed=times_decoding(num_prompt_tokens, num_decoding)
+        )
+
+    def _schedule_running(self, request: Request, budget: int, plan: Plan) -> int:
+        """Give a running sequence its share of the step; returns its number of rows, or 0."""
+        if request.slot is None or not self._may_go_on(request):  # None: preempted by this step
+            return 0
         scheduled = self._share(request, budget, plan)
         if scheduled.num_new_tokens == 0:
-            return None
+            return 0
         while not self._grow(request, scheduled.end + scheduled.num_drafts):
             if scheduled.num_drafts:
                 scheduled.num_drafts = 0  # drafts are not worth preempting another sequence
                 continue
             if request.is_in_flight:
-                return None  # once the step in flight is read, it may need fewer pages
+                return 0  # once the step in flight is read, it may need fewer pages
             victim = self._sequences.preempt_last()
             plan.scheduled = [s for s in plan.scheduled if s.request is not victim]
             if victim is request:
-                return None
-        return scheduled
+                return 0
+        plan.scheduled.append(scheduled)
+        return scheduled.num_rows
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether the sequence may be in the next step: not if the step in flight is sure to end
@@ -161,21 +156,25 @@ class Scheduler:
             return True
         return self._kv_cache.prefix_is_coming(request, prefilling)
 
-    def _admit(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest | None:
-        """Seat a waiting sequence if there are pages for all its known tokens."""
+    def _admit(self, request: Request, budget: int, plan: Plan) -> int:
+        """Seat a waiting sequence if there are pages for all its known tokens.
+
+        Returns the number of rows of its share of the step, or 0.
+        """
         kv_cache = self._kv_cache
         num_cached_tokens = kv_cache.attach_prefix(request)
         missing = kv_cache.pages_for(request.num_tokens + 1) - len(request.pages)
         if missing > kv_cache.num_free_pages:
             kv_cache.release(request)
-            return None
+            return 0
         self._sequences.admit(request, num_cached_tokens)
         self._grown.append((request, 0))
         scheduled = self._share(request, budget, plan)
         if not self._grow(request, scheduled.end + scheduled.num_drafts):
             scheduled.num_drafts = 0
             self._grow(request, scheduled.end)
-        return scheduled
+        plan.scheduled.append(scheduled)
+        return scheduled.num_rows
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = 1 if request.is_in_flight else min(request.num_uncomputed_tokens, budget)
