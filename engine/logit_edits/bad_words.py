@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.edits import bad_words as kernel
+from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 
 from ..api import SamplingParams
 from ..request import Request
@@ -17,7 +17,7 @@ MAX_TOKENS = 2048  # in all words together
 class BadWords(LogitEdit):
     def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
         super().__init__(token_ids, num_tokens, vocab_size)
-        self._state = kernel.BadWords(
+        self._state = BadWordsState(
             token_ids=self._table(MAX_TOKENS, dtype=torch.int32),
             end=self._table(MAX_WORDS, dtype=torch.int32),
             num_words=self._table(dtype=torch.int32),
@@ -37,4 +37,4 @@ class BadWords(LogitEdit):
         self._state.output_start[slot].fill_(request.num_prompt_tokens)
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        kernel.apply_bad_words(logits, rows.behind(self._num_tokens), self._state, self._token_ids)
+        apply_bad_words(logits, rows.behind(self._num_tokens), self._state, self._token_ids)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.edits import penalties as kernel
+from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
 
 from ..api import SamplingParams
 from ..request import Request
@@ -16,7 +16,7 @@ from .base import LogitEdit, RequestRows
 class Penalties(LogitEdit):
     def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
         super().__init__(token_ids, num_tokens, vocab_size)
-        self._state = kernel.Penalties(
+        self._state = PenaltyState(
             repetition=self._table(dtype=torch.float32, fill=1),
             frequency=self._table(dtype=torch.float32),
             presence=self._table(dtype=torch.float32),
@@ -48,7 +48,7 @@ class Penalties(LogitEdit):
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         self._count(rows.slots_np)
-        kernel.apply_penalties(logits, rows.behind(self._num_tokens), self._state, self._token_ids)
+        apply_penalties(logits, rows.behind(self._num_tokens), self._state, self._token_ids)
 
     def _count(self, slots_np: np.ndarray) -> None:
         """Add newly known tokens to the tables, so that kernels have few left to count."""

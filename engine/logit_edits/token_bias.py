@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.edits import token_bias as kernel
+from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 
 from ..api import SamplingParams
 from ..request import Request
@@ -16,7 +16,7 @@ MAX_ENTRIES = 1280  # tokens of logit_bias and tokens that end the sequence, tog
 class TokenBias(LogitEdit):
     def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
         super().__init__(token_ids, num_tokens, vocab_size)
-        self._state = kernel.TokenBias(
+        self._state = BiasState(
             token_ids=self._table(MAX_ENTRIES, dtype=torch.int32),
             bias=self._table(MAX_ENTRIES, dtype=torch.float32),
             banned_until=self._table(MAX_ENTRIES, dtype=torch.int64),
@@ -39,4 +39,4 @@ class TokenBias(LogitEdit):
         self._state.num_entries[request.slot].fill_(len(token_ids))
 
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        kernel.apply_token_bias(logits, rows.behind(self._num_tokens), self._state)
+        apply_token_bias(logits, rows.behind(self._num_tokens), self._state)

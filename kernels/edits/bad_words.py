@@ -12,7 +12,7 @@ from .edit_rows import EditRows, check_rows
 _LANES = 64
 
 
-class BadWords(NamedTuple):
+class BadWordsState(NamedTuple):
     """For each slot: the tokens of all words in one row, and where each word ends."""
 
     token_ids: torch.Tensor  # [S, T] int32
@@ -22,7 +22,7 @@ class BadWords(NamedTuple):
 
 
 def apply_bad_words(
-    logits: torch.Tensor, rows: EditRows, bad_words: BadWords, token_ids: torch.Tensor
+    logits: torch.Tensor, rows: EditRows, bad_words: BadWordsState, token_ids: torch.Tensor
 ) -> None:
     """Ban, in place, each word's last token if the row's output ends with the rest of the word.
 
@@ -56,7 +56,7 @@ def apply_bad_words(
 
 
 def apply_bad_words_reference(
-    logits: torch.Tensor, rows: EditRows, bad_words: BadWords, token_ids: torch.Tensor
+    logits: torch.Tensor, rows: EditRows, bad_words: BadWordsState, token_ids: torch.Tensor
 ) -> None:
     for row, slot, position in zip(*(field.tolist() for field in rows), strict=True):
         output = token_ids[slot, int(bad_words.output_start[slot]) : position].tolist()

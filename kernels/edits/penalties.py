@@ -19,7 +19,7 @@ from .edit_rows import EditRows, check_rows
 _BLOCK = 1024
 
 
-class Penalties(NamedTuple):
+class PenaltyState(NamedTuple):
     """For each slot; without penalties, repetition is 1 and the others are 0."""
 
     repetition: torch.Tensor  # [S] float32
@@ -32,7 +32,7 @@ class Penalties(NamedTuple):
 def apply_penalties(
     logits: torch.Tensor,
     rows: EditRows,
-    penalties: Penalties,
+    penalties: PenaltyState,
     token_ids: torch.Tensor,
 ) -> None:
     """Penalise the tokens of the rows' prefixes, in place.
@@ -67,7 +67,7 @@ def apply_penalties(
 
 
 def apply_penalties_reference(
-    logits: torch.Tensor, rows: EditRows, penalties: Penalties, token_ids: torch.Tensor
+    logits: torch.Tensor, rows: EditRows, penalties: PenaltyState, token_ids: torch.Tensor
 ) -> None:
     seen = penalties.seen[rows.slot]
     first = penalties.num_counted[rows.slot]

@@ -14,7 +14,7 @@ from .edit_rows import EditRows, check_rows
 _LANES = 128
 
 
-class TokenBias(NamedTuple):
+class BiasState(NamedTuple):
     """For each slot; entries from num_entries on are ignored."""
 
     token_ids: torch.Tensor  # [S, E] int32, no token twice in a slot
@@ -23,7 +23,7 @@ class TokenBias(NamedTuple):
     num_entries: torch.Tensor  # [S] int32
 
 
-def apply_token_bias(logits: torch.Tensor, rows: EditRows, token_bias: TokenBias) -> None:
+def apply_token_bias(logits: torch.Tensor, rows: EditRows, token_bias: BiasState) -> None:
     """Add the rows' biases to their logits, or ban the tokens, in place.
 
     Shape: logits [N, V'], float32, float16 or bfloat16; rows [M] each.
@@ -43,7 +43,7 @@ def apply_token_bias(logits: torch.Tensor, rows: EditRows, token_bias: TokenBias
         )
 
 
-def apply_token_bias_reference(logits: torch.Tensor, rows: EditRows, token_bias: TokenBias) -> None:
+def apply_token_bias_reference(logits: torch.Tensor, rows: EditRows, token_bias: BiasState) -> None:
     num_entries = token_bias.num_entries[rows.slot]
     entry = torch.arange(int(num_entries.max()), device=logits.device)
     ids, bias, banned_until = (

@@ -5,11 +5,11 @@ import pytest
 import torch
 from verification import DEVICE, HAS_KERNELS, spread_out
 
-from outrider.kernels.edits.bad_words import BadWords, apply_bad_words
+from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 from outrider.kernels.edits.bitmask import apply_bitmask, num_words
 from outrider.kernels.edits.edit_rows import EditRows
-from outrider.kernels.edits.penalties import Penalties, apply_penalties
-from outrider.kernels.edits.token_bias import TokenBias, apply_token_bias
+from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
+from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm, rms_norm
@@ -53,19 +53,18 @@ def test_edits_of_logits() -> None:
     seen = torch.zeros(2, VOCAB, dtype=torch.int32, device=DEVICE)
     seen[1, 40:50] = 3
     one = torch.ones(2, device=DEVICE)
-    bias = TokenBias(
+    penalties = PenaltyState(2 * one, one, one, spread_out(seen, FAR), ints(1, 1))
+    bias = BiasState(
         ints(5, 6, 7, 8, dtype=torch.int32).view(2, 2), torch.ones(2, 2, device=DEVICE),
         ints(9, 0, 0, 9).view(2, 2), ints(2, 2, dtype=torch.int32),
     )  # fmt: skip
-    words = BadWords(
+    words = BadWordsState(
         ints(11, 33, 19, 44, dtype=torch.int32).view(2, 2), ints(2, 2, dtype=torch.int32)[:, None],
         ints(1, 1, dtype=torch.int32), ints(1, 1),
     )  # fmt: skip
     allowed = torch.full((1, num_words(VOCAB)), 0x0FFFFFFF, dtype=torch.int32, device=DEVICE)
     for logits in (near, far):
-        apply_penalties(
-            logits, rows, Penalties(2 * one, one, one, spread_out(seen, FAR), ints(1, 1)), token_ids
-        )
+        apply_penalties(logits, rows, penalties, token_ids)
         apply_token_bias(logits, rows, bias)
         apply_bad_words(logits, rows, words, token_ids)
         apply_bitmask(logits, ints(2), allowed, ints(0), VOCAB)

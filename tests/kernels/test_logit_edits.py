@@ -8,11 +8,11 @@ import torch
 from grids import pairwise
 from verification import DEVICE, ROADS, on_road
 
-from outrider.kernels.edits.bad_words import BadWords, apply_bad_words
+from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 from outrider.kernels.edits.bitmask import apply_bitmask, num_words, pack_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
-from outrider.kernels.edits.penalties import Penalties, apply_penalties
-from outrider.kernels.edits.token_bias import TokenBias, apply_token_bias
+from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
+from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 
 PROMPT, KNOWN, WIDTH = 3, 6, 16  # tokens of the prompt, known tokens, room
 SHAPES = [(5, 5), (33, 40), (1500, 1500), (2100, 2049)]  # vocabulary, logits of a row
@@ -53,14 +53,14 @@ def table(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def penalties_of(case: Case, vocab: int, num_counted: int) -> Penalties:
+def penalties_of(case: Case, vocab: int, num_counted: int) -> PenaltyState:
     seen = torch.zeros(4, vocab, dtype=torch.int32)
     for slot, tokens in enumerate(case.token_ids.tolist()):
         for token in set(tokens[:PROMPT]):
             seen[slot, token] += 1
         for token in tokens[PROMPT:num_counted]:
             seen[slot, token] += 2
-    return Penalties(
+    return PenaltyState(
         table(1.0, 1.7, 0.6, 1.0),
         table(0.0, 0.5, -0.3, 0.0),
         table(0.0, -0.4, 1.1, 0.0),
@@ -123,7 +123,7 @@ def test_biases_are_added_and_early_ends_are_banned(
     token_ids = torch.stack([torch.randperm(max(vocab, 300)) for _ in num_entries])[:, :300]
     bias = torch.randn(4, 300)
     banned_until = torch.randint(KNOWN - 1, KNOWN + 2, (4, 300))
-    token_bias = TokenBias(
+    token_bias = BiasState(
         token_ids.int().to(DEVICE),
         bias.to(DEVICE),
         banned_until.to(DEVICE),
@@ -168,7 +168,7 @@ def test_bad_words_ban_what_would_complete_them_in_the_output(
             if len(before) <= len(output) and output[len(output) - len(before) :] == before:
                 truth[row, last] = -torch.inf
     found = case.logits.clone()
-    bad_words = BadWords(
+    bad_words = BadWordsState(
         token_ids.to(DEVICE),
         end.to(DEVICE),
         table(*map(len, words), dtype=torch.int32),
