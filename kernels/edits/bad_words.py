@@ -45,8 +45,8 @@ def apply_bad_words(
             logits,
             logits.stride(0),
             logits.shape[1],
-            *rows,
-            *bad_words,
+            rows,
+            bad_words,
             bad_words.token_ids.stride(0),
             bad_words.end.stride(0),
             token_ids,
@@ -76,13 +76,8 @@ def _bad_words_kernel(
     logits_ptr,  # [N, V']
     logits_stride,
     width,
-    row_ptr,  # [M], as the next two
-    slot_ptr,
-    position_ptr,
-    words_ptr,  # [S, T]
-    end_ptr,  # [S, W]
-    num_words_ptr,  # [S]
-    output_start_ptr,  # [S]
+    rows,
+    bad_words,
     words_stride,
     end_stride,
     token_ids_ptr,  # [S, width]
@@ -90,18 +85,19 @@ def _bad_words_kernel(
     LANES: tl.constexpr,
 ):
     i = tl.program_id(0)
-    slot = tl.load(slot_ptr + i)
-    position = tl.load(position_ptr + i)
-    num_words = tl.load(num_words_ptr + slot)
-    words_ptr += slot * words_stride
+    slot = tl.load(rows.slot + i)
+    position = tl.load(rows.position + i)
+    num_words = tl.load(bad_words.num_words + slot)
+    words_ptr = bad_words.token_ids + slot * words_stride
+    end_ptr = bad_words.end + slot * end_stride
     for first in range(0, num_words, LANES):
         word = first + tl.arange(0, LANES)
         exists = word < num_words
-        end = tl.load(end_ptr + slot * end_stride + word, mask=exists, other=1)
-        start = tl.load(end_ptr + slot * end_stride + word - 1, mask=exists & (word > 0), other=0)
+        end = tl.load(end_ptr + word, mask=exists, other=1)
+        start = tl.load(end_ptr + word - 1, mask=exists & (word > 0), other=0)
         num_before = tl.where(exists, end - start - 1, 0)
         begin = position - num_before
-        completes = exists & (begin >= tl.load(output_start_ptr + slot))
+        completes = exists & (begin >= tl.load(bad_words.output_start + slot))
         for j in range(tl.max(num_before, 0)):
             compared = completes & (j < num_before)
             wanted = tl.load(words_ptr + start + j, mask=compared, other=0)
@@ -110,5 +106,5 @@ def _bad_words_kernel(
             )
             completes &= wanted == found
         last = tl.load(words_ptr + end - 1, mask=completes, other=width)
-        at = logits_ptr + tl.load(row_ptr + i) * logits_stride + last
+        at = logits_ptr + tl.load(rows.row + i) * logits_stride + last
         tl.store(at, -float("inf"), mask=completes & (last < width))

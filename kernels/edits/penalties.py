@@ -57,8 +57,8 @@ def apply_penalties(
             logits,
             logits.stride(0),
             vocab_size,
-            *rows,
-            *penalties,
+            rows,
+            penalties,
             penalties.seen.stride(0),
             token_ids,
             token_ids.stride(0),
@@ -92,33 +92,27 @@ def _penalties_kernel(
     logits_ptr,  # [N, V']
     logits_stride,
     vocab_size,
-    row_ptr,  # [M], as the next two
-    slot_ptr,
-    position_ptr,
-    repetition_ptr,  # [S], as the next two
-    frequency_ptr,
-    presence_ptr,
-    seen_ptr,  # [S, vocab_size]
-    num_counted_ptr,  # [S]
+    rows,
+    penalties,
     seen_stride,
     token_ids_ptr,  # [S, width]
     token_ids_stride,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0)
-    slot = tl.load(slot_ptr + i)
+    slot = tl.load(rows.slot + i)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab_size
-    seen = tl.load(seen_ptr + slot * seen_stride + ids, mask=inside, other=0)
-    for at in range(tl.load(num_counted_ptr + slot), tl.load(position_ptr + i)):
+    seen = tl.load(penalties.seen + slot * seen_stride + ids, mask=inside, other=0)
+    for at in range(tl.load(penalties.num_counted + slot), tl.load(rows.position + i)):
         token = tl.load(token_ids_ptr + slot * token_ids_stride + at)
         seen += tl.where(ids == token, 2, 0)
     penalised = inside & (seen > 0)
     count = seen >> 1
-    logit_ptr = logits_ptr + tl.load(row_ptr + i) * logits_stride + ids
+    logit_ptr = logits_ptr + tl.load(rows.row + i) * logits_stride + ids
     logit = tl.load(logit_ptr, mask=penalised, other=0.0).to(tl.float32)
-    repetition = tl.load(repetition_ptr + slot)
+    repetition = tl.load(penalties.repetition + slot)
     logit = tl.where(logit > 0, logit / repetition, logit * repetition)
-    logit -= tl.load(frequency_ptr + slot) * count.to(tl.float32)
-    logit -= tl.where(count > 0, tl.load(presence_ptr + slot), 0.0)
+    logit -= tl.load(penalties.frequency + slot) * count.to(tl.float32)
+    logit -= tl.where(count > 0, tl.load(penalties.presence + slot), 0.0)
     tl.store(logit_ptr, logit, mask=penalised)

@@ -36,8 +36,8 @@ def apply_token_bias(logits: torch.Tensor, rows: EditRows, token_bias: BiasState
             logits,
             logits.stride(0),
             logits.shape[1],
-            *rows,
-            *token_bias,
+            rows,
+            token_bias,
             token_bias.token_ids.stride(0),
             LANES=_LANES,
         )
@@ -61,28 +61,23 @@ def _token_bias_kernel(
     logits_ptr,  # [N, V']
     logits_stride,
     width,
-    row_ptr,  # [M], as the next two
-    slot_ptr,
-    position_ptr,
-    token_ids_ptr,  # [S, E], as the next two
-    bias_ptr,
-    banned_until_ptr,
-    num_entries_ptr,  # [S]
+    rows,
+    token_bias,
     entries_stride,
     LANES: tl.constexpr,
 ):
     i = tl.program_id(0)
-    slot = tl.load(slot_ptr + i)
-    position = tl.load(position_ptr + i)
-    logits_ptr += tl.load(row_ptr + i) * logits_stride
-    num_entries = tl.load(num_entries_ptr + slot)
+    slot = tl.load(rows.slot + i)
+    position = tl.load(rows.position + i)
+    logits_ptr += tl.load(rows.row + i) * logits_stride
+    num_entries = tl.load(token_bias.num_entries + slot)
     for first in range(0, num_entries, LANES):
         entry = first + tl.arange(0, LANES)
         at = slot * entries_stride + entry
         exists = entry < num_entries
-        token = tl.load(token_ids_ptr + at, mask=exists, other=width)
+        token = tl.load(token_bias.token_ids + at, mask=exists, other=width)
         exists &= token < width
-        bias = tl.load(bias_ptr + at, mask=exists, other=0.0)
-        banned = position < tl.load(banned_until_ptr + at, mask=exists, other=0)
+        bias = tl.load(token_bias.bias + at, mask=exists, other=0.0)
+        banned = position < tl.load(token_bias.banned_until + at, mask=exists, other=0)
         logit = tl.load(logits_ptr + token, mask=exists, other=0.0).to(tl.float32)
         tl.store(logits_ptr + token, tl.where(banned, -float("inf"), logit + bias), mask=exists)
