@@ -80,7 +80,7 @@ class HuggingFaceModel(Network):
 
     @property
     def products_keep_bits(self) -> bool:
-        """So they do if all are packed, which leaves no parameters: not those of experts."""
+        """True if all layers are packed, and so have no parameters left; experts never are."""
         return not any(
             parameter.ndim > 1
             for module in self.model.modules()

@@ -59,9 +59,9 @@ def load_network(
     """Load a model directory onto a device; returns the network and its configuration.
 
     On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With `same_bits`
-    the bits of a row do not depend on the batch, and a model that cannot is refused; None: so it
-    is if the model can, at little cost. Keys and values are kept in `cache_dtype`, if that is not
-    the model's. `progress` is called with (tensors loaded, tensors in all).
+    the bits of a row do not depend on the batch, and a model that cannot promise this is refused;
+    None: only if it can promise it at little cost. `cache_dtype` is that of keys and values; None:
+    the model's own. `progress` is called with (tensors loaded, tensors in all).
     Raises UnsupportedModelError saying why a model is refused.
     """
     progress = progress or (lambda done, total: None)

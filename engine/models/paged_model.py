@@ -38,8 +38,8 @@ class PagedModel:
         batch_invariant: bool | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """With `batch_invariant` the bits of a target's logits do not depend on the batch; None: if
-        that costs little. A draft's may: the target decides, so a draft is only made fast.
+        """With `batch_invariant` the bits of a target's logits do not depend on the batch; None:
+        only if that costs little. A draft is just made fast: the target corrects its errors.
         """
         same_bits = False if is_draft else batch_invariant
         self.network, hf_config = load_network(

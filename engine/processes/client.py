@@ -90,7 +90,9 @@ class OutputStream:
 
 
 class EngineClient(ABC):
-    """One engine, whatever carries the messages to it and its answers to the open streams.
+    """The server's end of one engine, which passes the engine's answers to the open streams.
+
+    Subclasses start the engine and carry the messages.
 
     `state` goes from "starting" to "ready". If the engine dies, it becomes "restarting" and then
     "ready" again. "failed" (it could not start, or keeps dying) and "stopped" are final: make a new

@@ -166,8 +166,8 @@ def _bucket(num_seqs: int) -> int:
 
 
 def times_decoding(num_prompt_tokens: int, num_decoding: int) -> bool:
-    """Whether a step's time tells what decoding takes.
+    """Whether a step's time shows how long decoding takes.
 
-    A few prompt tokens more hardly show in it; a chunk of a long prompt does.
+    A few prompt tokens hardly add to it; a chunk of a long prompt does.
     """
     return num_prompt_tokens <= 2 * num_decoding
