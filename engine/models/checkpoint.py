@@ -28,10 +28,13 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
+    "F64": torch.float64,
     "I8": torch.int8,
     "U8": torch.uint8,
     "I32": torch.int32,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class Checkpoint(AnyCheckpoint):
@@ -151,16 +154,6 @@ class Checkpoint(AnyCheckpoint):
             )
             self._warned = True
         return Dense(dequantise(matrix, self._dtype))
-
-
-# Safetensors' names.
-_FLOATS = ("F32", "BF16", "F16", "F64")
-_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-}
 
 
 class _Unpickled:

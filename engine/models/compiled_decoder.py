@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import is_
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +161,7 @@ class CompiledDecoder(Decoder):
     def _bind(self, attentions: Sequence[PagedAttention]) -> None:
         """Point the layers to their pages, if these have changed."""
         bound: list[object] = [attention.bound_pages for attention in attentions]
-        if len(bound) == len(self._bound) and all(map(_is, bound, self._bound)):
+        if len(bound) == len(self._bound) and all(map(is_, bound, self._bound)):
             return
         self._bound = bound
         for layer, attention in zip(self._layers, attentions, strict=True):
@@ -183,7 +184,3 @@ class CompiledDecoder(Decoder):
             if key not in self._tables:
                 self._tables[key] = rotary_table(positions, *rope, torch.float32)
             layer.cos, layer.sin = (pointer(t, torch.float32) for t in self._tables[key])
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

@@ -71,18 +71,13 @@ class Original:
         Shape: [T] each -> [T, hidden] each, [T, V].
         """
         states: list[Tensor] = []
-        layers = self.model.get_decoder().layers
+        decoder = self.model.get_decoder()
         hooks = [
-            layer.register_forward_pre_hook(
+            module.register_forward_pre_hook(
                 lambda _, args, kwargs: states.append(_hidden(args, kwargs)), with_kwargs=True
             )
-            for layer in layers
+            for module in (*decoder.layers, decoder.norm)
         ]
-        hooks.append(
-            self.model.get_decoder().norm.register_forward_pre_hook(
-                lambda _, args, kwargs: states.append(_hidden(args, kwargs)), with_kwargs=True
-            )
-        )
         try:
             output = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False
