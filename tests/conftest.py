@@ -7,13 +7,17 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Among parallel workers, the tests of a file that share something go to one of them."""
+    """Among parallel workers, the tests of a file that share something go to one of them, as do
+    all that share the server of the default pair.
+    """
     if not config.pluginmanager.hasplugin("xdist"):  # on a GPU machine
         return
     for item in items:
-        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
-        if any(fixture.scope == "module" for each in fixtures for fixture in each):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+        if any(fixture.scope == "module" for each in fixtures.values() for fixture in each):
+            file = item.nodeid.partition("::")[0]
+            group = "default_server" if "default_server" in fixtures else file
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

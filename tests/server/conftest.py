@@ -1,10 +1,12 @@
-"""The application over a scripted engine."""
+"""The application over a scripted engine, and the default pair behind a real socket."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running_server import RunningServer, free_port, running_server
 from scripted_client import Play, steps
 from served import Served
 from tiny_models import save_tiny_model
@@ -46,3 +48,46 @@ def serve(tokenizer: Tokenizer) -> Callable[..., Served]:
         return Served(play, tokenizer, **settings)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def _default_server(
+    metrics_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], RunningServer]]:
+    settings = [
+        "target.dtype=float32",
+        "cache.num_pages=512",
+        "engine.num_threads=1",
+        "scheduler.max_num_seqs=4",
+        "scheduler.max_queue_len=8",
+        "server.max_body_bytes=100000",
+        "server.tool_call_format=hermes",
+        'server.api_keys=["key"]',
+        f"server.metrics_port={metrics_port}",
+    ]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    started: list[RunningServer] = []
+    with ExitStack() as stack:
+
+        def get() -> RunningServer:
+            if not started or started[-1].process.poll() is not None:
+                log = tmp_path_factory.mktemp("server") / "log"
+                started.append(stack.enter_context(running_server(log, arguments, "key")))
+            return started[-1]
+
+        yield get
+
+
+@pytest.fixture(scope="module")
+def default_server(_default_server: Callable[[], RunningServer]) -> Iterator[RunningServer]:
+    """The default pair behind a real socket, for all files of a worker; 4 requests run, 8 wait."""
+    server = _default_server()
+    yield server
+    if server.process.poll() is None:
+        server.wait_for("outrider_requests_running 0")
+        assert server.metric("outrider_pages_used") == 0

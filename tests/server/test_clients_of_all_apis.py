@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import agents
@@ -11,7 +10,7 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from running_server import RunningServer, free_port, running_server
+from running_server import RunningServer
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -29,29 +28,13 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def metrics_port() -> int:
-    return free_port()
+def ours(default_server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{default_server.url}/v1", api_key="key", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def server(metrics_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    settings = ["target.dtype=float32", "cache.num_pages=512", "engine.num_threads=1"]
-    settings += ["server.tool_call_format=hermes", 'server.api_keys=["key"]']
-    settings.append(f"server.metrics_port={metrics_port}")
-    arguments = [argument for setting in settings for argument in ("--set", setting)]
-    with running_server(log, arguments) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def ours(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def theirs(server: RunningServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0)
+def theirs(default_server: RunningServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=default_server.url, api_key="key", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +47,24 @@ def expected(ours: openai.OpenAI) -> str:
     assert text
     assert "Paris" in text
     return text
+
+
+def test_several_streams_at_once_say_what_one_says(
+    default_server: RunningServer, expected: str
+) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> str | None:
+        async with client.chat.completions.stream(
+            model=MODEL, messages=ASKED, temperature=0, max_completion_tokens=12
+        ) as stream:
+            return (await stream.get_final_completion()).choices[0].message.content
+
+    async def run() -> list[str | None]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{default_server.url}/v1", api_key="key", max_retries=0
+        ) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(4)))
+
+    assert asyncio.run(run()) == [expected] * 4
 
 
 def test_responses_say_what_chats_say(ours: openai.OpenAI, expected: str) -> None:
@@ -148,7 +149,7 @@ def test_required_tools_are_called(ours: openai.OpenAI, theirs: anthropic.Anthro
         assert stream.get_final_message().content[0].input == block.input  # type: ignore[union-attr]
 
 
-def test_agent_calls_a_tool_and_answers(server: RunningServer) -> None:
+def test_agent_calls_a_tool_and_answers(default_server: RunningServer) -> None:
     asked = []
 
     def weather(city: Literal["Paris", "Rome"]) -> str:
@@ -158,7 +159,7 @@ def test_agent_calls_a_tool_and_answers(server: RunningServer) -> None:
 
     async def run() -> Any:
         agents.set_tracing_disabled(True)
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key") as client:
+        async with openai.AsyncOpenAI(base_url=f"{default_server.url}/v1", api_key="key") as client:
             agent = agents.Agent(
                 name="Guide",
                 tools=[agents.function_tool(weather)],
@@ -180,7 +181,7 @@ def test_agent_calls_a_tool_and_answers(server: RunningServer) -> None:
 
 
 def test_clients_read_our_errors(
-    ours: openai.OpenAI, theirs: anthropic.Anthropic, server: RunningServer
+    ours: openai.OpenAI, theirs: anthropic.Anthropic, default_server: RunningServer
 ) -> None:
     with pytest.raises(openai.NotFoundError):
         ours.responses.create(model="nothing", input="x")
@@ -190,13 +191,13 @@ def test_clients_read_our_errors(
         theirs.messages.create(model="nothing", max_tokens=1, messages=ASKED)
     with pytest.raises(anthropic.BadRequestError, match="exceed context limit"):
         theirs.messages.create(model=MODEL, max_tokens=20_000, messages=ASKED)
-    stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
+    stranger = anthropic.Anthropic(base_url=default_server.url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(model=MODEL, max_tokens=1, messages=ASKED)
 
 
 def test_the_metrics_port_asks_for_no_key(
-    ours: openai.OpenAI, server: RunningServer, metrics_port: int
+    ours: openai.OpenAI, default_server: RunningServer, metrics_port: int
 ) -> None:
     def told() -> float:
         text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
@@ -208,28 +209,16 @@ def test_the_metrics_port_asks_for_no_key(
     assert answer.usage is not None
     assert told() == before + answer.usage.completion_tokens
     assert httpx.get(f"http://127.0.0.1:{metrics_port}/v1/models").status_code == 404
-    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    assert httpx.get(f"{default_server.url}/metrics").status_code == 401
 
 
-def test_leaving_client_frees_its_pages(server: RunningServer) -> None:
-    key = {"authorization": "Bearer key"}
-    with httpx.Client(headers=key) as http:
-
-        def running() -> float:
-            text = http.get(f"{server.url}/metrics").text
-            (line,) = [
-                each for each in text.splitlines() if each.startswith("outrider_pages_used ")
-            ]
-            return float(line.split()[1])
-
-        for path, body in (
-            ("/v1/responses", {"input": "Hi", "max_output_tokens": 4000, "ignore_eos": True}),
-            ("/v1/messages", {"messages": ASKED, "max_tokens": 4000, "ignore_eos": True}),
-        ):
-            url = f"{server.url}{path}"
-            with http.stream("POST", url, json=body | {"stream": True}) as reply:
-                next(reply.iter_lines())
-            for _ in range(500):
-                if not running():
-                    break
-            assert not running()
+def test_leaving_client_frees_its_pages(default_server: RunningServer) -> None:
+    for path, body in (
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 4000, "ignore_eos": True}),
+        ("/v1/messages", {"messages": ASKED, "max_tokens": 4000, "ignore_eos": True}),
+    ):
+        with default_server.http.stream("POST", path, json=body | {"stream": True}) as reply:
+            lines = reply.iter_lines()  # a variable: a generator that is let go closes the answer
+            next(lines)
+            default_server.wait_for("outrider_requests_running 1")
+        default_server.wait_for("outrider_pages_used 0")

@@ -19,12 +19,14 @@ START_S = 240.0  # the default pair may have to be fetched first
 
 
 class RunningServer:
-    """`outrider serve`, ready."""
+    """`outrider serve`, ready. `http` asks it with the key that it was given, if any."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, api_key: str | None) -> None:
         self.process = process
         self.log = log
         self.url = self._wait_until_ready()
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=60)
 
     def _wait_until_ready(self) -> str:
         deadline_s = time.monotonic() + START_S
@@ -46,7 +48,7 @@ class RunningServer:
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.http.get("/metrics").text
         (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
         return float(line.split()[1])
 
@@ -66,14 +68,18 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(log: Path, arguments: Sequence[str]) -> Iterator[RunningServer]:
+def running_server(
+    log: Path, arguments: Sequence[str], api_key: str | None = None
+) -> Iterator[RunningServer]:
     command = [sys.executable, "-P", "-m", "outrider.server", "serve", "--port", "0", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
     try:
-        yield RunningServer(process, log)
+        running = RunningServer(process, log, api_key)
+        with running.http:
+            yield running
     finally:
         if process.poll() is None:
             process.kill()
