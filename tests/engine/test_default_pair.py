@@ -49,28 +49,22 @@ def prompts(pair: tuple[Path, Path]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def truth(pair: tuple[Path, Path], prompts: list[list[int]]) -> list[list[int]]:
-    """What the target says alone, all of which `generate` would have said."""
-    config = engine_config(pair[0], page_size=16, max_num_batched_tokens=256)
-    answers = [tokens(outputs) for outputs in run(Engine(config), prompts, PARAMS)]
+def engine(pair: tuple[Path, Path]) -> Engine:
+    return Engine(engine_config(*pair, k=3, page_size=4, max_num_batched_tokens=256))
+
+
+@pytest.fixture(scope="module")
+def truth(engine: Engine, pair: tuple[Path, Path], prompts: list[list[int]]) -> list[list[int]]:
+    """What the target says without drafts, all of which `generate` would have said."""
+    params = replace(PARAMS, num_speculative_tokens=0)
+    answers = [tokens(outputs) for outputs in run(engine, prompts, params)]
     assert all(len(answer) == PARAMS.max_tokens for answer in answers)
     assert all(is_greedy(pair[0], *each) for each in zip(prompts, answers, strict=True))
     return answers
 
 
-@pytest.fixture(scope="module")
-def engine(pair: tuple[Path, Path]) -> Engine:
-    return Engine(engine_config(*pair, k=3, page_size=4, max_num_batched_tokens=256))
-
-
-@pytest.mark.parametrize(
-    ("proposer", "k"),
-    [
-        ("ngram", 5),
-        pytest.param("draft_model", 1, marks=pytest.mark.deep),
-        pytest.param("draft_model", 8, marks=pytest.mark.deep),
-    ],
-)
+@pytest.mark.deep  # with k = 3 below
+@pytest.mark.parametrize(("proposer", "k"), [("ngram", 5), ("draft_model", 1), ("draft_model", 8)])
 def test_sixteen_at_once_give_what_generate_gives(
     pair: tuple[Path, Path],
     prompts: list[list[int]],

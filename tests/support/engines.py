@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,9 @@ from outrider.engine.config import (
 )
 from outrider.engine.engine import Engine
 from outrider.engine.models.gguf_file import transformers_arguments
+
+# transformers makes this table, of thousands of names, anew for every module of a GGUF file.
+gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
