@@ -61,7 +61,7 @@ EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_
 def test_the_joint_is_the_edited_targets(
     name: str, rule: Verification, proposer: str, tiny_model: Callable[..., Path]
 ) -> None:
-    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
+    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     config = sampling_config(target, draft, proposer)
     specs = ("parity = logits_processors:FavourParity",)
@@ -81,7 +81,7 @@ def test_the_joint_is_the_edited_targets(
 def test_drafts_lead_into_dead_ends_as_often_as_plain_tokens_do(
     verification: Verification, tiny_model: Callable[..., Path]
 ) -> None:
-    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15)
+    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     # About every second answer begins with 0, and nothing may follow that.
     params = SamplingParams(

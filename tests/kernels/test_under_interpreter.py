@@ -10,9 +10,10 @@ from verification import HAS_KERNELS
 
 HERE = Path(__file__).parent
 # In parts of about the same length, for workers beside each other; the longest file first.
-SLOWEST = ["breakpoints", "kernel_equals_reference", "linear", "paged_attention", "edges"]
+SLOWEST = ["batch_invariance", "kernel_equals_reference", "paged_attention", "invariance"]
+SLOWEST += ["edges", "breakpoints"]
 FILES = sorted(HERE.glob("test_*.py"), key=lambda path: (path.stem[5:] not in SLOWEST, path.stem))
-NUM_PARTS = 4
+NUM_PARTS = 2
 
 
 @pytest.mark.slow
