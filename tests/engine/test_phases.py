@@ -81,10 +81,10 @@ def test_padding_changes_nobodys_output(
     config = engine_config(target, draft, k=2, proposer=proposer, max_num_seqs=6)
     mixed = prompts([3, 40, 1, 17, 8], VOCAB)
     params = [
-        SamplingParams(max_tokens=60, seed=4),
+        SamplingParams(max_tokens=30, seed=4),
         replace(GREEDY, num_speculative_tokens=1),
         SamplingParams(max_tokens=13, seed=2, temperature=0.7),
-        SamplingParams(max_tokens=30, seed=3, top_k=9, repetition_penalty=1.3),
+        SamplingParams(max_tokens=20, seed=3, top_k=9, repetition_penalty=1.3),
         replace(GREEDY, logprobs=2),
     ]
     plain, padded = Engine(config), Engine(config)

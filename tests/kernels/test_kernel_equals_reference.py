@@ -78,7 +78,9 @@ def test_match_looks_past_the_two_likeliest_groups() -> None:
     check(random_batch(generator, 8, [0] * 8, 2049, torch.bfloat16, sampling))
 
 
-@pytest.mark.parametrize("vocab", [50257, pytest.param(151936, marks=pytest.mark.deep), 262144])
+@pytest.mark.parametrize(
+    "vocab", [50257, *(pytest.param(vocab, marks=pytest.mark.deep) for vocab in (151936, 262144))]
+)
 def test_large_vocabulary(vocab: int) -> None:
     generator = torch.Generator().manual_seed(6)
     sampling = mixed_sampling(2, 3)

@@ -55,16 +55,17 @@ def served(tokenizer: Tokenizer) -> Served:
     )
 
 
+@pytest.mark.parametrize("num_examples", [10, pytest.param(40, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_answers_are_those_of_the_document(
-    served: Served, method: str, path: str, mode: GenerationMode
+    served: Served, method: str, path: str, mode: GenerationMode, num_examples: int
 ) -> None:
     document = schemathesis.openapi.from_asgi("/openapi.json", served.app)
     operation = document[path][method]
 
     @given(operation.as_strategy(generation_mode=mode))
     @settings(
-        max_examples=20,
+        max_examples=num_examples,
         deadline=None,
         database=None,
         derandomize=True,

@@ -1,5 +1,6 @@
 """Several HTTP processes around one engine: real processes and sockets, tiny random models."""
 
+import asyncio
 import json
 import os
 import re
@@ -16,7 +17,13 @@ from running_server import RunningServer, events_of, free_port, running_server
 from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_wrapper
 
+from outrider.engine.config import EngineConfig, ModelConfig
+from outrider.engine.processes.process_engine import ProcessEngine
 from outrider.server.config.settings import Settings
+from outrider.server.http.serving import bind
+from outrider.server.http.workers import WorkerError, Workers
+from outrider.server.models.prepare import Prepared
+from outrider.server.text.tokenizer import TokenizerData
 
 pytestmark = pytest.mark.slow
 
@@ -205,6 +212,23 @@ def test_settings_reach_the_workers_with_their_secrets(tmp_path: Path) -> None:
     assert Settings.model_validate_json(settings.to_json()) == settings
 
 
+def test_worker_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
+    pem = tmp_path / "empty.pem"
+    pem.touch()
+    tls = {"tls_key": pem, "tls_certificate": pem, "api_workers": 2}
+    config = EngineConfig(target=ModelConfig(path=""))
+    tokenizer = TokenizerData.of(byte_level_wrapper())
+    prepared = Prepared(Settings.model_validate({"server": tls}), config, tokenizer)
+
+    async def serve() -> None:
+        with bind("127.0.0.1", 0) as one, bind("127.0.0.1", 0) as other:
+            await Workers(prepared, ProcessEngine(config)).serve([one, other])
+
+    with pytest.raises(WorkerError, match="an HTTP process could not start: it left with exit"):
+        asyncio.run(serve())
+
+
+@pytest.mark.deep  # the whole server of the above
 def test_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     target = save_tiny_model(tmp_path / "target", vocab_size=len(byte_level_wrapper()))
     byte_level_wrapper().save_pretrained(target)
