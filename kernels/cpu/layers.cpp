@@ -4,163 +4,15 @@
 // A row comes out the same to the bit in any company and with any number of threads: every output
 // is summed by one thread, over the inputs in order; blocks of attention stand at fixed positions.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "team.h"
-#include "vectors.h"
-
-namespace {
-
-constexpr int TILE = 2 * LANES, BLOCK = 32;
-#if defined(__AVX512F__)
-constexpr int MAX_ROWS = 8;  // that share what they read of a weight: as many as registers hold
-#else
-constexpr int MAX_ROWS = 2;
-#endif
-
-// ---- formats: how a tile of 32 outputs keeps 32 inputs (packing.py writes them)
-
-struct Four {  // 4 bits, unsigned; w = scale * q + offset
-    static constexpr bool has_offset = true, has_scale = true;
-    static constexpr int row_bytes = 16;
-    static inline void unpack(const uint8_t* p, const F* scale, const F* offset, F* w) {
-        I low;
-        from_u8(p, &low);
-        I high = (I)((U)low >> 4);
-        low &= 15;
-        w[0] = __builtin_convertvector(low, F) * scale[0] + offset[0];
-        w[1] = __builtin_convertvector(high, F) * scale[1] + offset[1];
-    }
-};
-struct Eight {  // 8 bits, signed; w = scale * q
-    static constexpr bool has_offset = false, has_scale = true;
-    static constexpr int row_bytes = 32;
-    static inline void unpack(const uint8_t* p, const F* scale, const F*, F* w) {
-        w[0] = from_i8(p) * scale[0];
-        w[1] = from_i8(p + 16) * scale[1];
-    }
-};
-struct Plain {  // float32
-    static constexpr bool has_offset = false, has_scale = false;
-    static constexpr int row_bytes = 128;
-    static inline void unpack(const uint8_t* p, const F*, const F*, F* w) {
-        std::memcpy(w, p, 2 * sizeof(F));
-    }
-};
-struct HalfScale {
-    static constexpr int bytes = 2;
-    static inline F get(const uint8_t* p) { return from_half(p); }
-};
-struct FloatScale {
-    static constexpr int bytes = 4;
-    static inline F get(const uint8_t* p) {
-        F v;
-        std::memcpy(&v, p, sizeof v);
-        return v;
-    }
-};
-
-template <class CODES, class SCALE, int GROUP>
-struct Format {
-    using Codes = CODES;
-    using Scale = SCALE;
-    static constexpr int group = GROUP;
-    static constexpr int vectors = Codes::has_scale + Codes::has_offset;
-    static constexpr int scale_bytes = vectors * TILE * Scale::bytes;  // of a group
-    static constexpr int group_bytes = scale_bytes + GROUP * Codes::row_bytes;
-    static constexpr int block_bytes = BLOCK / GROUP * group_bytes;
-};
-
-// R rows by TILES tiles: out[r][t] = sum over k of x[r][k] w[k][t], group by group.
-template <class FORMAT, int R, int TILES>
-inline void tiles(
-    const uint8_t* const* weights, int k, const float* x, int64_t x_stride, float* out
-) {
-    using Codes = typename FORMAT::Codes;
-    using Scale = typename FORMAT::Scale;
-    F acc[R][TILES][2] = {};
-    const uint8_t* at[TILES];
-    for (int t = 0; t < TILES; t++) at[t] = weights[t];
-    for (int first = 0; first < k; first += FORMAT::group) {
-        F scale[TILES][2], offset[TILES][2];
-#pragma GCC unroll 4
-        for (int t = 0; t < TILES; t++) {
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++) {
-                constexpr int step = LANES * Scale::bytes;
-                if (Codes::has_scale) scale[t][half] = Scale::get(at[t] + half * step);
-                if (Codes::has_offset) offset[t][half] = Scale::get(at[t] + (2 + half) * step);
-            }
-            at[t] += FORMAT::scale_bytes;
-        }
-        F part[R][TILES][2] = {};  // sums of few are more exact than one of all
-        for (int i = 0; i < FORMAT::group; i++) {
-#pragma GCC unroll 4
-            for (int t = 0; t < TILES; t++) {
-                F w[2];
-                Codes::unpack(at[t] + i * Codes::row_bytes, scale[t], offset[t], w);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    F input = splat(x[r * x_stride + first + i]);
-                    part[r][t][0] += w[0] * input;
-                    part[r][t][1] += w[1] * input;
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int t = 0; t < TILES; t++)
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; half++) acc[r][t][half] += part[r][t][half];
-        for (int t = 0; t < TILES; t++) at[t] += FORMAT::group * Codes::row_bytes;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int t = 0; t < TILES; t++)
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++)
-                store(out + (r * TILES + t) * TILE + half * LANES, acc[r][t][half]);
-}
-
-using Tiles = void (*)(const uint8_t* const*, int, const float*, int64_t, float*);
-
-struct Product {
-    int block_bytes;
-    Tiles two_tiles[2], one_tile[8];  // by rows less one
-};
-
-template <class FORMAT>
-constexpr Product product_of() {
-    return {
-        FORMAT::block_bytes,
-        {tiles<FORMAT, 1, 2>, tiles<FORMAT, 2, 2>},
-        {tiles<FORMAT, 1, 1>, tiles<FORMAT, 2, 1>, tiles<FORMAT, 3, 1>, tiles<FORMAT, 4, 1>,
-         tiles<FORMAT, 5, 1>, tiles<FORMAT, 6, 1>, tiles<FORMAT, 7, 1>, tiles<FORMAT, 8, 1>},
-    };
-}
-
-const Product PRODUCTS[] = {
-    product_of<Format<Four, HalfScale, 32>>(),    // Q4_0, Q4_1
-    product_of<Format<Four, FloatScale, 32>>(),   // Q4_K
-    product_of<Format<Eight, HalfScale, 32>>(),   // Q8_0
-    product_of<Format<Eight, FloatScale, 16>>(),  // Q6_K
-    product_of<Format<Plain, FloatScale, 32>>(),
-};
-
-}  // namespace
+#include "products.h"
 
 extern "C" {
-
-struct Matrix {  // packing.py
-    const uint8_t* data;
-    const float* bias;  // or null
-    int32_t n, k, format;
-};
 
 struct Layer {
     const float *norm, *mlp_norm;  // [hidden]
@@ -187,81 +39,6 @@ struct Batch {
 }
 
 namespace {
-
-// ---- stages
-
-// Up to MAX_ROWS rows of one tile of outputs, or of two. out [rows][tiles * TILE]
-void some_tiles(
-    const Matrix& matrix, int first_tile, int second_tile, const float* x, int rows, float* out
-) {
-    const Product& product = PRODUCTS[matrix.format];
-    const int64_t tile_bytes = (int64_t)product.block_bytes * (matrix.k / BLOCK);
-    const uint8_t* weights[2] = {
-        matrix.data + first_tile * tile_bytes, matrix.data + second_tile * tile_bytes
-    };
-    if (second_tile < 0) {
-        product.one_tile[rows - 1](weights, matrix.k, x, matrix.k, out);
-    } else if (rows <= 2) {
-        product.two_tiles[rows - 1](weights, matrix.k, x, matrix.k, out);
-    } else {
-        float part[MAX_ROWS * TILE];
-        for (int t = 0; t < 2; t++) {
-            product.one_tile[rows - 1](weights + t, matrix.k, x, matrix.k, part);
-            for (int r = 0; r < rows; r++)
-                std::memcpy(out + (r * 2 + t) * TILE, part + r * TILE, TILE * sizeof(float));
-        }
-    }
-    if (matrix.bias != nullptr)
-        for (int t = 0; t < (second_tile < 0 ? 1 : 2); t++) {
-            const int first = (t ? second_tile : first_tile) * TILE;
-            const int count = matrix.n - first < TILE ? matrix.n - first : TILE;
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < count; i++)
-                    out[(r * (second_tile < 0 ? 1 : 2) + t) * TILE + i] += matrix.bias[first + i];
-        }
-}
-
-// y = x W^T + b, or y += it. Shape: x [rows, k], y [rows, n]
-template <bool ADDS>
-void product(Team& team, const Matrix& matrix, const float* x, int rows, float* y) {
-    const int num_tiles = (matrix.n + TILE - 1) / TILE;
-    team.share((num_tiles + 1) / 2, [&](int task) {
-        const int first = 2 * task, second = first + 1 < num_tiles ? first + 1 : -1;
-        const int width = second < 0 ? TILE : 2 * TILE;
-        const int count = matrix.n - first * TILE < width ? matrix.n - first * TILE : width;
-        float out[MAX_ROWS * 2 * TILE];
-        for (int row = 0; row < rows; row += MAX_ROWS) {
-            const int some = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
-            some_tiles(matrix, first, second, x + (int64_t)row * matrix.k, some, out);
-            for (int r = 0; r < some; r++) {
-                float* to = y + (int64_t)(row + r) * matrix.n + first * TILE;
-                if (ADDS)
-                    for (int i = 0; i < count; i++) to[i] += out[r * width + i];
-                else
-                    std::memcpy(to, out + r * width, count * sizeof(float));
-            }
-        }
-    });
-}
-
-// silu(gate) * up. gate_up's outputs are the gate's, then those of `up`.
-void gated(Team& team, const Matrix& matrix, const float* x, int rows, float* y) {
-    const int num_outputs = matrix.n / 2, num_tiles = num_outputs / TILE;
-    team.share(num_tiles, [&](int tile) {
-        float out[MAX_ROWS * 2 * TILE];
-        for (int row = 0; row < rows; row += MAX_ROWS) {
-            const int some = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
-            some_tiles(matrix, tile, tile + num_tiles, x + (int64_t)row * matrix.k, some, out);
-            for (int r = 0; r < some; r++)
-                for (int half = 0; half < TILE; half += LANES) {
-                    const F gate = load(out + r * 2 * TILE + half);
-                    const F up = load(out + r * 2 * TILE + TILE + half);
-                    const F silu = gate / (splat(1.0f) + exponential(-gate));
-                    store(y + (int64_t)(row + r) * num_outputs + tile * TILE + half, silu * up);
-                }
-        }
-    });
-}
 
 inline float inverse_rms(const float* x, int width, float eps) {
     F squares = {};
@@ -410,6 +187,7 @@ void attend(
 
 struct Buffers {
     std::vector<float> normed, qkv, attended, gated;
+    std::vector<Inputs> inputs;  // of the widest product
 };
 
 void layers(
@@ -424,6 +202,7 @@ void layers(
     float* qkv = buffers.qkv.data();
     float* attended = buffers.attended.data();
     float* middle = buffers.gated.data();
+    auto of = [&](const float* values) { return Rows{values, rows, buffers.inputs}; };
     // (sequence, its first row) of each block of rows that attend together
     std::vector<std::pair<int, int>> blocks;
     for (int s = 0; s < batch.sequences; s++)
@@ -436,7 +215,7 @@ void layers(
             const int64_t at = (int64_t)row * hidden;
             normalise(x + at, layer.norm, hidden, shape.eps, normed + at);
         });
-        product<false>(team, layer.qkv, normed, rows, qkv);
+        product<false>(team, layer.qkv, of(normed), qkv);
         team.share(rows, [&](int row) {
             float* of_row = qkv + row * width;
             const float* cos = layer.cos + batch.positions[row] * dim;
@@ -465,13 +244,13 @@ void layers(
             auto how = shape.cache_is_bf16 ? attend<true> : attend<false>;
             how(layer, shape, pages, queries, width, these, num_keys, kv_head, out, attended_width);
         });
-        product<true>(team, layer.output, attended, rows, x);
+        product<true>(team, layer.output, of(attended), x);
         team.share(rows, [&](int row) {
             const int64_t at = (int64_t)row * hidden;
             normalise(x + at, layer.mlp_norm, hidden, shape.eps, normed + at);
         });
-        gated(team, layer.gate_up, normed, rows, middle);
-        product<true>(team, layer.down, middle, rows, x);
+        gated(team, layer.gate_up, of(normed), middle);
+        product<true>(team, layer.down, of(middle), x);
     }
 }
 
@@ -485,13 +264,16 @@ __attribute__((visibility("default"))) void outrider_layers(
 ) {
     thread_local Buffers buffers;
     const size_t rows = (size_t)batch->rows;
-    auto reserve = [&](std::vector<float>& buffer, size_t width) {
+    auto reserve = [&](auto& buffer, size_t width) {
         if (buffer.size() < rows * width) buffer.resize(rows * width);
     };
     reserve(buffers.normed, shape->hidden);
     reserve(buffers.qkv, (size_t)(shape->heads + 2 * shape->kv_heads) * shape->head_dim);
     reserve(buffers.attended, (size_t)shape->heads * shape->head_dim);
     reserve(buffers.gated, shape->intermediate);
+    const int attended_width = shape->heads * shape->head_dim;
+    const int widest = std::max({shape->hidden, attended_width, shape->intermediate});
+    if (MULTIPLIES_BYTES) reserve(buffers.inputs, widest / BLOCK);
     Buffers& mine = buffers;
     on_team(threads, [&](Team& team) { layers(team, all, count, *shape, *batch, x, mine); });
 }
@@ -499,6 +281,10 @@ __attribute__((visibility("default"))) void outrider_layers(
 __attribute__((visibility("default"))) void outrider_product(
     const Matrix* matrix, const float* x, int32_t rows, float* y, int32_t threads
 ) {
-    on_team(threads, [&](Team& team) { product<false>(team, *matrix, x, rows, y); });
+    thread_local std::vector<Inputs> buffer;
+    std::vector<Inputs>& inputs = buffer;
+    const size_t needed = (size_t)rows * (matrix->k / BLOCK);
+    if (MULTIPLIES_BYTES && inputs.size() < needed) inputs.resize(needed);
+    on_team(threads, [&](Team& team) { product<false>(team, *matrix, {x, rows, inputs}, y); });
 }
 }

@@ -1,9 +1,11 @@
 """Whole layers of a decoder in one call: RMSNorm, attention with RoPE over pages, gated MLP.
 
-Inputs are float32. Weights are unpacked to float32 in registers, and summed in float32, one input
-after another. So the bits of a row do not depend on the batch, on the number of threads, or on the
-processor, as long as it has fused multiply-add. Between layers all is float32, too; only KV is
-rounded, to the dtype of its cache.
+Between layers all is float32; only KV is rounded, to the dtype of its cache. A processor with 8-bit
+products (AVX-512 VNNI) multiplies weights as the integers that they are with inputs of 24 bits, a
+scale for each 32 of them, and sums these exactly. Others unpack weights to float32 in registers and
+sum in float32, one input after another. Either is as exact as float32. The bits of a row do not
+depend on the batch or on the number of threads; nor on the processor, as long as it does the same
+of the two and has fused multiply-add.
 
 `layers.cpp`, `greedy.cpp` and `sampled.cpp` are compiled when Outrider is installed, if there is a
 compiler, and never later.

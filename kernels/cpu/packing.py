@@ -1,7 +1,10 @@
 """Matrices in the layout of the compiled layers: tiles of 32 outputs.
 
-For each group of inputs, a tile holds a scale (and an offset) of each output, and then the codes of
-one input after another. So 16 outputs at a time are unpacked, scaled and summed without shuffles.
+For each group of inputs, a tile holds a scale (and an offset) of each output, and then the codes.
+Those of 4 or 8 bits come as four bytes of 16 outputs after each other, each byte of one input. So
+four inputs of 16 outputs are one operand of a processor's 8-bit products, and are unpacked to float
+without shuffles. If codes have 4 bits, a byte's upper half belongs to the output 16 further on.
+Codes in float32 come one input after another.
 """
 
 from enum import IntEnum
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 TILE, BLOCK = 32, 32  # outputs, inputs
+LANES, QUAD = 16, 4  # outputs whose codes lie together, for so many inputs
 
 
 class Layout(IntEnum):
@@ -74,9 +78,15 @@ def pack(matrix: Codes, layout: Layout) -> PackedTiles:
             if told is not None:
                 tiled = _tiled(told.to(layout.scale_dtype))  # [tiles, TILE, groups]
                 parts.append(tiled.transpose(1, 2).contiguous().view(torch.uint8))
-    codes = _tiled(matrix.codes).unflatten(2, (num_groups, layout.group)).permute(0, 2, 3, 1)
-    if layout.bits == 4:  # [tiles, groups, group, TILE]
-        codes = codes[..., : TILE // 2] | codes[..., TILE // 2 :] << 4
+    codes = _tiled(matrix.codes).unflatten(2, (num_groups, layout.group))
+    if layout == Layout.PLAIN:
+        codes = codes.permute(0, 2, 3, 1)
+    else:
+        codes = codes.unflatten(1, (2, LANES)).unflatten(-1, (-1, QUAD))
+        # [tiles, groups, quads, 2, LANES, QUAD], from [tiles, 2, LANES, groups, quads, QUAD]
+        codes = codes.permute(0, 3, 4, 1, 2, 5)
+        if layout.bits == 4:
+            codes = codes[:, :, :, :1] | codes[:, :, :, 1:] << 4
     parts.append(codes.contiguous().view(torch.uint8).flatten(2))
     return PackedTiles(torch.cat(parts, 2), layout, (num_out, num_in))
 
@@ -91,10 +101,17 @@ def unpack(packed: PackedTiles) -> Codes:
         scales.append(part.view(layout.scale_dtype).transpose(1, 2).flatten(0, 1)[:num_out])
     codes = data[..., len(scales) * scale_bytes :].contiguous()
     codes = codes.view({4: torch.uint8, 8: torch.int8, 32: torch.float32}[layout.bits])
-    codes = codes.unflatten(2, (layout.group, -1))  # [tiles, groups, group, TILE or half of it]
-    if layout.bits == 4:
-        codes = torch.cat((codes & 15, codes >> 4), 3)
-    codes = codes.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num_out]
+    if layout == Layout.PLAIN:
+        codes = codes.unflatten(2, (layout.group, TILE)).permute(0, 3, 1, 2).flatten(2)
+    else:
+        codes = codes.unflatten(2, (layout.group // QUAD, -1, LANES, QUAD))
+        if layout.bits == 4:
+            codes = torch.cat((codes & 15, codes >> 4), 3)
+        codes = (
+            codes.permute(0, 3, 4, 1, 2, 5).flatten(3).flatten(1, 2)
+        )  # [tiles, TILE, groups, ..]
+        codes = codes.flatten(2)
+    codes = codes.flatten(0, 1)[:num_out]
     return Codes(codes, *scales)
 
 

@@ -24,6 +24,12 @@ inline F load(const float* p) {
 }
 inline void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
 
+inline U words(const uint8_t* p) {
+    U v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
 inline float sum(F v) {
     float lanes[LANES];
     store(lanes, v);
@@ -34,28 +40,6 @@ inline float sum(F v) {
 
 // ---- numbers of other widths, 16 at a time
 
-inline F from_u8(const uint8_t* p, I* integers = nullptr) {
-#if defined(__AVX512F__)
-    I v = (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#else
-    typedef uint8_t B __attribute__((vector_size(16)));
-    B b;
-    std::memcpy(&b, p, sizeof b);
-    I v = __builtin_convertvector(b, I);
-#endif
-    if (integers != nullptr) *integers = v;
-    return __builtin_convertvector(v, F);
-}
-inline F from_i8(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return __builtin_convertvector((I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), F);
-#else
-    typedef int8_t B __attribute__((vector_size(16)));
-    B b;
-    std::memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(__builtin_convertvector(b, I), F);
-#endif
-}
 inline F from_half(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));

@@ -103,3 +103,26 @@ def test_torch_leaves_its_threads_to_the_layers(monkeypatch: pytest.MonkeyPatch)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_of_any_size_are_as_exact_as_float32(layout: Layout) -> None:
+    """Some inputs of a group are far greater than the others; some groups are all 0."""
+    given = codes(64, 192, layout)
+    weight = pack(given, layout)
+    x = torch.randn(12, 192) * 10.0 ** torch.randint(-12, 12, (12, 192)).double()
+    x[3:6] *= (torch.arange(192) // 32 % 2)[None]
+    x = x.float()
+    truth = x.double() @ given.dequantised().double().T
+    most = x.abs().double() @ given.dequantised().abs().double().T
+    assert ((product(x, weight) - truth).abs() <= 1e-5 * most + 1e-30).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_are_not_lost(layout: Layout, value: float) -> None:
+    x = torch.randn(3, 96)
+    x[1, 40] = value
+    got = product(x, pack(codes(64, 96, layout), layout))
+    assert not got[1].isfinite().any()
+    assert got[[0, 2]].isfinite().all()

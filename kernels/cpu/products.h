@@ -1,0 +1,349 @@
+// Products with packed matrices (packing.py): in float32, or where a processor multiplies bytes,
+// in integers, with each group of 32 inputs as integers of 24 bits and a scale. Their sums are
+// exact, so both are as good as float32.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "formats.h"
+#include "team.h"
+
+extern "C" {
+
+struct Matrix {  // packing.py
+    const uint8_t* data;
+    const float* bias;  // or null
+    int32_t n, k, format;
+};
+}
+
+namespace {
+
+constexpr int MAX_ROWS = 8;  // of a tile that is computed at once
+#if defined(__AVX512F__)
+constexpr int FLOAT_ROWS = 8;  // that share what they unpack: as many as registers hold
+#define BYTES __attribute__((target("avx512vnni")))
+#else
+constexpr int FLOAT_ROWS = 2;
+#endif
+constexpr int INTEGER_ROWS = 4;
+
+// ---- in float32: out[r][t] = sum over k of x[r][k] w[k][t], group by group; R rows, TILES tiles
+
+template <class FORMAT, int R, int TILES>
+inline void tiles(
+    const uint8_t* const* weights, int k, const float* x, int64_t x_stride, float* out
+) {
+    using Codes = typename FORMAT::Codes;
+    F acc[R][TILES][2] = {};
+    const uint8_t* at[TILES];
+    for (int t = 0; t < TILES; t++) at[t] = weights[t];
+    for (int first = 0; first < k; first += FORMAT::group) {
+        F scale[TILES][2], offset[TILES][2];
+#pragma GCC unroll 4
+        for (int t = 0; t < TILES; t++) {
+            FORMAT::scales(at[t], scale[t], offset[t]);
+            at[t] += FORMAT::scale_bytes;
+        }
+        F part[R][TILES][2] = {};  // sums of few are more exact than one of all
+        for (int quad = 0; quad < FORMAT::group / QUAD; quad++) {
+#pragma GCC unroll 4
+            for (int i = 0; i < QUAD; i++) {
+#pragma GCC unroll 4
+                for (int t = 0; t < TILES; t++) {
+                    F w[2];
+                    Codes::unpack(at[t] + quad * Codes::quad_bytes, i, scale[t], offset[t], w);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) {
+                        const F input = splat(x[r * x_stride + first + quad * QUAD + i]);
+                        part[r][t][0] += w[0] * input;
+                        part[r][t][1] += w[1] * input;
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int t = 0; t < TILES; t++)
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) acc[r][t][half] += part[r][t][half];
+        for (int t = 0; t < TILES; t++) at[t] += FORMAT::code_bytes;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < TILES; t++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+                store(out + (r * TILES + t) * TILE + half * LANES, acc[r][t][half]);
+}
+
+// ---- in integers
+
+struct Inputs {  // 32 of them: x = scale * (65536 bytes[0] + 256 bytes[1] + bytes[2])
+    int8_t bytes[3][BLOCK];
+    int32_t sums[2][3];  // of the bytes of each half
+    float scale, sum;    // `sum`: of all that they stand for
+};
+
+#if defined(__AVX512F__)
+constexpr float HIGHEST_INPUT = 127 * 65536;
+constexpr float LEAST_INPUT = 1e-30f;  // a group of less counts as 0
+
+void to_inputs(const float* x, int count, Inputs* to) {
+    for (int first = 0; first < count; first += BLOCK, to++) {
+        const __m512 v[2] = {_mm512_loadu_ps(x + first), _mm512_loadu_ps(x + first + LANES)};
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(v[0]), _mm512_abs_ps(v[1])));
+        const bool is_nan = _mm512_cmp_ps_mask(v[0], v[0], _CMP_UNORD_Q) |
+                            _mm512_cmp_ps_mask(v[1], v[1], _CMP_UNORD_Q);
+        const bool is_finite = !is_nan && std::isfinite(most);
+        const float inverse = is_finite && most > LEAST_INPUT ? HIGHEST_INPUT / most : 0.0f;
+        int64_t total = 0;
+        for (int half = 0; half < 2; half++) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(v[half], _mm512_set1_ps(inverse)));
+            const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
+            const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
+            const __m512i middle = _mm512_srai_epi32(_mm512_slli_epi32(upper, 24), 24);
+            const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(upper, middle), 8);
+            const __m512i parts[3] = {high, middle, low};
+            for (int d = 0; d < 3; d++) {
+                const __m128i bytes = _mm512_cvtepi32_epi8(parts[d]);
+                _mm_storeu_si128((__m128i*)(to->bytes[d] + half * LANES), bytes);
+                to->sums[half][d] = _mm512_reduce_add_epi32(parts[d]);
+            }
+            total += to->sums[half][0] * 65536 + to->sums[half][1] * 256 + to->sums[half][2];
+        }
+        to->scale = is_finite ? most / HIGHEST_INPUT : NAN;
+        to->sum = to->scale * (float)total;
+    }
+}
+
+// R rows of inputs by one tile: out[r], `width` apart.
+template <class FORMAT, int R>
+BYTES void integer_tile(
+    const uint8_t* at, int blocks, const Inputs* x, int64_t stride, float* out, int width
+) {
+    using Codes = typename FORMAT::Codes;
+    constexpr int PARTS = BLOCK / FORMAT::group;
+    __m512 acc[R][2] = {};
+    for (int block = 0; block < blocks; block++, x++) {
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            F scale[2], offset[2] = {};
+            FORMAT::scales(at, scale, offset);
+            at += FORMAT::scale_bytes;
+            __m512i dot[R][2][3];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+                for (int d = 0; d < 3; d++) {
+                    int32_t start = 0;
+                    if (Codes::is_signed) {
+                        const auto& sums = x[r * stride].sums;
+                        start = -128 * (PARTS == 1 ? sums[0][d] + sums[1][d] : sums[part][d]);
+                    }
+                    dot[r][0][d] = dot[r][1][d] = _mm512_set1_epi32(start);
+                }
+#pragma GCC unroll 8
+            for (int quad = 0; quad < FORMAT::group / QUAD; quad++) {
+                U w[2];
+                Codes::bytes(at + quad * Codes::quad_bytes, w);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 3
+                    for (int d = 0; d < 3; d++) {
+                        int32_t four;
+                        const int i = part * FORMAT::group + quad * QUAD;
+                        std::memcpy(&four, x[r * stride].bytes[d] + i, sizeof four);
+                        const __m512i input = _mm512_set1_epi32(four);
+                        dot[r][0][d] = _mm512_dpbusd_epi32(dot[r][0][d], (__m512i)w[0], input);
+                        dot[r][1][d] = _mm512_dpbusd_epi32(dot[r][1][d], (__m512i)w[1], input);
+                    }
+            }
+            at += FORMAT::code_bytes;
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+                    const __m512i* d = dot[r][half];
+                    const __m512i low = _mm512_add_epi32(_mm512_slli_epi32(d[1], 8), d[2]);
+                    const __m512 whole = _mm512_fmadd_ps(
+                        _mm512_cvtepi32_ps(d[0]), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(low)
+                    );
+                    const __m512 value = _mm512_mul_ps(whole, _mm512_set1_ps(x[r * stride].scale));
+                    acc[r][half] = _mm512_fmadd_ps(value, (__m512)scale[half], acc[r][half]);
+                    if (Codes::has_offset)
+                        acc[r][half] = _mm512_fmadd_ps(
+                            (__m512)offset[half], _mm512_set1_ps(x[r * stride].sum), acc[r][half]
+                        );
+                }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++)
+            _mm512_storeu_ps(out + r * width + half * LANES, acc[r][half]);
+}
+
+const bool MULTIPLIES_BYTES = __builtin_cpu_supports("avx512vnni");
+#else
+inline void to_inputs(const float*, int, Inputs*) {}
+constexpr bool MULTIPLIES_BYTES = false;
+#endif
+
+using Tiles = void (*)(const uint8_t* const*, int, const float*, int64_t, float*);
+using IntegerTile = void (*)(const uint8_t*, int, const Inputs*, int64_t, float*, int);
+
+struct Product {
+    int block_bytes;
+    Tiles two_tiles[2], one_tile[8];          // by rows less one
+    IntegerTile integer_tile[INTEGER_ROWS];  // likewise; null: not for this format
+};
+
+template <class FORMAT>
+constexpr Product product_of() {
+    Product product = {
+        FORMAT::block_bytes,
+        {tiles<FORMAT, 1, 2>, tiles<FORMAT, 2, 2>},
+        {tiles<FORMAT, 1, 1>, tiles<FORMAT, 2, 1>, tiles<FORMAT, 3, 1>, tiles<FORMAT, 4, 1>,
+         tiles<FORMAT, 5, 1>, tiles<FORMAT, 6, 1>, tiles<FORMAT, 7, 1>, tiles<FORMAT, 8, 1>},
+        {},
+    };
+#if defined(__AVX512F__)
+    if constexpr (FORMAT::Codes::has_scale) {
+        product.integer_tile[0] = integer_tile<FORMAT, 1>;
+        product.integer_tile[1] = integer_tile<FORMAT, 2>;
+        product.integer_tile[2] = integer_tile<FORMAT, 3>;
+        product.integer_tile[3] = integer_tile<FORMAT, 4>;
+    }
+#endif
+    return product;
+}
+
+const Product PRODUCTS[] = {
+    product_of<Format<Four, HalfScale, 32>>(),    // Q4_0, Q4_1
+    product_of<Format<Four, FloatScale, 32>>(),   // Q4_K
+    product_of<Format<Eight, HalfScale, 32>>(),   // Q8_0
+    product_of<Format<Eight, FloatScale, 16>>(),  // Q6_K
+    product_of<Format<Plain, FloatScale, 32>>(),
+};
+
+// ---- stages
+
+// The rows that a product reads; `inputs` is for products in integers.
+struct Rows {
+    const float* x;
+    int count;
+    std::vector<Inputs>& inputs;
+};
+
+inline bool is_of_integers(const Matrix& matrix) {
+    return MULTIPLIES_BYTES && PRODUCTS[matrix.format].integer_tile[0] != nullptr;
+}
+
+// What comes before a product's tasks.
+void prepare(Team& team, const Matrix& matrix, const Rows& rows) {
+    if (!is_of_integers(matrix)) return;
+    const int blocks = matrix.k / BLOCK;
+    team.share(rows.count, [&](int row) {
+        to_inputs(rows.x + (int64_t)row * matrix.k, matrix.k, &rows.inputs[(size_t)row * blocks]);
+    });
+}
+
+// Up to MAX_ROWS rows of one tile of outputs, or of two. out [rows][tiles * TILE]
+void some_tiles(
+    const Matrix& matrix, int first_tile, int second_tile, const Rows& all, int row, int rows,
+    float* out
+) {
+    const Product& product = PRODUCTS[matrix.format];
+    const int blocks = matrix.k / BLOCK, num_tiles = second_tile < 0 ? 1 : 2;
+    const int64_t tile_bytes = (int64_t)product.block_bytes * blocks;
+    const uint8_t* weights[2] = {
+        matrix.data + first_tile * tile_bytes, matrix.data + second_tile * tile_bytes
+    };
+    const float* x = all.x + (int64_t)row * matrix.k;
+    const int width = num_tiles * TILE;
+    if (is_of_integers(matrix)) {
+        for (int r = 0; r < rows; r += INTEGER_ROWS) {
+            const int some = rows - r < INTEGER_ROWS ? rows - r : INTEGER_ROWS;
+            const Inputs* inputs = &all.inputs[(size_t)(row + r) * blocks];
+            for (int t = 0; t < num_tiles; t++)
+                product.integer_tile[some - 1](
+                    weights[t], blocks, inputs, blocks, out + r * width + t * TILE, width
+                );
+        }
+    } else if (num_tiles == 2 && rows <= 2) {
+        product.two_tiles[rows - 1](weights, matrix.k, x, matrix.k, out);
+    } else {
+        float part[FLOAT_ROWS * TILE];
+        for (int t = 0; t < num_tiles; t++)
+            for (int r = 0; r < rows; r += FLOAT_ROWS) {
+                const int some = rows - r < FLOAT_ROWS ? rows - r : FLOAT_ROWS;
+                product.one_tile[some - 1](
+                    weights + t, matrix.k, x + (int64_t)r * matrix.k, matrix.k, part
+                );
+                for (int i = 0; i < some; i++)
+                    std::memcpy(
+                        out + (r + i) * width + t * TILE, part + i * TILE, TILE * sizeof(float)
+                    );
+            }
+    }
+    if (matrix.bias != nullptr)
+        for (int t = 0; t < num_tiles; t++) {
+            const int first = (t ? second_tile : first_tile) * TILE;
+            const int count = matrix.n - first < TILE ? matrix.n - first : TILE;
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < count; i++) out[r * width + t * TILE + i] += matrix.bias[first + i];
+        }
+}
+
+// y = x W^T + b, or y += it. Shape: x [rows, k], y [rows, n]
+template <bool ADDS>
+void product(Team& team, const Matrix& matrix, const Rows& rows, float* y) {
+    prepare(team, matrix, rows);
+    const int num_tiles = (matrix.n + TILE - 1) / TILE;
+    const int at_once = is_of_integers(matrix) ? 1 : 2;  // in float32 two share their inputs
+    team.share((num_tiles + at_once - 1) / at_once, [&](int task) {
+        const int first = at_once * task;
+        const int second = at_once == 2 && first + 1 < num_tiles ? first + 1 : -1;
+        const int width = second < 0 ? TILE : 2 * TILE;
+        const int count = matrix.n - first * TILE < width ? matrix.n - first * TILE : width;
+        float out[MAX_ROWS * 2 * TILE];
+        for (int row = 0; row < rows.count; row += MAX_ROWS) {
+            const int some = rows.count - row < MAX_ROWS ? rows.count - row : MAX_ROWS;
+            some_tiles(matrix, first, second, rows, row, some, out);
+            for (int r = 0; r < some; r++) {
+                float* to = y + (int64_t)(row + r) * matrix.n + first * TILE;
+                if (ADDS)
+                    for (int i = 0; i < count; i++) to[i] += out[r * width + i];
+                else
+                    std::memcpy(to, out + r * width, count * sizeof(float));
+            }
+        }
+    });
+}
+
+// silu(gate) * up. gate_up's outputs are the gate's, then those of `up`.
+void gated(Team& team, const Matrix& matrix, const Rows& rows, float* y) {
+    prepare(team, matrix, rows);
+    const int num_outputs = matrix.n / 2, num_tiles = num_outputs / TILE;
+    team.share(num_tiles, [&](int tile) {
+        float out[MAX_ROWS * 2 * TILE];
+        for (int row = 0; row < rows.count; row += MAX_ROWS) {
+            const int some = rows.count - row < MAX_ROWS ? rows.count - row : MAX_ROWS;
+            some_tiles(matrix, tile, tile + num_tiles, rows, row, some, out);
+            for (int r = 0; r < some; r++)
+                for (int half = 0; half < TILE; half += LANES) {
+                    const F gate = load(out + r * 2 * TILE + half);
+                    const F up = load(out + r * 2 * TILE + TILE + half);
+                    const F silu = gate / (splat(1.0f) + exponential(-gate));
+                    store(y + (int64_t)(row + r) * num_outputs + tile * TILE + half, silu * up);
+                }
+        }
+    });
+}
+
+}  // namespace
