@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.models.admission import resolve_dtype
+from outrider.engine.models.architectures import load_config
 from outrider.engine.models.gguf_file import transformers_arguments
 
 from .draft import starting_draft
@@ -203,7 +204,7 @@ def _agreed(number: int, device: torch.device) -> int:
 
 
 def _load_target(path: str, device: torch.device) -> PreTrainedModel:
-    hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+    hf_config = load_config(path)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=resolve_dtype("auto", hf_config, device),

@@ -49,6 +49,7 @@ _NEUTRAL = {
     "initializer_range",
     "is_llama_config",
     "model_type",
+    "num_nextn_predict_layers",  # of an MTP head
     "pad_token_id",
     "pretraining_tp",
     "residual_dropout",
@@ -131,6 +132,7 @@ def _window(config: Any, layer: int) -> int | None:
 FAMILIES: dict[str, Callable[[Any, AnyCheckpoint, Rope], Decoder]] = {
     "cwm": _llama,
     "llama": _llama,
+    "mimo": _llama,
     "ministral": _llama,
     "mistral": _llama,
     "qwen2": _llama,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ..config import ModelConfig
@@ -24,6 +24,7 @@ from .admission import (
     resolve_dtype,
 )
 from .any_checkpoint import AnyCheckpoint
+from .architectures import load_config
 from .checkpoint import Checkpoint
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
@@ -68,9 +69,7 @@ def load_network(
     progress(0, 0)
     if not (Path(config.path) / "config.json").is_file():
         raise UnsupportedModelError(f"{config.path} is no model directory: it has no config.json")
-    hf_config = AutoConfig.from_pretrained(
-        config.path, trust_remote_code=config.trust_remote_code, local_files_only=True
-    )
+    hf_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
     try:
         check_config(hf_config)
         dtype = resolve_dtype(config.dtype, hf_config, device)

@@ -213,10 +213,10 @@ def _token_table(tokenizer: TokenizerData, vocab_size: int) -> TokenTable | None
 
 def _config(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
     """The text part of a model's config; a multimodal config has other parts, too."""
-    from transformers import AutoConfig
+    from outrider.engine.models.architectures import load_config
 
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+        config = load_config(directory, trust_remote_code=settings.trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"cannot read the config of {directory}: {error}") from error
     return config.get_text_config()

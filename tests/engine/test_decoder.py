@@ -28,7 +28,7 @@ from outrider.engine.models.paged_model import PagedModel
 from outrider.kernels.model import linear as linear_module
 
 Tiny = Callable[..., Path]
-OURS = {"llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
+OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
 NUM_TOKENS = 40
 
 

@@ -5,11 +5,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import outrider.engine.models.architectures  # noqa: F401 - registers those that transformers lacks
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 97
 TINY: dict[str, dict[str, object]] = {
     "llama": {"num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
+    "mimo": {"num_key_value_heads": 2, "head_dim": 16, "num_nextn_predict_layers": 1},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 16, "attention_out_bias": True},

@@ -1,0 +1,40 @@
+"""The configs of models, also of architectures that transformers does not know.
+
+Such an architecture is registered with transformers when this module is imported. The Python code
+that its checkpoints bring is never run.
+"""
+
+from pathlib import Path
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+
+class MiMoConfig(Qwen2Config):
+    """A Qwen2 whose checkpoint also holds an MTP layer."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """The model without its MTP layer."""
+
+    config_class = MiMoConfig
+    _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012
+
+
+AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
+
+
+def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model directory; raises what transformers raises if it cannot be read."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        directory, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    return config
