@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.kernels.cpu import layers as cpu
 from outrider.kernels.cpu.layers import pointer
 from outrider.kernels.cpu.packing import TILE
+from outrider.kernels.model.rms_norm import rms_norm_reference
 from outrider.kernels.model.rope import rotary_table
 
 from .attention import PagedAttention, PassContext, Rope
@@ -120,7 +121,9 @@ class CompiledDecoder(Decoder):
             if layers:
                 cpu.run_layers(cpu.array(layers), self._shape, rows, x)
             if last is not None:
-                taps.append(x.to(self.dtype))
+                is_normed = last > len(self._layers)
+                tapped = rms_norm_reference(x, self._last_norm) if is_normed else x
+                taps.append(tapped.to(self.dtype))
         del kept  # kept alive until here: the layers point to them
         logits = self._head(x[batch.logits_rows])
         return Pass(self._widened(logits), torch.stack(taps, 1) if taps else None)

@@ -73,6 +73,9 @@ class Decoder(Stack, Network):
             for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
                 normed = block(x, normed, next_norm, context)
                 self._tap(i, x, taps)
+        num_layers = len(self.blocks)
+        if num_layers in self.tapped_layers:
+            self._tap(num_layers, rms_norm(x, self.norm), taps)
         rows = rms_norm(x[batch.logits_rows], self.norm)
         logits = self.head(rows, out=self.place_of_logits(len(rows)))
         return Pass(self._widened(logits), taps)

@@ -107,7 +107,9 @@ class HuggingFaceModel(Network):
         )
         taps = None
         if self.tapped_layers:
-            taps = torch.stack([output.hidden_states[i + 1][0] for i in self.tapped_layers], 1)
+            # The last of these states are normalised: what is behind the last layer is not there.
+            states, last = output.hidden_states, len(output.hidden_states) - 1
+            taps = torch.stack([states[min(i + 1, last)][0] for i in self.tapped_layers], 1)
         return output.logits[0], taps
 
     def _attend(

@@ -53,12 +53,13 @@ class Network(PagedLayers):
 
     def tap(self, layers: Sequence[int]) -> None:
         """From now on, hand out the residual stream after these layers, for every row, in the order
-        of the layers; -1 means the embeddings.
+        of the layers.
 
-        Raises ValueError naming the valid layers.
+        -1 means the embeddings; the number of layers means the states behind the last norm. Raises
+        ValueError naming the valid layers.
         """
         num_layers = len(self.attentions)
-        if not all(-1 <= layer < num_layers for layer in layers):
+        if not all(-1 <= layer <= num_layers for layer in layers):
             raise ValueError(f"cannot tap layers {list(layers)}: there are 0 to {num_layers - 1}")
         self.tapped_layers = tuple(sorted(layers))
 

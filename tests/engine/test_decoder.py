@@ -19,13 +19,16 @@ from verification import HAS_KERNELS
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import families, loading
 from outrider.engine.models.attention import KVPages
+from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
 from outrider.engine.models.one_prompt import one_prompt
 from outrider.engine.models.paged_model import PagedModel
+from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.model import linear as linear_module
+from outrider.kernels.model.rms_norm import rms_norm_reference
 
 Tiny = Callable[..., Path]
 OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
@@ -219,16 +222,29 @@ def test_taps_are_the_residual_stream_behind_their_layers(
     path = tiny_model(architecture, num_hidden_layers=4)
     network, expected = load(path), eager(path)
     assert run_prompt(network).taps is None
-    network.tap([0, 2])
+    network.tap([0, 2, 4])  # 4: behind the last norm
     passed = run_prompt(network)
-    states = torch.stack([expected.hidden_states[layer + 1][0] for layer in (0, 2)], 1)
+    states = torch.stack([expected.hidden_states[b][0] for b in (1, 3, 4)], 1)
     torch.testing.assert_close(passed.taps, states, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(passed.logits, expected.logits[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(
+    compiled() is None or DEVICE.type != "cpu", reason="the CPU's layers are not compiled"
+)
+def test_compiled_layers_tap_the_same(tiny_model: Tiny) -> None:
+    network = load(tiny_model("qwen3", num_hidden_layers=4), "auto", is_draft=True)
+    assert isinstance(network, CompiledDecoder)
+    network.tap([0, 3, 4])
+    first, last, normed = run_prompt(network).taps.float().unbind(1)
+    assert not torch.allclose(first, last, atol=0.1)
+    expected = rms_norm_reference(last, network.norm._replace(weight=network.norm.weight.float()))
+    torch.testing.assert_close(normed, expected, rtol=0.02, atol=0.02)
+
+
 def test_a_layer_that_is_not_there_cannot_be_tapped(tiny_model: Tiny) -> None:
-    with pytest.raises(ValueError, match=r"cannot tap layers \[0, 2\]: there are 0 to 1"):
-        load(tiny_model("llama")).tap([0, 2])
+    with pytest.raises(ValueError, match=r"cannot tap layers \[0, 3\]: there are 0 to 1"):
+        load(tiny_model("llama")).tap([0, 3])
 
 
 def test_two_models_run_in_turn_each_over_its_own_pages(tiny_model: Tiny) -> None:
