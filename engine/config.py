@@ -15,6 +15,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     # Target layers whose output a head reads; None: those that the head's config names.
     head_layers: tuple[int, ...] | None = None
+    is_mtp: bool = False  # of a draft: the MTP head in the target's own checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,14 +26,13 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from .attention import PassContext
-from .head import Head
+from .head import AutoregressiveHead
 
 
-class Eagle3Head(Head):
+class Eagle3Head(AutoregressiveHead):
     """A head that drafts token by token, from its target's states and mostly its embedding."""
 
     kind = "eagle3"
-    lookahead = 1
 
     def __init__(
         self,
@@ -64,7 +63,6 @@ class Eagle3Head(Head):
         return (num_drafts if self.mask is None else min(num_drafts, 1)) * self.weight_bytes
 
     def fused(self, taps: Tensor) -> Tensor:
-        """f of the target's states. Shape: [T, num_taps, target's hidden] -> [T, hidden]."""
         if len(self.fc_norms) == 1:
             return self.fc(rms_norm(taps.flatten(1), self.fc_norms[0]))
         if self.fc_norms:
@@ -73,7 +71,6 @@ class Eagle3Head(Head):
         return self.fc(taps.flatten(1))
 
     def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
-        """y of every row; overwrites f. Shape: f [T, hidden], next_ids [T] -> [T, hidden]."""
         e = rms_norm(F.embedding(next_ids, self.embedding), self.blocks[0].mixer.norm)
         a = rms_norm(f, self.hidden_norm)
         x = a if self.norm_before_residual else f
@@ -87,9 +84,7 @@ class Eagle3Head(Head):
         return self(self.mask.repeat(len(ids), 1), ids, context)
 
     def recycled(self, y: Tensor) -> Tensor:
-        """f of the next row; may be y itself. Shape: [N, hidden]."""
         return rms_norm(y, self.norm) if self.norm_output else y
 
     def logits(self, y: Tensor) -> Tensor:
-        """Logits over the draft's own vocabulary. Shape: [N, hidden] -> [N, V']."""
         return self.head(rms_norm(y, self.norm))

@@ -112,7 +112,7 @@ def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
     has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = [
         reader.block(
-            f"model.layers.{i}", rope if has_rope[i] else no_rope, window=_window(config, i)
+            f"model.layers.{i}", rope if has_rope[i] else no_rope, window=window_of(config, i)
         )
         for i in range(config.num_hidden_layers)
     ]
@@ -121,7 +121,8 @@ def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
     return Decoder(embedding, blocks, reader.norm("model.norm"), head)
 
 
-def _window(config: Any, layer: int) -> int | None:
+def window_of(config: Any, layer: int) -> int | None:
+    """How many tokens a layer attends to, with its own; None: all."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
         return None

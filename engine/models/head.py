@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 
+from .attention import PassContext
 from .blocks import Block
 from .stack import Stack
 from .weights import Linear, packed
@@ -57,3 +58,25 @@ class Head(Stack):
         change = partial(packed, rounds=rounds)
         self.change_linears(change)
         self.fc = change(self.fc)
+
+
+class AutoregressiveHead(Head):
+    """A head whose row for a draft reads the output y of the row before it."""
+
+    lookahead = 1
+
+    @abstractmethod
+    def fused(self, taps: Tensor) -> Tensor:
+        """f of the target's states. Shape: [T, num_taps, target's hidden] -> [T, hidden]."""
+
+    @abstractmethod
+    def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
+        """y of every row; may overwrite f. Shape: f [T, hidden], next_ids [T] -> [T, hidden]."""
+
+    @abstractmethod
+    def recycled(self, y: Tensor) -> Tensor:
+        """f of the next row; may be y itself. Shape: [N, hidden]."""
+
+    @abstractmethod
+    def logits(self, y: Tensor) -> Tensor:
+        """Logits over the draft's own vocabulary. Shape: [N, hidden] -> [N, V']."""

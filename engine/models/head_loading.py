@@ -1,21 +1,17 @@
 """Loads a head for the target that it was made for."""
 
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .admission import DTYPES
 from .any_checkpoint import AnyCheckpoint
 from .attention import Rope
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
@@ -23,6 +19,7 @@ from .blocks import Block
 from .checkpoint import Checkpoint
 from .eagle3 import Eagle3Head
 from .head import Head
+from .head_checks import check_settings, errors_told
 from .head_config import BlockConfig, HeadConfig, HeadError
 from .head_vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids
 from .llama import LlamaReader, check_shape
@@ -42,14 +39,8 @@ def load_head(
     The head computes in the target's dtype. Raises HeadError naming both models.
     """
     folder = Path(config.path)
-    with _told(f"the head {config.path} cannot draft for {target_path}"):
-        if config.quantization not in (None, "fp8"):
-            raise HeadError(f"draft.quantization is {config.quantization!r}; it may be fp8")
-        if config.dtype != "auto" and DTYPES.get(config.dtype) != target.dtype:
-            raise HeadError(
-                f"its dtype is set to {config.dtype}, but a head computes in its target's, which "
-                f"is {str(target.dtype).removeprefix('torch.')}: leave draft.dtype out"
-            )
+    with errors_told(f"the head {config.path} cannot draft for {target_path}"):
+        check_settings(config, target)
         head_config = HeadConfig.load(folder)
         if config.head_layers:
             head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
@@ -224,18 +215,3 @@ def _kv_part(checkpoint: AnyCheckpoint, attention_name: str, block: Block) -> Li
     attention = block.mixer.attention
     first = attention.num_heads * attention.head_dim
     return Linear(Dense(weight.matrix[first:]), None if bias is None else bias[first:])
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Add the names of both models to errors."""
-    try:
-        yield
-    except KeyError as error:
-        raise HeadError(f"{what}: its file has no tensor {error}") from None
-    except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
-        raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None
-    except (FileNotFoundError, HeadError, ValueError) as error:
-        raise HeadError(f"{what}: {error}") from None
-    except (OSError, RuntimeError) as error:
-        raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None

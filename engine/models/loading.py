@@ -73,7 +73,7 @@ def load_network(
     try:
         check_config(hf_config)
         dtype = resolve_dtype(config.dtype, hf_config, device)
-        quantised = _quantised(config, hf_config)
+        quantised = quantised_format(config, hf_config)
         loader = _Loader(
             config, hf_config, dtype, device, progress, is_draft, same_bits, cache_dtype
         )
@@ -100,10 +100,11 @@ def load_network(
         ) from None
 
 
-def _quantised(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
+def quantised_format(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
     """Name and reader of the checkpoint's quantised format, if it has one.
 
-    Removes the format from the configuration, which is then that of the plain model.
+    Removes the format from the configuration, which is then that of the plain model. Raises
+    UnsupportedModelError.
     """
     if config.quantization not in (None, "fp8"):
         raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")

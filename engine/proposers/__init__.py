@@ -6,11 +6,12 @@ from ..config import EngineConfig
 from ..logit_edits import LogitEdits
 from ..models.block_head import BlockHead
 from ..models.eagle3 import Eagle3Head
+from ..models.head import AutoregressiveHead
 from ..models.pair import ModelPair
 from ..state.slots import Slots
+from .autoregressive import AutoregressiveProposer
 from .base import NoProposer, Proposer
 from .block import BlockProposer, ParallelEagleProposer
-from .eagle3 import Eagle3Proposer
 from .ngram import NgramProposer
 from .top1 import Top1Proposer
 
@@ -28,9 +29,14 @@ def _draft_model(
         return BlockProposer(
             pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
         )
-    if isinstance(pair.head, Eagle3Head):
-        proposer = Eagle3Proposer if pair.head.mask is None else ParallelEagleProposer
-        return proposer(pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive)
+    if isinstance(pair.head, Eagle3Head) and pair.head.mask is not None:
+        return ParallelEagleProposer(
+            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
+        )
+    if isinstance(pair.head, AutoregressiveHead):
+        return AutoregressiveProposer(
+            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
+        )
     if pair.draft is None:
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"

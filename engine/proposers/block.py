@@ -21,9 +21,9 @@ from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
+from .autoregressive import AutoregressiveReading
 from .base import DraftDistributions
 from .draws import MIN_LIKELIHOOD, LogitsOf
-from .eagle3 import Eagle3Reading
 from .head import AnyHead, HeadProposer
 
 # On a GPU: verifying fewer rows takes the target just as long, so it would not pay for the host to
@@ -203,7 +203,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
         return _Block(logits, h.view(*rows.shape, -1), anchors, head.markov, head.confidence)
 
 
-class ParallelEagleProposer(BlockDrafting[Eagle3Head], Eagle3Reading):
+class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eagle3Head]):
     """P-EAGLE: the row of the last accepted token predicts the first draft, masks the others.
 
     With n known tokens this is row n - 2, which is computed already; masks take rows n - 1 and on.

@@ -10,6 +10,7 @@ import torch
 from block_heads import PlainBlockHead, save_tiny_block_head
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from heads import PlainHead, save_tiny_head, tensors_of
+from mtp import OTHER, PlainMtp, save_tiny_mtp_model
 from safetensors.torch import save_file
 from tiny_models import VOCAB
 from torch.nn.utils.rnn import pad_sequence
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.models.head_config import head_kind
+from outrider.engine.models.mtp_config import DIALECTS
 from outrider.engine.proposers import block, draws
 from outrider.engine.proposers.block import BlockProposer
 from outrider.engine.proposers.head import HeadProposer
@@ -48,14 +50,26 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dspark-rnn": {"markov": "rnn", "confidence": "states", "from_anchor": False},
 }
 # Whether a step is launched before the last one is read hangs on the proposer, not on its formulas.
-RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-rnn")
+RUN_AHEAD = (
+    "flat",
+    "parallel",
+    "dflash",
+    "dflash-windows",
+    "dspark",
+    "dspark-rnn",
+    "mtp-mimo",
+)
+# By the architecture of a target whose checkpoint holds an MTP head.
+MTP_VARIANTS = {"mtp-mimo": "mimo", "mtp-other": "qwen3"}
 # One of each kind of proposer, for what hangs on the kind alone.
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab": 50},
     "peagle": {"draft_vocab": 50, "parallel": True},
     "dflash": {},
     "dspark": BLOCK_VARIANTS["dspark"],
+    "mtp-mimo": {},
 }
+Pair = tuple[Path, Path]  # a target and its head
 
 
 @pytest.fixture
@@ -68,10 +82,22 @@ def head(tmp_path: Path, target: Path) -> Tiny:
     return lambda **options: save_tiny_head(tmp_path / "head", target, **options)
 
 
+@pytest.fixture(autouse=True)
+def other_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DIALECTS, "qwen3", OTHER)
+
+
+def save_pair(target: Path, path: Path, name: str, options: dict[str, Any]) -> Pair:
+    if name in MTP_VARIANTS:
+        model = save_tiny_mtp_model(path, MTP_VARIANTS[name], num_hidden_layers=3)
+        return model, model
+    save = save_tiny_head if name in VARIANTS or "eagle" in name else save_tiny_block_head
+    return target, save(path, target, **options)
+
+
 @pytest.fixture(params=KINDS)
-def any_head(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Path:
-    save = save_tiny_head if "eagle" in request.param else save_tiny_block_head
-    return save(tmp_path / "head", target, **KINDS[request.param])
+def any_pair(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Pair:
+    return save_pair(target, tmp_path / "head", request.param, KINDS[request.param])
 
 
 class Truth:
@@ -80,8 +106,10 @@ class Truth:
     def __init__(self, target: Path, head: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         embedding = self.model.get_input_embeddings().weight.detach()
-        self.head: PlainHead | PlainBlockHead
-        if head_kind(head) in ("eagle3", "peagle"):
+        self.head: PlainHead | PlainBlockHead | PlainMtp
+        if head == target:
+            self.head = PlainMtp(target)
+        elif head_kind(head) in ("eagle3", "peagle"):
             self.head = PlainHead(head, embedding)
         else:
             self.head = PlainBlockHead(head, embedding, self.model.lm_head.weight.detach())
@@ -98,7 +126,7 @@ class Truth:
         padded = pad_sequence([torch.tensor(token_ids) for token_ids in sequences], True)
         states = self.model(padded, output_hidden_states=True).hidden_states
         hook.remove()
-        every = [*states[:-1], before_norm[0]]
+        every = [*states[:-1], before_norm[0], states[-1]]
         together = torch.stack([every[b] for b in self.boundaries], 2)
         return [rows[: len(ids)] for rows, ids in zip(together, sequences, strict=True)]
 
@@ -159,7 +187,7 @@ MIXED = [
             marks=pytest.mark.deep if is_ahead and variant not in RUN_AHEAD else (),
             id=f"{variant}-{'ahead' if is_ahead else 'in-turn'}",
         )
-        for variant in (*VARIANTS, *BLOCK_VARIANTS)
+        for variant in (*VARIANTS, *BLOCK_VARIANTS, *MTP_VARIANTS)
         for is_ahead in (False, True)
     ],
 )
@@ -167,10 +195,8 @@ def test_drafts_are_drawn_from_the_formulas(
     variant: str, is_ahead: bool, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind prompts in chunks, and after every number of accepted drafts."""
-    if variant in VARIANTS:
-        path = save_tiny_head(tmp_path, target, **VARIANTS[variant])
-    else:
-        path = save_tiny_block_head(tmp_path, target, **BLOCK_VARIANTS[variant])
+    options = (VARIANTS | BLOCK_VARIANTS).get(variant, {})
+    target, path = save_pair(target, tmp_path / "head", variant, options)
     engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
     engine.lag = int(is_ahead)
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
@@ -201,10 +227,10 @@ LATER = {"same": HIT, "longer": [*HIT, 5, 6, 7], "other": [*HIT[:20], 90, 91, 92
 
 @pytest.mark.parametrize("name", LATER)
 def test_drafts_behind_a_cached_prefix_are_drawn_from_the_formulas(
-    name: str, target: Path, any_head: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, any_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the page's last row was computed with another token behind it."""
-    path = any_head
+    target, path = any_pair
     engine = Engine(engine_config(target, path, k=K, page_size=4))
     run(engine, [HIT], replace(SAMPLED, max_tokens=6))
     before = engine.stats().cached_tokens
@@ -227,9 +253,9 @@ def test_samples_of_one_prompt_share_its_pages(
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
 def test_a_preempted_sequence_is_drafted_for_again(
-    is_ahead: bool, target: Path, any_head: Path, monkeypatch: pytest.MonkeyPatch
+    is_ahead: bool, any_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = any_head
+    target, path = any_pair
     engine = Engine(engine_config(target, path, k=K, num_pages=30))
     engine.lag = int(is_ahead)
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
@@ -238,11 +264,9 @@ def test_a_preempted_sequence_is_drafted_for_again(
     assert any(checked[-5:])
 
 
-def test_a_k_of_zero_leaves_no_gap(
-    target: Path, any_head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_k_of_zero_leaves_no_gap(any_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody drafts for a while; then drafts are drawn from all that was said meanwhile."""
-    path = any_head
+    target, path = any_pair
     engine = Engine(engine_config(target, path, k=K))
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     engine.submit([NewRequest(request_id="0", prompt_token_ids=HIT, params=SAMPLED)])
@@ -292,8 +316,8 @@ def test_a_bad_row_of_the_head_is_no_draft(
 
 
 @pytest.mark.parametrize("variant", ["in-turn", "ahead", "no-cache"])
-def test_match_gives_the_same_tokens_with_any_k(variant: str, target: Path, any_head: Path) -> None:
-    config = engine_config(target, any_head, k=K, prefix_caching=variant != "no-cache")
+def test_match_gives_the_same_tokens_with_any_k(variant: str, any_pair: Pair) -> None:
+    config = engine_config(*any_pair, k=K, prefix_caching=variant != "no-cache")
     engine = Engine(config)
     engine.lag = int(variant == "ahead")
     params = SamplingParams(max_tokens=20, seed=3, temperature=1.5, verification="match")
@@ -336,8 +360,9 @@ def test_a_head_that_knows_the_next_token_is_always_right(tiny_model: Tiny, tmp_
     assert stats.drafted_per_position[0] > 20
 
 
-def test_a_rehearsal_for_nobody_leaves_nothing_behind(target: Path, any_head: Path) -> None:
-    config = engine_config(target, any_head, k=K, max_num_seqs=4)
+def test_a_rehearsal_for_nobody_leaves_nothing_behind(any_pair: Pair) -> None:
+    target = any_pair[0]
+    config = engine_config(*any_pair, k=K, max_num_seqs=4)
     engine = Engine(replace(config, enforce_eager=True))  # graphs would still use the first pages
     max_model_len = engine.info.max_model_len
     engine.worker.allocate(1)

@@ -10,6 +10,7 @@ from block_heads import save_tiny_block_head
 from distributions import bound, chi_squared, total_variation
 from engines import engine_config, run, sampling_config, tokens
 from heads import save_tiny_head
+from mtp import save_tiny_mtp_model
 from target_distribution import joint, sample
 
 from outrider.engine import engine as loop
@@ -33,8 +34,8 @@ PARAMS = {
 SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "ngram", 2400)]
 SOME += [("token", "head", 2400), ("block", "head", 2400), ("token", "dflash", 2400)]
-SOME += [("block", "dspark", 2400), ("block", "peagle", 2400)]
-PROPOSERS = ("draft_model", "ngram", "head", "peagle", "dflash", "dspark")
+SOME += [("block", "dspark", 2400), ("block", "peagle", 2400), ("token", "mtp", 2400)]
+PROPOSERS = ("draft_model", "ngram", "head", "peagle", "dflash", "dspark", "mtp")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 
 
@@ -56,6 +57,10 @@ def test_the_joint_over_many_steps_is_the_targets(
     if proposer in ("dflash", "dspark"):
         markov = {"markov": "vanilla", "draft_vocab": 3} if proposer == "dspark" else {}
         draft = save_tiny_block_head(tmp_path, target, boundaries=(0, 1, 2), scale=0.15, **markov)
+        proposer = "draft_model"
+    if proposer == "mtp":
+        options = {"vocab_size": VOCAB, "num_hidden_layers": 2}
+        target = draft = save_tiny_mtp_model(tmp_path, seed=3, scale=0.15, **options)
         proposer = "draft_model"
     engine = Engine(sampling_config(target, draft, proposer))
     truth = joint(target, PROMPT, params)

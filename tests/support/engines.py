@@ -1,6 +1,7 @@
 """Drive an engine to the end, and the truths to hold it against."""
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from outrider.engine.config import (
 )
 from outrider.engine.engine import Engine
 from outrider.engine.models.gguf_file import transformers_arguments
+from outrider.engine.models.mtp_config import DIALECTS
 
 # transformers makes this table, of thousands of names, anew for every module of a GGUF file.
 gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
@@ -43,7 +45,7 @@ def engine_config(
     """An fp32 engine, small enough to watch, on the GPU if there is one."""
     return EngineConfig(
         target=ModelConfig(path=str(target), dtype="float32"),
-        draft=ModelConfig(path=str(draft), dtype="float32") if draft else None,
+        draft=_draft_config(target, draft) if draft else None,
         device=str(DEVICE),
         speculation=SpeculationConfig(
             proposer=proposer if draft or proposer == "ngram" else "none",
@@ -55,6 +57,13 @@ def engine_config(
         ),
         scheduler=replace(SchedulerConfig(max_num_batched_tokens=64), **scheduler),
     )
+
+
+def _draft_config(target: Path, draft: Path) -> ModelConfig:
+    """A model that is its own draft is one whose MTP head drafts, if it has one."""
+    model_type = json.loads((target / "config.json").read_text())["model_type"]
+    is_mtp = draft == target and model_type in DIALECTS
+    return ModelConfig(path=str(draft), dtype="float32", is_mtp=is_mtp)
 
 
 def sampling_config(target: Path, draft: Path, proposer: str) -> EngineConfig:

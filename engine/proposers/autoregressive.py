@@ -1,17 +1,17 @@
-"""Drafts token by token with an EAGLE-3 head; each draft's row reads the output of the row before.
+"""Drafts token by token with a head whose row for a draft reads the output of the row before.
 
 The drafts of a step start from the row of the sequence's last accepted token, which the device
 finds by itself.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..models.attention import PassContext
-from ..models.eagle3 import Eagle3Head
+from ..models.head import AutoregressiveHead
 from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
@@ -20,8 +20,10 @@ from .base import DraftDistributions
 from .draws import LogitsOf
 from .head import HeadProposer
 
+AnyAutoregressiveHead = TypeVar("AnyAutoregressiveHead", bound=AutoregressiveHead)
 
-class Eagle3Reading(HeadProposer[Eagle3Head]):
+
+class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
     """What the head makes of the target's passes, however it drafts behind them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -46,7 +48,7 @@ class Eagle3Reading(HeadProposer[Eagle3Head]):
         return y
 
 
-class Eagle3Proposer(Eagle3Reading):
+class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
     """Computes one row for each sequence and draft."""
 
     @property

@@ -1,0 +1,72 @@
+"""An MTP head: one more layer of the target's own kind, which was trained together with it.
+
+Row t pairs the target's last states h_t, as its last norm leaves them, with the next token x_{t+1},
+and predicts x_{t+2}:
+
+    e = embedding_norm(E[x_{t+1}])                  zeros for E[x_1], in some families
+    z = projection([h; e]),  h = hidden_norm(h_t)   or of [e; h]
+    s = norm(layer(z))
+    logits = lm_head(s)
+
+A draft's row reads s of the row before in place of h_t, so one layer drafts any number of tokens. E
+and lm_head are the target's.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels.model.rms_norm import Norm, rms_norm
+
+from .attention import PassContext
+from .head import AutoregressiveHead
+from .weights import Linear
+
+
+class MtpHead(AutoregressiveHead):
+    """An MTP head, whatever its family calls the parts."""
+
+    kind = "mtp"
+
+    def __init__(
+        self,
+        *,
+        embedding_norm: Norm,
+        hidden_norm: Norm,
+        hidden_first: bool,
+        zeroes_first: bool,
+        **layers: Any,
+    ) -> None:
+        """`layers` as in Head; `fc` is the projection. See MtpDialect for the flags."""
+        super().__init__(**layers)
+        self.embedding_norm = embedding_norm
+        self.hidden_norm = hidden_norm
+        self.hidden_first = hidden_first
+        self.zeroes_first = zeroes_first
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [*super().linears, self.fc]
+
+    def bytes_read(self, num_drafts: int) -> int:
+        return num_drafts * self.weight_bytes
+
+    def fused(self, taps: Tensor) -> Tensor:
+        return taps.flatten(1)
+
+    def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
+        e = F.embedding(next_ids, self.embedding)
+        if self.zeroes_first:
+            e *= (context.batch.rows.positions > 0)[:, None]
+        e, h = rms_norm(e, self.embedding_norm), rms_norm(f, self.hidden_norm)
+        x = self.fc(torch.cat((h, e) if self.hidden_first else (e, h), -1))
+        self.through_blocks(x, None, context)
+        return rms_norm(x, self.norm)
+
+    def recycled(self, y: Tensor) -> Tensor:
+        return y
+
+    def logits(self, y: Tensor) -> Tensor:
+        return self.head(y)

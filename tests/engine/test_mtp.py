@@ -1,0 +1,199 @@
+"""MTP heads: the targets that bring one, what is read of it, and what is refused.
+
+What it drafts is held to its formulas in test_heads.py, beside the other heads.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, generate, prompts, run, tokens
+from mtp import PlainMtp, save_tiny_mtp_model
+from quantised import quantise
+from safetensors.torch import load_file, save_file
+from tiny_models import DEVICE, VOCAB
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from outrider.engine.config import EngineConfig, ModelConfig
+from outrider.engine.engine import Engine
+from outrider.engine.models.architectures import load_config
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.head_config import HeadError
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.mtp_loading import load_mtp_head
+
+Tiny = Callable[..., Path]
+K = 3
+LAYER = "model.mtp_layers.0"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return save_tiny_mtp_model(tmp_path / "model")
+
+
+def change(target: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    tensors = load_file(target / "model.safetensors")
+    tensor = tensors.pop(name)
+    if value is not None:
+        tensors[name] = value(tensor)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def changed_draft(config: EngineConfig, **changes: Any) -> EngineConfig:
+    assert config.draft is not None
+    return replace(config, draft=replace(config.draft, **changes))
+
+
+def test_mimo_is_a_qwen2_to_transformers(target: Path) -> None:
+    told = json.loads((target / "config.json").read_text()) | {"model_type": "qwen2"}
+    weights = load_file(target / "model.safetensors")
+    model = Qwen2ForCausalLM(Qwen2Config(**told)).eval()
+    theirs = {name: tensor for name, tensor in weights.items() if not name.startswith(LAYER)}
+    model.load_state_dict(theirs)
+    ids = torch.tensor(prompts([12], VOCAB))
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    engine = Engine(engine_config(target, target, k=K))
+    assert type(engine.worker.pair.target.network) is Decoder
+    assert tokens(run(engine, ids.tolist(), GREEDY)[0]) == expected[0, 12:].tolist()
+
+
+def test_the_code_that_a_mimo_brings_is_not_run(target: Path) -> None:
+    told = json.loads((target / "config.json").read_text())
+    told["auto_map"] = {"AutoConfig": "mimo_code.Config", "AutoModelForCausalLM": "mimo_code.Model"}
+    (target / "config.json").write_text(json.dumps(told))
+    (target / "mimo_code.py").write_text("raise SystemExit('this code was run')")
+    for trusts in (False, True):
+        assert load_config(target, trust_remote_code=trusts).model_type == "mimo"
+        config = ModelConfig(path=str(target), dtype="float32", trust_remote_code=trusts)
+        assert type(load_network(config, DEVICE)[0]) is Decoder
+
+
+def test_nothing_but_the_head_need_be_named(target: Path) -> None:
+    engine = Engine(engine_config(target, target))
+    assert (engine.info.proposer, engine.info.draft_dtype) == ("mtp", "float32")
+    head, network = engine.worker.pair.head, engine.worker.pair.target.network
+    assert head is not None
+    assert head.embedding is network.input_embedding
+    assert head.head is network.output_head
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_greedy_answers_are_the_targets_own(is_tied: bool, tmp_path: Path) -> None:
+    target = save_tiny_mtp_model(tmp_path / "model", tie_word_embeddings=is_tied)
+    engine = Engine(engine_config(target, target, k=K))
+    mixed = prompts([5, 30, 1], VOCAB)
+    expected = [generate(target, prompt, GREEDY.max_tokens) for prompt in mixed]
+    assert [tokens(o) for o in run(engine, mixed, GREEDY)] == expected
+
+
+def test_a_head_that_knows_the_next_token_is_always_right(target: Path) -> None:
+    """Planted: the token behind another follows from that one alone, in the target and the head.
+
+    Row t reads h_t and x_{t+1}, so its projection keeps the embedding alone, and its layer nothing.
+    A swap of its inputs, or an embedding of x_t, would leave no draft right.
+    """
+    tensors = load_file(target / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.nn.functional.normalize(torch.randn(VOCAB, 32, generator=generator))
+    follows = torch.randperm(VOCAB, generator=generator)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        if name.endswith("norm.weight"):
+            tensor.fill_(1)
+    tensors["model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"][follows] = embedding
+    tensors[f"{LAYER}.input_proj.weight"] = torch.cat([torch.zeros(32, 32), torch.eye(32)], 1)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    engine = Engine(engine_config(target, target, k=K))
+    run(engine, prompts([5, 9, 17], VOCAB), GREEDY)
+    stats = engine.stats()
+    assert stats.drafted_per_position == stats.accepted_per_position
+    assert stats.drafted_per_position[2] > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("input_proj.weight", None, "its files hold no MTP head"),
+        ("input_proj.weight", lambda t: t[:, :32].contiguous(), "weight is 32 x 32; by its config"),
+        ("token_layernorm.weight", None, f"no tensor '{LAYER}.token_layernorm.weight'"),
+        ("final_layernorm.weight", lambda t: t[:8].contiguous(), "weight is 8; by its config"),
+        ("mlp.up_proj.weight", None, f"no tensor '{LAYER}.mlp.up_proj.weight'"),
+        ("mlp.up_proj.weight", lambda t: t[:9].contiguous(), "is 73 x 32; by its config it must"),
+        ("mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype I8"),
+        ("self_attn.q_proj.weight", lambda t: t[:16].contiguous(), "is 80 x 32; by its config"),
+    ],
+)
+def test_a_bad_tensor_is_told_at_load(name: str, value: Any, says: str, target: Path) -> None:
+    Engine(engine_config(target, target))
+    change(target, f"{LAYER}.{name}", value)
+    with pytest.raises(HeadError, match=says) as raised:
+        Engine(engine_config(target, target))
+    assert f"the MTP head of {target} cannot draft for it" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "bfloat16"}, "in its target's, which is float32"),
+        ({"quantization": "int3"}, r"draft\.quantization is 'int3'; it may be fp8"),
+        ({"head_layers": (1, 2)}, r"leave draft\.head_layers out"),
+    ],
+)
+def test_a_bad_setting_is_told_at_load(changes: dict[str, Any], says: str, target: Path) -> None:
+    with pytest.raises(HeadError, match=says):
+        Engine(changed_draft(engine_config(target, target), **changes))
+
+
+def test_a_target_of_another_kind_is_refused(tiny_model: Tiny) -> None:
+    target = tiny_model("llama")
+    config = engine_config(target, target)
+    with pytest.raises(HeadError, match="no MTP head is known for models of type llama; known"):
+        Engine(changed_draft(config, is_mtp=True))
+
+
+def test_a_head_in_several_files_is_found(target: Path) -> None:
+    tensors = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    file_of = {name: f"{'mtp' if LAYER in name else 'model'}-1.safetensors" for name in tensors}
+    for file in set(file_of.values()):
+        part = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
+        save_file(part, target / file, metadata={"format": "pt"})
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    assert Engine(engine_config(target, target)).info.proposer == "mtp"
+
+
+@pytest.mark.parametrize("leave", [(), ("mtp_layers",)], ids=["whole", "head-left-out"])
+def test_a_quantised_checkpoint_keeps_its_head(leave: tuple[str, ...], tmp_path: Path) -> None:
+    """Quantised like the rest, or left plain, as most tools do."""
+    plain = save_tiny_mtp_model(tmp_path / "plain")
+    path = quantise(plain, tmp_path, "ct fp8 of rows", leave=leave)
+    meant = PlainMtp(tmp_path / "meant").w
+    config = ModelConfig(path=str(path), dtype="float32")
+    network = load_network(config, DEVICE)[0]
+    head = load_mtp_head(replace(config, is_mtp=True), network)
+    for linear, name in (
+        (head.fc, "input_proj"),
+        (head.blocks[0].mlp.down, "mlp.down_proj"),
+        (head.blocks[0].mixer.output, "self_attn.o_proj"),
+    ):
+        expected = meant[f"{LAYER}.{name}.weight"].to(DEVICE)
+        torch.testing.assert_close(linear.weight.dequantised(), expected)
+
+
+def test_a_head_can_be_rounded_to_fp8(target: Path) -> None:
+    config = ModelConfig(path=str(target), dtype="float32")
+    network = load_network(config, DEVICE)[0]
+    head = load_mtp_head(replace(config, is_mtp=True, quantization="fp8"), network)
+    plain = PlainMtp(target).w
+    for linear, name in ((head.fc, "input_proj"), (head.blocks[0].mlp.down, "mlp.down_proj")):
+        meant = plain[f"{LAYER}.{name}.weight"].to(DEVICE)
+        error = (linear.weight.dequantised() - meant).abs() / meant.abs().amax(1, keepdim=True)
+        assert 1e-3 < error.max() < 0.05
+    assert torch.equal(head.head.weight.dequantised(), plain["lm_head.weight"].to(DEVICE))

@@ -1,0 +1,130 @@
+"""Tiny random models whose checkpoints hold an MTP head, and its formulas in plain torch."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_model
+from torch import Tensor
+
+from outrider.engine.models.mtp_config import DIALECTS, MtpDialect
+
+# Another dialect than any that is known, over Qwen3's blocks.
+OTHER = MtpDialect(
+    layer="mtp.layers.0",
+    projection="mtp.fc",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    norm="mtp.norm",
+    hidden_first=False,
+    zeroes_first=False,
+    norm_offset=1.0,
+)
+
+
+def save_tiny_mtp_model(
+    path: Path,
+    architecture: str = "mimo",
+    *,
+    seed: int = 0,
+    scale: float = 0.3,
+    **overrides: object,
+) -> Path:
+    """A tiny model and an MTP head of its kind, all of random weights, biases and norms too."""
+    save_tiny_model(path, architecture, seed=seed, scale=scale, **overrides)
+    config = json.loads((path / "config.json").read_text())
+    dialect = DIALECTS[architecture]
+    generator = torch.Generator().manual_seed(seed + 1)
+    tensors = load_file(path / "model.safetensors")
+    first = "model.layers.0."
+    of_layer = {
+        name.replace(first, f"{dialect.layer}."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(first)
+    }
+    width = config["hidden_size"]
+    own = {f"{dialect.projection}.weight": torch.empty(width, 2 * width)}
+    for name in (dialect.embedding_norm, dialect.hidden_norm, dialect.norm):
+        own[f"{name}.weight"] = torch.empty(width)
+    offset_of = dict.fromkeys(own, dialect.norm_offset)
+    for name, tensor in (tensors | of_layer | own).items():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        if name in of_layer or name in own or name.endswith(("bias", "norm.weight")):
+            is_norm = name.endswith("norm.weight") or (name in own and tensor.ndim == 1)
+            tensors[name] = 1 - offset_of.get(name, 0.0) + 0.3 * drawn if is_norm else scale * drawn
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+class PlainMtp:
+    """The formulas, row by row and without a cache: every row looks back at all before it."""
+
+    def __init__(self, path: Path) -> None:
+        self.told = json.loads((path / "config.json").read_text())
+        self.w = load_file(path / "model.safetensors")
+        self.dialect = DIALECTS[self.told["model_type"]]
+        self.head_dim = self.told["head_dim"]
+        self.theta = float(self.told["rope_parameters"]["rope_theta"])
+        # The states behind all layers and the last norm.
+        self.boundaries = [self.told["num_hidden_layers"] + 1]
+
+    def norm(self, name: str, x: Tensor, offset: float = 0.0) -> Tensor:
+        mean = x.pow(2).mean(-1, keepdim=True)
+        weight = self.w[f"{name}.weight"] + offset
+        return x / (mean + self.told["rms_norm_eps"]).sqrt() * weight
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def rows(self, h: Tensor, following: list[int]) -> Tensor:
+        """s of rows 0, 1, … Shape: h [T, hidden], following [T] -> [T, hidden]."""
+        told, offset = self.dialect, self.dialect.norm_offset
+        e = self.w["model.embed_tokens.weight"][torch.tensor(following)]
+        if told.zeroes_first:
+            e[0] = 0
+        e, h = self.norm(told.embedding_norm, e, offset), self.norm(told.hidden_norm, h, offset)
+        x = self.linear(told.projection, torch.cat((h, e) if told.hidden_first else (e, h), -1))
+        layer = told.layer
+        z = self.norm(f"{layer}.input_layernorm", x)
+        x = x + self.attention(f"{layer}.self_attn", z)
+        z = self.norm(f"{layer}.post_attention_layernorm", x)
+        gate = torch.nn.functional.silu(self.linear(f"{layer}.mlp.gate_proj", z))
+        x = x + self.linear(f"{layer}.mlp.down_proj", gate * self.linear(f"{layer}.mlp.up_proj", z))
+        return self.norm(told.norm, x, offset)
+
+    def attention(self, name: str, z: Tensor) -> Tensor:
+        q, k, v = (
+            self.linear(f"{name}.{n}_proj", z).unflatten(-1, (-1, self.head_dim)) for n in "qkv"
+        )
+        if f"{name}.q_norm.weight" in self.w:
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        q, k = self.rotated(q), self.rotated(k)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) * self.head_dim**-0.5
+        scores = scores.masked_fill(~torch.ones(len(z), len(z)).tril().bool(), -torch.inf)
+        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
+        return self.linear(f"{name}.o_proj", out.flatten(1))
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """RoPE at positions 0, 1, …  Shape: [T, heads, head_dim]."""
+        inv_freq = self.theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
+        angle = (torch.arange(len(x))[:, None] * inv_freq)[:, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+    def draft_logits(self, g: Tensor, tokens: list[int], drafts: list[int], vocab: int) -> Tensor:
+        """In front of each of k drafts, the last of them unused.
+
+        Shape: g [n - 1 or more, 1, hidden] of the known tokens, tokens [n] -> [k, V].
+        """
+        h, following, found = g[: len(tokens) - 1, 0], [*tokens[1:]], []
+        for draft in drafts:
+            s = self.rows(h, following)[-1:]
+            found.append(self.linear("lm_head", s))
+            h = torch.cat((h, s))
+            following.append(draft)
+        assert found[0].shape[1] == vocab
+        return torch.cat(found)
