@@ -32,7 +32,7 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="A smaller model with the same tokenizer. \\[default: the best known]",
+        help="A smaller model with the same tokenizer, a head, or mtp. \\[default: the best known]",
         rich_help_panel="Models and speculation",
     ),
 ]

@@ -58,7 +58,8 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
     elif info.draft_dtype is None:
         draft = f"{info.proposer}, k = {k}"
     else:
-        kind = "" if info.proposer == "draft_model" else f"{info.proposer}, "
+        is_told = info.proposer in ("draft_model", settings.draft.model)
+        kind = "" if is_told else f"{info.proposer}, "
         draft = f"{settings.draft.model} ({kind}{info.draft_dtype}), k = {k}"
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":

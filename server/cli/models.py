@@ -87,7 +87,7 @@ def fetch_models(
             return
         pair = prepare_pair(settings_or_exit(config, assignments), progress)
         typer.echo(pair.target)
-        if pair.draft is not None:
+        if pair.draft not in (None, pair.target):  # an MTP head is in the target's directory
             typer.echo(pair.draft)
 
 

@@ -9,6 +9,7 @@ from .server_settings import Section, ServerSettings
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
+MTP = "mtp"  # as a draft: the MTP head in the target's own checkpoint
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8"]
@@ -58,8 +59,9 @@ class DraftSettings(_ModelSettings):
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="As target.model, with the same tokenizer; or a head made for the "
-        "target. Unset: the best that is known for the target, if speculation.proposer is auto.",
+        description="As target.model, with the same tokenizer; or a head made for the target; or "
+        "mtp, the MTP head in the target's own checkpoint. Unset: the best that is known for the "
+        "target, if speculation.proposer is auto.",
     )
     head_layers: tuple[int, ...] | None = Field(
         default=None,

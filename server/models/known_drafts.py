@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP
 
 # A draft larger than this share of its target costs more than its drafts gain.
 MAX_SHARE = 1 / 3
@@ -108,6 +108,14 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         family="Qwen3",
         model_type="qwen3",
         vocab_sizes=frozenset({151_936}),
+    ),
+    KnownDraft(
+        model=MTP,
+        num_parameters=0,  # none besides the target's
+        family="MiMo 7B",
+        model_type="mimo",
+        kind="MTP head",
+        num_speculative_tokens=3,
     ),
     # Distilled from R1 over Qwen's and Llama's vocabularies, with special tokens of their own.
     KnownDraft(

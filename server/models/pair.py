@@ -18,9 +18,10 @@ from outrider.engine.config import (
     TokenTable,
 )
 from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
+from outrider.engine.models.mtp_config import mtp_dialect
 
 from ..cli.progress import ignore_progress
-from ..config.settings import DraftSettings, Settings, TargetSettings
+from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, without_draft
 from .compatibility import Vocabulary, shared_vocab_size
@@ -84,19 +85,7 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
     if speculation.proposer == "draft_model" and speculation.num_speculative_tokens > 0:
         assert settings.draft.model is not None  # ensured by the settings
         with _told("draft.model", settings.draft.model, DraftError):
-            draft = resolve(
-                settings.draft.model,
-                settings.draft.revision,
-                trust_remote_code=settings.draft.trust_remote_code,
-                progress=progress,
-            )
-            if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
-                _check_head(draft, config, settings.draft)
-            else:
-                draft_vocabulary = _vocabulary(
-                    _config(draft, settings.draft), _tokenizer(draft, settings.draft)
-                )
-                vocab_size = shared_vocab_size(vocabulary, draft_vocabulary)
+            draft, vocab_size = _draft(settings.draft, target, config, vocabulary, progress)
     eos_token_ids = _eos_token_ids(target, config, tokenizer)
     try:
         data = TokenizerData.of(tokenizer)
@@ -104,6 +93,31 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
         raise ModelError(f"{target} cannot be served: {error}") from None
     token_table = _token_table(data, vocab_size)
     return Pair(settings, target, draft, vocab_size, eos_token_ids, data, token_table)
+
+
+def _draft(
+    settings: DraftSettings,
+    target: Path,
+    config: Any,
+    vocabulary: Vocabulary,
+    progress: ReportProgress,
+) -> tuple[Path, int]:
+    """The draft's directory, and the pair's vocabulary size. `config` is the target's."""
+    assert settings.model is not None
+    if settings.model == MTP:
+        _check_mtp(target, settings)
+        return target, vocabulary.size
+    draft = resolve(
+        settings.model,
+        settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        progress=progress,
+    )
+    if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
+        _check_head(draft, config, settings)
+        return draft, vocabulary.size
+    draft_vocabulary = _vocabulary(_config(draft, settings), _tokenizer(draft, settings))
+    return draft, shared_vocab_size(vocabulary, draft_vocabulary)
 
 
 def engine_config(pair: Pair) -> EngineConfig:
@@ -165,6 +179,7 @@ def _model_config(
         quantization=settings.quantization,
         trust_remote_code=settings.trust_remote_code,
         head_layers=settings.head_layers if isinstance(settings, DraftSettings) else None,
+        is_mtp=isinstance(settings, DraftSettings) and settings.model == MTP,
     )
 
 
@@ -188,6 +203,17 @@ def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
                 f"it was made for a vocabulary of {head.layers.vocab_size} tokens, the target has "
                 f"{target.vocab_size}"
             )
+    except HeadError as error:
+        raise ModelError(str(error)) from None
+
+
+def _check_mtp(target: Path, settings: DraftSettings) -> None:
+    """Refuse a target without an MTP head, before minutes of loading."""
+    for name in ("revision", "head_layers"):
+        if getattr(settings, name) is not None:
+            raise ModelError(f"draft.{name} is set, but an MTP head has none: leave it out")
+    try:
+        mtp_dialect(target)
     except HeadError as error:
         raise ModelError(str(error)) from None
 

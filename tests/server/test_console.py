@@ -3,6 +3,7 @@
 import asyncio
 import io
 import logging
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -71,3 +72,23 @@ def test_summary_is_a_table_on_a_terminal_and_lines_elsewhere(
         for part in ("small-one", "k = 4", "1000 tokens", ":8000/v1", "cpu"):
             assert part in text
         assert bool(caplog.text) != terminal
+
+
+@pytest.mark.parametrize(
+    ("model", "proposer", "says"),
+    [
+        ("small-one", "draft_model", "small-one (float32), k = 4"),
+        ("a-head", "eagle3", "a-head (eagle3, float32), k = 4"),
+        ("mtp", "mtp", "mtp (float32), k = 4"),
+    ],
+)
+def test_summary_names_the_draft_and_its_kind(
+    model: str, proposer: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = load_settings(assignments=[f"draft.model={model}"], environ={})
+    info = idle_client().info
+    assert info is not None
+    info = replace(info, proposer=proposer, draft_dtype="float32")
+    caplog.set_level(logging.INFO, "outrider.server")
+    show_summary(settings, info, "http://127.0.0.1:8000", Console(file=io.StringIO()))
+    assert f"draft: {says}" in caplog.text

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from outrider.server.cli import app
 from outrider.server.cli.progress import ignore_progress
-from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, Settings
+from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP, Settings
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models import known_drafts
 from outrider.server.models.builtin import BUILTINS, obtain
@@ -62,6 +62,7 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
         (target("google/gemma-3-27b-it", "gemma3_text", 262_208, 27.0), "google/gemma-3-1b-it"),
         (target("google/gemma-3-1b-it", "gemma3_text", 262_144, 1.0), "google/gemma-3-270m-it"),
         (target("mistralai/Mistral-7B-v0.3", "mistral", 32_768, 7.2), None),
+        (target("XiaomiMiMo/MiMo-7B-RL", "mimo", 151_680, 7.8), "mtp"),
     ],
     ids=lambda value: value.name if isinstance(value, Target) else "",
 )
@@ -73,9 +74,10 @@ def test_a_target_gets_the_draft_of_its_family(of: Target, expected: str | None)
 def test_the_pairs_of_our_configs_are_known() -> None:
     """What the table and configs/ say of a target agrees."""
     sizes = {"qwen3": 151_936, "qwen2": 152_064, "llama": 128_256, "gemma3_text": 262_208}
+    sizes["mimo"] = 151_680
     checked = 0
     heads = ("qwen3-8b-eagle3", "qwen3-14b-eagle3", "qwen3-32b-eagle3", "llama-3.1-8b-eagle3")
-    for name in (*heads, "qwen2.5-coder-7b", "gemma-3-27b"):
+    for name in (*heads, "qwen2.5-coder-7b", "gemma-3-27b", "mimo-7b-mtp"):
         settings = load_settings(Path(name), environ={})
         kinds = [kind for kind in sizes if kind[:4] in settings.target.model.lower()]
         kind = "qwen2" if "2.5" in name else kinds[0]
@@ -83,21 +85,21 @@ def test_the_pairs_of_our_configs_are_known() -> None:
         assert found is not None
         assert found.model == settings.draft.model
         checked += 1
-    assert checked == 6
+    assert checked == 7
 
 
 def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
     known = {(draft.model, draft.num_speculative_tokens) for draft in KNOWN_DRAFTS}
-    for name in ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash"):
+    heads = ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash")
+    for name in (*heads, "mimo-7b-mtp"):
         settings = load_settings(Path(name), environ={})
         assert (settings.draft.model, settings.speculation.num_speculative_tokens) in known
 
 
 def test_no_draft_suits_a_target_of_its_own_size() -> None:
     for known in KNOWN_DRAFTS:
-        assert not known.suits(
-            target(known.model, known.model_type, min(known.vocab_sizes or {0}), 0.0)
-        )
+        own_size = target(known.model, known.model_type, min(known.vocab_sizes or {0}), 0.0)
+        assert known.model == MTP or not known.suits(own_size)
 
 
 # ---- what is made of it
@@ -177,6 +179,30 @@ def test_without_a_draft_that_works_prompt_lookup_drafts(
     why = {"not-there": "does not exist", "other": "tokenizers differ", None: "no draft is known"}
     assert why[draft] in caplog.text
     assert "drafts are looked up in the text" in caplog.text
+
+
+def test_a_target_that_brings_an_mtp_head_is_served_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = save_tiny_model_with_tokenizer(tmp_path / "mimo", architecture="mimo", has_mtp=True)
+    pair = prepare_pair(load_settings(assignments=[f"target.model={path}"], environ={}))
+    config = engine_config(pair)
+    assert config.draft is not None
+    assert (config.draft.path, config.draft.is_mtp) == (str(path), True)
+    assert (pair.settings.draft.model, config.speculation.num_speculative_tokens) == ("mtp", 3)
+    assert "draft: mtp (MTP head for MiMo 7B), the best" in caplog.text
+
+
+def test_a_target_of_such_a_family_without_its_mtp_head_gets_prompt_lookup(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_tiny_model_with_tokenizer(tmp_path / "mimo", architecture="mimo")
+    config = engine_config(
+        prepare_pair(load_settings(assignments=[f"target.model={path}"], environ={}))
+    )
+    assert (config.draft, config.speculation.proposer) == (None, "ngram")
+    assert "draft.model = 'mtp': its files hold no MTP head" in caplog.text
 
 
 def test_a_draft_that_was_asked_for_is_never_replaced(models: Path) -> None:

@@ -186,3 +186,36 @@ def test_a_head_of_an_unknown_kind_is_refused_before_anything_is_loaded(
     (head / "config.json").write_text(json.dumps(told))
     with pytest.raises(ModelError, match=r"draft\.model = .*head of kind medusa"):
         prepare_pair(settings_for(models, str(head)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("draft.dtype=auto", None),
+        ("draft.revision=main", r"draft\.revision is set, but an MTP head has none"),
+        ("draft.head_layers=[1,2]", r"draft\.head_layers is set, but an MTP head has none"),
+    ],
+)
+def test_the_mtp_head_of_a_target_is_a_draft_by_the_name_of_mtp(
+    setting: str, says: str | None, tmp_path: Path
+) -> None:
+    path = save_tiny_model_with_tokenizer(tmp_path / "mimo", architecture="mimo", has_mtp=True)
+    given = [f"target.model={path}", "draft.model=mtp", "target.device=cpu", setting]
+    settings = load_settings(assignments=given, environ={})
+    if says is not None:
+        with pytest.raises(ModelError, match=rf"draft\.model = 'mtp': {says}"):
+            prepare_pair(settings)
+        return
+    config = engine_config(prepare_pair(settings))
+    assert config.draft is not None
+    assert (config.draft.path, config.draft.is_mtp) == (config.target.path, True)
+    assert not config.target.is_mtp
+
+
+def test_a_target_without_an_mtp_head_is_told_before_anything_is_loaded(models: Path) -> None:
+    with pytest.raises(ModelError, match=r"draft\.model = 'mtp': no MTP head is known for models"):
+        prepare_pair(
+            load_settings(
+                assignments=[f"target.model={models / 'target'}", "draft.model=mtp"], environ={}
+            )
+        )

@@ -172,7 +172,7 @@ def test_our_configs_go_by_name_as_well(path: Path) -> None:
 
 
 def test_a_name_that_no_config_has_lists_those_there_are() -> None:
-    with pytest.raises(SettingsError, match=r"qwen3-80b, and none .* llama-3\.1-8b-eagle3, ngram"):
+    with pytest.raises(SettingsError, match=r"qwen3-80b, and none .* llama-3\.1-8b-eagle3, mimo"):
         load_settings(Path("qwen3-80b"), environ={})
 
 

@@ -1,20 +1,23 @@
 """Tiny models with a tokenizer: whole directories, and GGUF files."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter, TokenType
+from mtp import save_tiny_mtp_model
 from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_wrapper
 
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _FFN = 2, 32, 4, 2, 64
 
 
-def save_tiny_model_with_tokenizer(path: Path, **overrides: object) -> Path:
+def save_tiny_model_with_tokenizer(path: Path, *, has_mtp: bool = False, **overrides: Any) -> Path:
     """A directory that `resolve` accepts: weights, config and tokenizer."""
     tokenizer = byte_level_wrapper()
     vocab_size = overrides.pop("vocab_size", len(tokenizer))
-    save_tiny_model(path, vocab_size=vocab_size, **overrides)
+    save = save_tiny_mtp_model if has_mtp else save_tiny_model
+    save(path, vocab_size=vocab_size, **overrides)
     tokenizer.save_pretrained(path)
     return path
 
