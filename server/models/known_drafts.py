@@ -98,7 +98,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             # The Qwen ones were trained on answers without thinking.
             (_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75, 7),
             (_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05, 7),
-            (_QWEN_3_14B, "deepseek-ai/dspark_qwen3_14b_block7", "DSpark", 2.5, 7),
+            (_QWEN_3_14B, "deepseek-ai/dspark_qwen3_14b_block7", "DSpark", 2.65, 7),
             (_LLAMA_31_8B, "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "DFlash", 1.05, 7),
         )
     ),
