@@ -36,7 +36,7 @@ GPU_PARTS := gpu-kernels gpu-engine gpu-joints gpu-tables
 gpu-kernels: GPU_TESTS := tests/kernels
 gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,paged_model loop replays logit_edits \
 	decoder quantised_checkpoints memory prompt_logprobs logprobs_overlap pipeline phases same_bits compiling \
-	heads fp8_pages keep_bits head_loading)
+	heads mtp fp8_pages keep_bits head_loading)
 gpu-joints: GPU_TESTS := tests/engine/test_losslessness.py tests/engine/test_edit_losslessness.py
 
 # For Linux with Python 3.11, as constraints.txt; pip itself can check hashes but not write them down.

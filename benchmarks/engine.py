@@ -16,11 +16,11 @@ ended, as a fixed set of prompts is timed: sequences whose drafts stand more oft
 the rest is decoded in smaller batches, which plain decoding never does. The best k is best by
 tokens/s. "Prefill too" is to the end as well, the clock started before the prompts.
 
-DRAFT is a model or a head; --k and --best-of must not go beyond what a head drafts. With
---tokens-a-step that many tokens stand in a step on the average, each draft with the same chance,
-whatever draft and target say: it times a head of random weights, whose drafts nobody would accept.
-Nothing else changes: drafts are drawn and verified as ever, and then the verdict is replaced. Such
-tables say so in their first line.
+DRAFT is a model, a head, or mtp: the head in the target's own checkpoint. --k and --best-of must
+not go beyond what a head drafts. With --tokens-a-step that many tokens stand in a step on the
+average, each draft with the same chance, whatever draft and target say: it times a head of random
+weights, whose drafts nobody would accept. Nothing else changes: drafts are drawn and verified as
+ever, and then the verdict is replaced. Such tables say so in their first line.
 
 The floor is that of the weights that a step reads once. Draft, target and verify are the GPU's time
 for their graphs in steps of a full batch, measured in a second pass over the same text with a pause
@@ -50,6 +50,7 @@ from outrider.engine.config import (
 from outrider.engine.engine import Engine
 
 PARTS = ("draft", "target", "verify")
+MTP = "mtp"
 PAGE_TOKENS = 16
 SEARCH_TOKENS = 64  # decoded for each k that is tried
 PAUSE_CYCLES = 1_000_000  # about half a millisecond, in which a graph is launched
@@ -64,7 +65,10 @@ def build(args: argparse.Namespace) -> Engine:
         EngineConfig(
             target=ModelConfig(path=args.target, dtype=args.dtype, quantization=args.quantization),
             draft=ModelConfig(
-                path=args.draft, dtype=args.dtype, quantization=args.draft_quantization
+                path=args.target if args.draft == MTP else args.draft,
+                dtype=args.dtype,
+                quantization=args.draft_quantization,
+                is_mtp=args.draft == MTP,
             )
             if k
             else None,
