@@ -62,6 +62,7 @@ class PagedModel:
         self.thread_counts: tuple[int, ...] = (torch.get_num_threads(),)
         if device.type == "cpu" and not is_draft:  # a draft's bits do not matter
             self.thread_counts = alike_thread_counts(self.network)
+        self._phase = Phase(self.run, device)
         self.captured: dict[tuple[int, int, int], Pass] = {}  # by (sequences, rows, logits)
         # The last pass of a tapped model, with the shape that it was padded to.
         self.last_pass: tuple[tuple[int, int, int], Pass] | None = None
@@ -69,7 +70,7 @@ class PagedModel:
     def bind_slots(self, slots: Slots) -> None:
         """Look up the rows of batches in these slots; drops all captured passes."""
         self._slots = slots
-        self._phase = Phase(self.run, slots.device)
+        self._phase.drop()
         self._shapes: list[tuple[int, int, int]] = []
         self.captured, self.last_pass = {}, None
 

@@ -38,6 +38,7 @@ class Phase(Generic[Output]):
         self._body = body
         self._device = device
         self._captured: dict[Shape, _Captured[Output]] = {}
+        self._prepared: set[Shape] = set()  # captured before, perhaps over other tensors
 
     def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Output:
         """Run on these integers; the output is valid until the next call.
@@ -55,6 +56,10 @@ class Phase(Generic[Output]):
         captured.graph.replay()
         return captured.output
 
+    def drop(self) -> None:
+        """Drop what is captured, because the tensors that it reads are replaced."""
+        self._captured = {}
+
     @torch.inference_mode()
     def capture(
         self, integers_np: np.ndarray, shape: Shape, tensors: Sequence[Tensor] = ()
@@ -65,18 +70,27 @@ class Phase(Generic[Output]):
         """
         integers = torch.from_numpy(integers_np).to(self._device)
         pool = next((c.graph.pool() for c in self._captured.values()), None)
-        graph, output = record_graph(lambda: self._body(integers, shape, *tensors), pool)
+        graph, output = record_graph(
+            lambda: self._body(integers, shape, *tensors), pool, is_prepared=shape in self._prepared
+        )
+        self._prepared.add(shape)
         self._captured[shape] = _Captured(graph, integers, tuple(tensors), output)
         return output
 
 
-def record_graph(run: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
-    """A graph that does what `run` does, with memory from `pool`, and the output it writes to."""
+def record_graph(
+    run: Callable[[], Output], pool: Any, *, is_prepared: bool = False
+) -> tuple[torch.cuda.CUDAGraph, Output]:
+    """A graph that does what `run` does, with memory from `pool`, and the output it writes to.
+
+    `is_prepared`: the same was recorded before, so that its kernels are loaded.
+    """
     stream = _capture_stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # first uncaptured: compiles kernels and makes handles
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
+    if not is_prepared:  # first uncaptured: loads kernels and makes handles
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with _uncollected(), torch.cuda.graph(graph, pool=pool, stream=stream):
         output = run()

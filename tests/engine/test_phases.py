@@ -52,7 +52,9 @@ class _Complete(dict[Shape, Any]):
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_Recorded]:
-    def record(run: Callable[[], Tensor], pool: object) -> tuple[_Recorded, Tensor]:
+    def record(
+        run: Callable[[], Tensor], pool: object, *, is_prepared: bool
+    ) -> tuple[_Recorded, Tensor]:
         graph = _Recorded(run)
         return graph, graph.output
 
