@@ -45,6 +45,46 @@ _BFLOAT16_E4M3 = tl.constexpr("""{
     cvt.f32.f16 g, q;
     cvt.rn.bf16x2.f32 $1, g, f;
     }""")
+# Sign, exponent and digit of e2m1 go to the places that they have in the wider format. Its exponent
+# counts from another number, and a factor makes up for that, exactly, also for 0.5 and 0. It is the
+# product of an fma because sm_80 has no mul of bfloat16.
+_E2M1_PAIR = """
+    shr.b32 u, t, SHIFT;
+    and.b32 u, u, MASK;
+    and.b32 s, t, 0x80008000;
+    or.b32 u, u, s;
+    FMA {OUT}, u, f, z;"""
+_E2M1_NUMBERS = (
+    """{
+    .reg .b32 t, u, s, h, f, z;
+    mov.b32 f, FACTOR;
+    mov.b32 z, 0x80008000;
+    prmt.b32 h, $4, 0, 0x1404;"""
+    + _E2M1_PAIR.replace("{OUT}", "$2").replace(" t,", " h,")
+    + """
+    shl.b32 t, h, 4;"""
+    + _E2M1_PAIR.replace("{OUT}", "$0")
+    + """
+    prmt.b32 h, $4, 0, 0x3424;"""
+    + _E2M1_PAIR.replace("{OUT}", "$3").replace(" t,", " h,")
+    + """
+    shl.b32 t, h, 4;"""
+    + _E2M1_PAIR.replace("{OUT}", "$1")
+    + """
+    }"""
+)
+_BFLOAT16_E2M1 = tl.constexpr(
+    _E2M1_NUMBERS.replace("SHIFT", "6")
+    .replace("MASK", "0x01c001c0")
+    .replace("FACTOR", "0x7e807e80")  # 2^126
+    .replace("FMA", "fma.rn.bf16x2")
+)
+_FLOAT16_E2M1 = tl.constexpr(
+    _E2M1_NUMBERS.replace("SHIFT", "3")
+    .replace("MASK", "0x0e000e00")
+    .replace("FACTOR", "0x74007400")  # 2^14
+    .replace("FMA", "fma.rn.f16x2")
+)
 
 
 def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
@@ -87,6 +127,8 @@ def numbers(
     elif KIND == "int8":
         low = codes.to(tl.int8, bitcast=True).to(DTYPE)
         high = low
+    elif KIND == "fp4" and IN_PAIRS:
+        low, high = _e2m1_pairs(codes, DTYPE)
     elif KIND == "fp4":
         low, high = _e2m1(codes & 15, DTYPE), _e2m1(codes >> 4, DTYPE)
     elif IN_PAIRS:
@@ -158,6 +200,30 @@ def _e4m3(codes, DTYPE: tl.constexpr):
             _FLOAT16_E4M3, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         )
     return x
+
+
+@triton.jit
+def _e2m1_pairs(codes, DTYPE: tl.constexpr):
+    """The numbers of the low and of the high nibbles."""
+    if tl.bfloat16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            _BFLOAT16_E2M1,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _FLOAT16_E2M1,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
 
 
 @triton.jit

@@ -1,0 +1,189 @@
+"""Mixtures of experts in MXFP4 against the plain matrices that they stand for."""
+
+from itertools import count
+
+import pytest
+import torch
+from verification import DEVICE, HAS_KERNELS
+
+from outrider.kernels.model import experts as module
+from outrider.kernels.model import routing as routing_module
+from outrider.kernels.model.experts import (
+    ExpertMatrix,
+    Experts,
+    add_experts,
+    add_experts_reference,
+    expert_of,
+)
+from outrider.kernels.model.narrow_matrix import narrow_matrix
+from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.routing import Routing, choose_reference, route, tiles_of
+
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+_seeds = count()
+
+
+def randn(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(next(_seeds))).to(device)
+
+
+def make_matrix(num_experts: int, num_out: int, num_in: int, device: torch.device) -> ExpertMatrix:
+    generator = torch.Generator().manual_seed(next(_seeds))
+    rows = num_experts * num_out
+    codes = torch.randint(0, 16, (rows, num_in), generator=generator, dtype=torch.uint8)
+    exponent = torch.randint(118, 123, (rows, num_in // 32), generator=generator).to(torch.uint8)
+    scale = exponent.to(device).view(torch.float8_e8m0fnu).t()
+    matrix = narrow_matrix("fp4", codes.to(device), scale.float(), group=32)._replace(scale=scale)
+    return ExpertMatrix(matrix, randn(rows, device=device), num_experts)
+
+
+def make(device: torch.device, num_experts: int = 5, width: int = 128, inner: int = 192) -> Experts:
+    gate_up = make_matrix(num_experts, 2 * inner, width, device)
+    return Experts(gate_up, make_matrix(num_experts, width, inner, device), 1.7, 2.0)
+
+
+def by_row(x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+    """The formulas, one row and one expert at a time, in float64."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for row in range(len(x)):
+        for expert, weight in zip(routing.ids[row].tolist(), routing.weights[row], strict=True):
+            matrix, bias = expert_of(experts.gate_up, expert, torch.float64)
+            gate, up = (matrix @ x[row].double() + bias.double()).chunk(2)
+            gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+            matrix, bias = expert_of(experts.down, expert, torch.float64)
+            y = matrix @ ((up + 1) * gate * (experts.alpha * gate).sigmoid()) + bias.double()
+            out[row] += weight.double() * y
+    return out
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 40, 300])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (32, 4)])
+def test_rows_get_their_best_experts(
+    num_rows: int, num_experts: int, top_k: int, device: torch.device
+) -> None:
+    logits = randn(num_rows, num_experts + 3, device=device)[:, :num_experts]
+    logits[0] = 1.0  # all alike
+    logits[-1, 1:3] = torch.nan
+    logits[-1, 3:] = -torch.inf
+    got = route(logits, top_k)
+    ids, weights = choose_reference(logits, top_k)
+    assert torch.equal(got.ids, ids)
+    torch.testing.assert_close(got.weights, weights)
+    assert torch.equal(got.ids[0], torch.arange(top_k, device=device, dtype=torch.int32))
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 33, 300])
+def test_every_pair_is_in_one_tile_of_its_expert(
+    num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = randn(num_rows, 8, device=device)
+    logits[:, 3] += 2  # of which some expert has several tiles
+    got = route(logits, 2)
+    expected = tiles_of(got.ids, 8)
+    assert torch.equal(got.tiles.experts, expected.experts)
+    assert torch.equal(got.tiles.pairs, expected.pairs)
+    pairs, num_pairs = got.tiles.pairs, 2 * num_rows
+    assert sorted(pairs[pairs < num_pairs].tolist()) == list(range(num_pairs))
+    for expert, tile in zip(got.tiles.experts.tolist(), pairs, strict=True):
+        inside = tile[tile < num_pairs]
+        assert (got.ids.flatten()[inside.long()] == expert).all()
+        assert (expert < 8) == bool(len(inside))
+    # More rows than one program holds are listed by torch.
+    monkeypatch.setattr(routing_module, "_AT_ONCE", 8)
+    many = route(logits, 2)
+    assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 7, 60])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("most_part_pairs", [0, 1024])
+def test_kernel_equals_the_formulas(
+    num_rows: int,
+    with_norm: bool,
+    most_part_pairs: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MIN_STEPS", 1)
+    monkeypatch.setattr(module, "num_programs", lambda device, per_sm: 6)
+    monkeypatch.setattr(module, "_MOST_PART_PAIRS", most_part_pairs)
+    experts = make(device)
+    assert module._num_splits(experts.down) == 3
+    x = randn(num_rows, 131, device=device)[:, :128]  # rows need not follow each other
+    residual = randn(num_rows, 128, device=device)
+    norm = Norm(randn(128, device=device), 1e-5) if with_norm else None
+    routing = route(randn(num_rows, 5, device=device), 2)
+    expected = residual.double() + by_row(x, routing, experts)
+    plain = residual.clone()
+    add_experts_reference(plain, x, routing, experts)
+    torch.testing.assert_close(plain.double(), expected, rtol=1e-4, atol=1e-4)
+    normed = add_experts(residual, x, routing, experts, norm)
+    torch.testing.assert_close(residual.double(), expected, rtol=1e-4, atol=1e-4)
+    assert (normed is None) == (norm is None)
+    if norm is not None:
+        wide = Norm(norm.weight.double(), norm.eps)
+        torch.testing.assert_close(
+            normed, rms_norm_reference(expected, wide).float(), rtol=1e-3, atol=1e-3
+        )
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_tiles_of_every_size(
+    size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_module, "_TILES", (size,))
+    experts, x = make(device, 3, 64, 64), randn(50, 64, device=device)
+    routing = route(randn(50, 3, device=device), 2)
+    assert routing.tiles.pairs.shape[1] == size
+    residual = torch.zeros_like(x)
+    add_experts(residual, x, routing, experts)
+    torch.testing.assert_close(residual.double(), by_row(x, routing, experts), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_scales_of_every_exponent(device: torch.device) -> None:
+    """2^-127 is subnormal; the largest make sums that no float32 holds, so they are not here."""
+    experts = make(device, 1, 64, 64)
+    exponent = experts.down.matrix.scale.view(torch.uint8)
+    exponent[0], exponent[1] = 0, 128
+    x, routing = randn(3, 64, device=device), route(randn(3, 1, device=device), 1)
+    residual = torch.zeros_like(x)
+    add_experts(residual, x, routing, experts)
+    torch.testing.assert_close(residual.double(), by_row(x, routing, experts), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_what_is_not_a_number_stays_in_its_row(device: torch.device) -> None:
+    experts = make(device)
+    x, logits = randn(20, 128, device=device), randn(20, 5, device=device)
+    clean = torch.zeros_like(x)
+    add_experts(clean, x, route(logits, 2), experts)
+    x[4], logits[4] = torch.nan, torch.nan
+    residual = torch.zeros_like(x)
+    add_experts(residual, x, route(logits, 2), experts)
+    others = torch.arange(20, device=device) != 4
+    torch.testing.assert_close(residual[others], clean[others])
+    assert residual[4].isnan().all()
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's products are numpy's")
+def test_a_row_comes_out_the_same_in_any_company(device: torch.device) -> None:
+    experts = make(device, 8, 960, 960)
+    logits, x = randn(900, 8, device=device), randn(900, 960, device=device).bfloat16()
+    experts = experts._replace(
+        gate_up=experts.gate_up._replace(bias=experts.gate_up.bias.bfloat16()),
+        down=experts.down._replace(bias=experts.down.bias.bfloat16()),
+    )
+
+    def outputs(some: slice) -> torch.Tensor:
+        out = torch.zeros_like(x[some])
+        add_experts(out, x[some], route(logits[some], 4), experts)
+        return out
+
+    whole = outputs(slice(None))
+    for first, last in ((0, 1), (3, 20), (7, 40), (70, 200), (100, 600)):
+        assert torch.equal(outputs(slice(first, last)), whole[first:last])
