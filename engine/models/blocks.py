@@ -9,7 +9,6 @@ a part applies the norm of the next part if that is cheap, and returns the resul
 new kind of layer is a class of this form, built in `families.py`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,8 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store
 
 from .attention import PagedAttention, PassContext, Rope
-from .weights import Linear
+from .experts import ExpertMLP
+from .weights import Kept, Linear
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Block:
     """A mixer, then an MLP."""
 
     mixer: AttentionMixer
-    mlp: GatedMLP
+    mlp: GatedMLP | ExpertMLP
 
     def __call__(
         self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
@@ -108,8 +108,13 @@ class Block:
         return *self.mixer.linears, *self.mlp.linears
 
     @property
+    def weights(self) -> tuple[Kept, ...]:
+        experts = (self.mlp.experts,) if isinstance(self.mlp, ExpertMLP) else ()
+        return *(linear.weight for linear in self.linears), *experts
+
+    @property
     def num_weights(self) -> int:
-        return sum(math.prod(linear.weight.shape) for linear in self.linears)
+        return sum(weight.num_weights for weight in self.weights)
 
     def changed(self, change: Callable[[Linear], Linear]) -> "Block":
         """The same block with its linear layers replaced."""

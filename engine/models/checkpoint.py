@@ -11,10 +11,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.model.experts import ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8, stack
 
 from .any_checkpoint import AnyCheckpoint
-from .formats import Read
+from .formats import Read, UnsupportedFormatError
+from .formats.mxfp4 import read_experts
 from .narrow_weight import Narrow, Stacked
 from .weights import Dense, Weight
 
@@ -85,6 +87,16 @@ class Checkpoint(AnyCheckpoint):
         part = self._files[self._file_of[name]].get_slice(name)
         return _DTYPES.get(part.get_dtype(), torch.float32)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+
+    def part(self, name: str, index: int) -> Tensor:
+        """One entry of the first dimension, in its stored dtype, on the device."""
+        if index == 0:
+            self._count()
+        tensor: Tensor = self._files[self._file_of[name]].get_slice(name)[index]
+        return tensor.to(self._device)
+
     def stored(self, name: str) -> Tensor:
         self._count()
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
@@ -118,6 +130,23 @@ class Checkpoint(AnyCheckpoint):
             raise ValueError(f"{name} is of dtype {values.dtype}; it holds integers")
         return values.long()
 
+    def experts(
+        self, name: str, shape: tuple[int, int, int], *, interleaved: bool = False
+    ) -> ExpertMatrix:
+        """The same linear layer of every expert, in MXFP4, also on a CPU. Shape: [E, N, K].
+
+        Raises UnsupportedFormatError naming a tensor that is missing or not as it must be.
+        """
+        self.has_quantised = True
+        if self._dtype == torch.float16:
+            raise UnsupportedFormatError("float16 cannot hold every number of MXFP4; take bfloat16")
+        if not self._keeps_narrow:
+            self._warn_once(
+                "its experts are unpacked one at a time in every pass, since only a GPU multiplies "
+                "by them as they are: this takes no more memory, but much time"
+            )
+        return read_experts(self, name, shape, interleaved=interleaved)
+
     def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
         matrices = [self._read(self, name) if self._read else None for name in names]
         if all(matrix is None for matrix in matrices):
@@ -146,14 +175,17 @@ class Checkpoint(AnyCheckpoint):
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
         if self._keeps_narrow:
             return Narrow(matrix, self._dtype)
-        if not self._warned:
-            log.warning(
-                "the weights are unpacked to %s, since only a GPU multiplies by them as they are: "
-                "they take the memory and the time of the plain model",
-                str(self._dtype).removeprefix("torch."),
-            )
-            self._warned = True
+        self._warn_once(
+            f"the weights are unpacked to {str(self._dtype).removeprefix('torch.')}, since only a "
+            "GPU multiplies by them as they are: they take the memory and the time of the plain "
+            "model"
+        )
         return Dense(dequantise(matrix, self._dtype))
+
+    def _warn_once(self, warning: str) -> None:
+        if not self._warned:
+            log.warning("%s", warning)
+            self._warned = True
 
 
 class _Unpickled:

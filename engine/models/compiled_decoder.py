@@ -49,14 +49,15 @@ def _is_known(block: Block) -> bool:
 
 def _shape_of(block: Block) -> tuple[float, ...]:
     """What all layers must have in common: heads, head width, MLP width, eps, scale."""
-    mixer, attention = block.mixer, block.mixer.attention
+    mixer, attention, mlp = block.mixer, block.mixer.attention, block.mlp
+    assert isinstance(mlp, GatedMLP)
     head_eps = mixer.head_norms[0].eps if mixer.head_norms else 0.0
     return (
-        block.mlp.down.weight.shape[0],
+        mlp.down.weight.shape[0],
         attention.num_heads,
         attention.num_kv_heads,
         attention.head_dim,
-        block.mlp.down.weight.shape[1],
+        mlp.down.weight.shape[1],
         mixer.norm.eps,
         head_eps,
         attention.scale,
@@ -136,6 +137,7 @@ class CompiledDecoder(Decoder):
 
     def _described(self, block: Block) -> cpu.Layer:
         mixer, mlp = block.mixer, block.mlp
+        assert isinstance(mlp, GatedMLP)
         q_norm, k_norm = mixer.head_norms or (None, None)
         window = mixer.attention.window or 0
         return cpu.Layer(

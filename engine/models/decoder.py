@@ -42,7 +42,7 @@ class Decoder(Stack, Network):
 
     @property
     def products_keep_bits(self) -> bool:
-        return all(linear.weight.same_bits for linear in self.linears)
+        return all(weight.same_bits for weight in self.weights)
 
     def draft_only(self, token_ids: Tensor) -> None:
         """Keep only these tokens' rows of the head; the logits of all others become -inf.

@@ -1,11 +1,13 @@
 """The model families whose structure we know, and how a checkpoint of each becomes a `Decoder`.
 
-To add a family that is a Llama under another name, enter it in FAMILIES. For any other, write a
-function from a checkpoint to a decoder, as `_llama` is, and the parts that it needs in `blocks.py`.
+To add a family that is a Llama under another name, enter it in FAMILIES. If it differs in a part of
+its layers, write a subclass of LlamaReader, as in `gpt_oss.py`. For any other, write a function
+from a checkpoint to a decoder, as `_llama` is, and the parts that it needs in `blocks.py`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -13,6 +15,7 @@ from transformers import PreTrainedConfig
 from .any_checkpoint import AnyCheckpoint
 from .attention import Rope
 from .decoder import Decoder
+from .gpt_oss import GptOssReader
 from .llama import LlamaReader
 
 # The fields of a configuration that the code below implements.
@@ -85,7 +88,8 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
         return "its architecture has no decoder here"
     told = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
     given = {key for key, value in told.items() if value not in (None, False)}
-    if unknown := sorted(given - _IMPLEMENTED - _NEUTRAL):
+    known = _IMPLEMENTED | _NEUTRAL | FAMILIES[config.model_type].fields
+    if unknown := sorted(given - known):
         return f"its config has {', '.join(unknown)}"
     rope = config.rope_parameters or {}
     if unknown := sorted(set(rope) - _ROPE):
@@ -103,11 +107,16 @@ def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
 
     Raises KeyError naming a tensor that the checkpoint lacks.
     """
-    return FAMILIES[config.model_type](config, checkpoint, rope)
+    return FAMILIES[config.model_type].build(config, checkpoint, rope)
 
 
-def _llama(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
-    reader = LlamaReader(checkpoint, config)
+def _llama(
+    config: Any,
+    checkpoint: AnyCheckpoint,
+    rope: Rope,
+    reader_of: type[LlamaReader] = LlamaReader,
+) -> Decoder:
+    reader = reader_of(checkpoint, config)
     no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # rotates by 0 at every position
     has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = [
@@ -130,14 +139,37 @@ def window_of(config: Any, layer: int) -> int | None:
     return window
 
 
-FAMILIES: dict[str, Callable[[Any, AnyCheckpoint, Rope], Decoder]] = {
-    "cwm": _llama,
-    "llama": _llama,
-    "mimo": _llama,
-    "ministral": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-    "seed_oss": _llama,
-    "smollm3": _llama,
+class Family(NamedTuple):
+    """How models of a type are built."""
+
+    build: Callable[[Any, AnyCheckpoint, Rope], Decoder]
+    fields: frozenset[str] = frozenset()  # of its configuration alone that the code implements
+
+
+_LLAMA = Family(_llama)
+_GPT_OSS = Family(
+    partial(_llama, reader_of=GptOssReader),
+    frozenset(
+        {
+            "experts_per_token",  # repeated in num_experts_per_tok
+            "initial_context_length",  # repeated in rope_parameters
+            "num_experts_per_tok",
+            "num_local_experts",
+            "router_aux_loss_coef",  # of training
+            "swiglu_alpha",
+            "swiglu_limit",
+        }
+    ),
+)
+FAMILIES: dict[str, Family] = {
+    "cwm": _LLAMA,
+    "gpt_oss": _GPT_OSS,
+    "llama": _LLAMA,
+    "mimo": _LLAMA,
+    "ministral": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "seed_oss": _LLAMA,
+    "smollm3": _LLAMA,
 }

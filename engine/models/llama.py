@@ -9,6 +9,7 @@ from outrider.kernels.model.rms_norm import Norm
 from .any_checkpoint import AnyCheckpoint
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
+from .experts import ExpertMLP
 from .weights import Linear, Weight
 
 # What checkpoints call what keys and values in FP8 are multiplied by; the last is of both.
@@ -49,17 +50,17 @@ class LlamaReader:
         input_norm: str = "input_layernorm",
         causal: bool = True,
     ) -> Block:
-        """A layer; it has norms of heads, biases and scales of KV if the checkpoint has them.
+        """A layer, with those head norms, biases, sinks and scales of KV that the checkpoint has.
 
         Its attention reads `input_width` numbers, if that is not the hidden size. Raises KeyError
         naming a tensor that is missing, ValueError naming a wrong shape.
         """
         config = self._config
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        width, inner = config.hidden_size, config.intermediate_size
+        attention, width = f"{name}.self_attn", config.hidden_size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or width // heads
         has_head_norms = f"{attention}.q_norm.weight" in self.checkpoint
+        sinks = f"{attention}.sinks"
         mixer = AttentionMixer(
             norm=self.norm(f"{name}.{input_norm}"),
             qkv=self.linear(
@@ -78,6 +79,7 @@ class LlamaReader:
                 value_dim=head_dim,
                 scale=head_dim**-0.5,
                 window=window,
+                sinks=self.checkpoint.tensor(sinks) if sinks in self.checkpoint else None,
                 k_scale=self._kv_scale(attention, "k"),
                 v_scale=self._kv_scale(attention, "v"),
                 causal=causal,
@@ -90,12 +92,16 @@ class LlamaReader:
             if has_head_norms
             else None,
         )
-        gated_mlp = GatedMLP(
-            norm=self.norm(f"{name}.post_attention_layernorm"),
-            gate_up=self.linear(width, **{f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
-            down=self.linear(inner, **{f"{mlp}.down_proj": width}),
+        return Block(mixer, self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm")))
+
+    def mlp(self, name: str, norm: Norm) -> GatedMLP | ExpertMLP:
+        """The second part of a layer. Raises as `block` does."""
+        width, inner = self._config.hidden_size, self._config.intermediate_size
+        return GatedMLP(
+            norm=norm,
+            gate_up=self.linear(width, **{f"{name}.gate_proj": inner, f"{name}.up_proj": inner}),
+            down=self.linear(inner, **{f"{name}.down_proj": width}),
         )
-        return Block(mixer, gated_mlp)
 
     def _kv_scale(self, attention: str, which: str) -> float:
         """The scale of keys ("k") or values ("v") in pages of FP8; 1 if the checkpoint has none.

@@ -5,19 +5,24 @@ at near and far positions. Each of our blocks is then given the hidden states th
 layer was given, so that every layer is compared by itself and errors do not add up.
 """
 
+import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from outrider.kernels.model.experts import Experts, expert_of
 from outrider.kernels.model.rms_norm import rms_norm
+from outrider.kernels.model.routing import route, routing_of
 
 from .attention import PassContext, Rope
 from .blocks import Block
 from .decoder import Decoder
+from .experts import ExpertMLP
 from .one_prompt import one_prompt
 from .weights import Dense, Linear, Weight
 
@@ -31,7 +36,10 @@ class Original:
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager"
+                copy.deepcopy(config),  # which it changes
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
             )
         self.model.eval().requires_grad_(False)
         decoder = self.model.get_decoder()
@@ -58,26 +66,35 @@ class Original:
                 _assign(attention.k_norm, block.mixer.head_norms[1].weight)
             _split(block.mixer.qkv, attention.q_proj, attention.k_proj, attention.v_proj)
             _split(block.mixer.output, attention.o_proj)
-            _split(block.mlp.gate_up, mlp.gate_proj, mlp.up_proj)
-            _split(block.mlp.down, mlp.down_proj)
+            sinks = block.mixer.attention.sinks
+            if sinks is not None:
+                attention.sinks = nn.Parameter(sinks, requires_grad=False)
+            if isinstance(block.mlp, ExpertMLP):
+                mlp.router.out_features = len(mlp.router.weight)  # which a linear layer has
+                _split(block.mlp.router, mlp.router)
+                _assign_experts(mlp.experts, block.mlp.experts.matrices, decoder.dtype)
+            else:
+                _split(block.mlp.gate_up, mlp.gate_proj, mlp.up_proj)
+                _split(block.mlp.down, mlp.down_proj)
         _split(decoder.head, self.model.get_output_embeddings())
         left = [name for name, tensor in self.model.named_parameters() if tensor.is_meta]
         if left:
             raise ValueError(f"it has weights that the decoder lacks: {', '.join(left[:3])}")
 
-    def run(self, input_ids: Tensor, positions: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Returns the residual stream before each layer and after the last one, and the logits.
-
-        Shape: [T] each -> [T, hidden] each, [T, V].
-        """
+    def run(self, input_ids: Tensor, positions: Tensor) -> "OriginalPass":
+        """Shape: [T] each."""
         states: list[Tensor] = []
         decoder = self.model.get_decoder()
+        routers: list[Routed | None] = [None] * len(decoder.layers)
         hooks = [
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: states.append(_hidden(args, kwargs)), with_kwargs=True
             )
             for module in (*decoder.layers, decoder.norm)
         ]
+        for i, layer in enumerate(decoder.layers):
+            if hasattr(layer.mlp, "router"):
+                hooks.append(layer.mlp.router.register_forward_hook(partial(_note, routers, i)))
         try:
             output = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False
@@ -85,7 +102,28 @@ class Original:
         finally:
             for hook in hooks:
                 hook.remove()
-        return states, output.logits[0]
+        return OriginalPass(states, routers, output.logits[0])
+
+
+class Routed(NamedTuple):
+    """What transformers' router got and said."""
+
+    normed: Tensor  # [T, hidden]
+    logits: Tensor  # [T, E]
+    weights: Tensor  # [T, k]
+    ids: Tensor  # [T, k]
+
+
+class OriginalPass(NamedTuple):
+    """A pass of transformers' model."""
+
+    states: list[Tensor]  # [T, hidden] each: before each layer and after the last one
+    routers: list[Routed | None]  # of each layer, if it has experts
+    logits: Tensor  # [T, V]
+
+
+def _note(routers: list[Routed | None], i: int, _: nn.Module, args: Any, output: Any) -> None:
+    routers[i] = Routed(args[0], *output)
 
 
 @torch.inference_mode()
@@ -102,12 +140,15 @@ def why_different(
         input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
         input_ids = input_ids.to(decoder.device)
         context = one_prompt(input_ids, first, same_bits=same_bits)
-        states, logits = original.run(input_ids, context.batch.rows.positions)
+        states, routers, logits = original.run(input_ids, context.batch.rows.positions)
         if not torch.equal(decoder.embedding[input_ids], states[0]):
             return "its embedding"
         for i, block in enumerate(decoder.blocks):
-            if not _agrees(block, states[i], states[i + 1], context):
+            routed = routers[i]
+            if not _agrees(block, states[i], states[i + 1], context, routed):
                 return f"layer {i} at position {first}"
+            if routed is not None and not _routes_alike(block, routed):
+                return f"the router of layer {i}"
         ours = decoder.head(rms_norm(states[-1].clone(), decoder.norm)).float()
         eps = torch.finfo(decoder.dtype).eps
         if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
@@ -115,17 +156,43 @@ def why_different(
     return None
 
 
-def _agrees(block: Block, x: Tensor, expected: Tensor, context: PassContext) -> bool:
+def _agrees(
+    block: Block, x: Tensor, expected: Tensor, context: PassContext, routed: Routed | None
+) -> bool:
     attention = block.mixer.attention
     attention.bind_pages(1, len(x), x.dtype, x.device)
     got = x.clone()
-    block(got, None, None, context)
+    if routed is None:
+        block(got, None, None, context)
+    else:  # with the same experts: rounding may turn a choice between two that are nearly equal
+        assert isinstance(block.mlp, ExpertMLP)
+        normed = block.mixer(got, None, block.mlp.norm, context)
+        if normed is None:
+            normed = rms_norm(got, block.mlp.norm)
+        weights = routed.weights.float().contiguous()
+        num_experts = routed.logits.shape[1]
+        block.mlp.add(got, normed, routing_of(routed.ids.int(), weights, num_experts))
     attention.pages = None
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
     eps = torch.finfo(x.dtype).eps
     before, expected, got = x.float(), expected.float(), got.float()
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
     return bool((got - expected).norm() <= tolerance)
+
+
+def _routes_alike(block: Block, routed: Routed) -> bool:
+    """Whether our router says the same of the same rows, and chooses the same experts by it."""
+    assert isinstance(block.mlp, ExpertMLP)
+    eps, theirs = torch.finfo(routed.logits.dtype).eps, routed.logits.float()
+    ours = block.mlp.router(routed.normed).float()
+    if not (ours - theirs).norm() <= 8 * eps * theirs.norm():
+        return False
+    routing = route(routed.logits, routed.ids.shape[1])
+    # Of equal logits either may be chosen.
+    chosen = [theirs.gather(1, ids.long()) for ids in (routing.ids, routed.ids)]
+    return torch.equal(*chosen) and torch.allclose(
+        routing.weights, routed.weights.float(), rtol=0, atol=4 * eps
+    )
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -156,6 +223,35 @@ def _assign_in_turn(module: nn.Linear, weight: Weight, sizes: list[int], i: int)
     def give_back(*_: object) -> None:
         _assign(module, nothing)
 
+    module.register_forward_pre_hook(take)
+    module.register_forward_hook(give_back)
+
+
+def _assign_experts(module: Any, experts: Experts, dtype: torch.dtype) -> None:
+    """Give a module the experts' matrices, transposed and interleaved, only while it runs."""
+    layers = {"gate_up_proj": experts.gate_up, "down_proj": experts.down}
+    nothing = torch.empty(0)
+
+    def take(*_: object) -> None:
+        for name, layer in layers.items():
+            num_in = layer.matrix.num_in
+            whole = layer.bias.new_empty(layer.num_experts, num_in, layer.num_out, dtype=dtype)
+            biases = layer.bias.new_empty(layer.num_experts, layer.num_out)
+            for i in range(layer.num_experts):
+                matrix, bias = expert_of(layer, i, dtype)
+                if layer is experts.gate_up:
+                    matrix = matrix.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+                    bias = bias.view(2, -1).t().flatten()
+                whole[i], biases[i] = matrix.t(), bias
+            setattr(module, name, nn.Parameter(whole, requires_grad=False))
+            setattr(module, f"{name}_bias", nn.Parameter(biases, requires_grad=False))
+
+    def give_back(*_: object) -> None:
+        for name in layers:
+            setattr(module, name, nn.Parameter(nothing, requires_grad=False))
+            setattr(module, f"{name}_bias", nn.Parameter(nothing, requires_grad=False))
+
+    give_back()
     module.register_forward_pre_hook(take)
     module.register_forward_hook(give_back)
 

@@ -27,10 +27,12 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
     it impossible or, unless it is wanted `at_any_cost`, much slower; the network is unchanged then.
     """
     if isinstance(network, Decoder) and network.device.type == "cuda":
-        if network.weight_formats and not at_any_cost:
+        # Experts sum in one order anyway.
+        formats = ", ".join(sorted({linear.weight.format for linear in network.linears} - {""}))
+        if formats and not at_any_cost:
             raise ValueError(
-                f"with weights in {network.weight_formats} long prompts would take longer by half "
-                "or more; set engine.batch_invariant if that is worth it"
+                f"with weights in {formats} long prompts would take longer by half or more; set "
+                "engine.batch_invariant if that is worth it"
             )
         blocks, head = list(network.blocks), network.head
         try:

@@ -9,7 +9,7 @@ from outrider.kernels.model.rms_norm import Norm
 from .attention import PagedAttention, PassContext
 from .blocks import Block
 from .paged_layers import PagedLayers
-from .weights import Linear
+from .weights import Kept, Linear
 
 
 class Stack(PagedLayers):
@@ -32,17 +32,21 @@ class Stack(PagedLayers):
 
     @property
     def linears(self) -> list[Linear]:
-        """All layers that a pass computes."""
+        """All linear layers that a pass computes, but for those of experts."""
         return [*(linear for block in self.blocks for linear in block.linears), self.head]
+
+    @property
+    def weights(self) -> list[Kept]:
+        return [*(weight for block in self.blocks for weight in block.weights), self.head.weight]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
-        return sum(linear.weight.num_bytes for linear in self.linears)
+        return sum(weight.num_bytes for weight in self.weights)
 
     @property
     def weight_formats(self) -> str:
-        return ", ".join(sorted({linear.weight.format for linear in self.linears} - {""}))
+        return ", ".join(sorted({weight.format for weight in self.weights} - {""}))
 
     def change_linears(self, change: Callable[[Linear], Linear]) -> None:
         """Replace all linear layers, one by one, so that old weights are freed early."""

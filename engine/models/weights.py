@@ -4,6 +4,7 @@ A new format is a class here, or in a file beside this one, and an entry in `che
 chooses the format by what the checkpoint holds.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple, TypedDict, Unpack
 
@@ -31,13 +32,23 @@ class Fused(TypedDict, total=False):
     out: Tensor | None  # takes the result; given only for a plain product, x W^T
 
 
-class Weight(ABC):
+class Kept:
+    """Weights, in the format that they are kept in."""
+
+    num_weights: int
+    num_bytes: int  # read to compute one row
+    format: str = ""  # of the numbers; "" if they are in the model's dtype
+    same_bits: bool = False  # whether the bits of a row do not depend on the batch
+
+
+class Weight(Kept, ABC):
     """The matrix of a linear layer, [N, K]."""
 
     shape: tuple[int, int]
-    num_bytes: int  # read by one product
-    format: str = ""  # of the numbers; "" if they are in the model's dtype
-    same_bits: bool = False  # whether the bits of a row do not depend on the batch
+
+    @property
+    def num_weights(self) -> int:  # type: ignore[override]
+        return math.prod(self.shape)
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import quantise
+from quantised import quantise, quantise_experts
 from tiny_models import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -69,3 +69,26 @@ def test_no_more_than_a_layer_is_on_its_way(
     assert kept >= network.weight_bytes  # it counts
     assert kept <= (1.3 * NUM_LAYERS * LAYER + 4 * OTHERS if HAS_KERNELS else 4.1 * weights)
     assert memory.most - kept < 3 * 4 * LAYER
+
+
+def test_no_more_than_a_layer_of_experts_is_on_its_way(tiny_model: Tiny, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    num_experts, width = 8, 64
+    shape = {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "scale": 0.1,
+    }
+    path = quantise_experts(tiny_model("gpt_oss", **shape), tmp_path)
+    with Memory() as memory:
+        network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)[0]
+        kept = memory.now
+    experts = num_experts * 3 * width * width  # weights of a layer
+    others = network.weight_bytes + 4 * 97 * width  # and the embedding
+    assert kept >= NUM_LAYERS * experts / 2  # it counts
+    assert kept < NUM_LAYERS * experts * 0.7 + others
+    # The proof unpacks a layer for transformers' own code.
+    assert memory.most - kept < 3 * 4 * experts

@@ -113,7 +113,7 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     ("told", "reason"),
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes is none of awq, compressed-tensors, fp8"),
-        ({"quant_method": "mxfp4"}, "mxfp4 is none of"),
+        ({"quant_method": "mxfp4"}, "mxfp4: none of its layers is kept in that way"),
         ({"quant_method": "awq", "version": "gemv"}, "awq: version is 'gemv'"),
         ({"quant_method": "awq", "bits": 3}, "awq: it has 3 bits"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),

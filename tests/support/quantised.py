@@ -34,11 +34,42 @@ def quantise(plain: Path, folder: Path, name: str, *, leave: tuple[str, ...] = (
             continue
         made, meant[key] = format_.make(tensor)
         quantised |= {f"{layer}.{end}": value.contiguous() for end, value in made.items()}
+    return _written(plain, folder, quantised, meant, format_.config)
+
+
+def quantise_experts(plain: Path, folder: Path) -> Path:
+    """Like `quantise`, for the experts of a gpt-oss: MXFP4 as it is published."""
+    tensors = load_file(plain / "model.safetensors")
+    quantised, meant = {}, dict(tensors)
+    for key, tensor in tensors.items():
+        if key.endswith("bias"):  # zeros would hide errors
+            quantised[key] = meant[key] = torch.randn(tensor.shape) / 4
+            continue
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            quantised[key] = tensor
+            continue
+        num_experts, num_in, num_out = tensor.shape
+        codes = torch.randint(0, 16, (num_experts, num_out, num_in // 32, 32), dtype=torch.uint8)
+        exponent = torch.randint(121, 125, codes.shape[:3], dtype=torch.uint8)
+        matrix = E2M1[codes.int()] * (exponent.float() - 127).exp2()[..., None]
+        meant[key] = matrix.flatten(2).transpose(1, 2).contiguous()
+        quantised[f"{key}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        quantised[f"{key}_scales"] = exponent
+    return _written(plain, folder, quantised, meant, {"quant_method": "mxfp4"})
+
+
+def _written(
+    plain: Path,
+    folder: Path,
+    quantised: dict[str, Tensor],
+    meant: dict[str, Tensor],
+    told: dict[str, Any],
+) -> Path:
     for kind, kept in (("quantised", quantised), ("meant", meant)):
         path = Path(shutil.copytree(plain, folder / kind))
         save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = format_.config
+    config["quantization_config"] = told
     (folder / "quantised/config.json").write_text(json.dumps(config))
     return folder / "quantised"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from . import awq, compressed_tensors, fp8, gptq
+from . import awq, compressed_tensors, fp8, gptq, mxfp4
 from .base import Read, UnsupportedFormatError
 
 __all__ = ["FORMATS", "Read", "UnsupportedFormatError", "reader_of"]
@@ -21,6 +21,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
     "compressed-tensors": compressed_tensors.reader,
     "fp8": fp8.reader,
     "gptq": gptq.reader,
+    "mxfp4": mxfp4.reader,
 }
 _KEYS = ("quantization_config", "compression_config")
 

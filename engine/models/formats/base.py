@@ -23,6 +23,14 @@ class Tensors(Protocol):
 
     def dtype_of(self, name: str) -> torch.dtype: ...
 
+    def tensor(self, name: str) -> Tensor:
+        """The tensor in the model's dtype, on the device."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+    def part(self, name: str, index: int) -> Tensor:
+        """One entry of the first dimension, in its stored dtype, on the device."""
+
 
 # (tensors, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
 # UnsupportedFormatError.

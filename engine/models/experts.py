@@ -1,0 +1,64 @@
+"""An MLP of which each row takes a few experts, chosen by a router."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.model.experts import ExpertMatrix, Experts, add_experts
+from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.routing import Routing, route
+
+from .attention import PassContext
+from .weights import Kept, Linear
+
+
+class ExpertWeights(Kept):
+    """The matrices of all experts of a layer, in MXFP4."""
+
+    def __init__(
+        self, gate_up: ExpertMatrix, down: ExpertMatrix, *, top_k: int, alpha: float, limit: float
+    ) -> None:
+        """Shape: gate_up [E, 2 I, hidden], the gate first; down [E, hidden, I]."""
+        self.matrices = Experts(gate_up, down, alpha, limit)
+        self.top_k = top_k
+        self.num_weights = sum(layer.matrix.codes.numel() * 2 for layer in (gate_up, down))
+        self.num_bytes = (gate_up.num_bytes + down.num_bytes) * top_k // gate_up.num_experts
+        self.format = gate_up.matrix.kind
+        self.same_bits = uses_triton(down.bias)
+
+
+@dataclass(slots=True)
+class ExpertMLP:
+    """The sum over a row's experts of weight * down(glu(gate_up(x))); see `kernels/model/experts`.
+
+    Rows that only fill up a batch are computed like the others, so their experts are read, too.
+    """
+
+    norm: Norm
+    router: Linear
+    experts: ExpertWeights
+
+    def __call__(
+        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
+    ) -> Tensor | None:
+        if normed is None:
+            normed = rms_norm(x, self.norm)
+        return self.add(x, normed, self.route(normed), next_norm)
+
+    def route(self, normed: Tensor) -> Routing:
+        return route(self.router(normed), self.experts.top_k)
+
+    def add(
+        self, x: Tensor, normed: Tensor, routing: Routing, next_norm: Norm | None = None
+    ) -> Tensor | None:
+        """Add the output of experts that are chosen already."""
+        return add_experts(x, normed, routing, self.experts.matrices, next_norm)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.router,)
+
+    def changed(self, change: Callable[[Linear], Linear]) -> "ExpertMLP":
+        return replace(self, router=change(self.router))

@@ -1,0 +1,71 @@
+"""MXFP4 experts, as gpt-oss stores them: `name_blocks`, `name_scales` and `name_bias`."""
+
+from typing import Any
+
+import torch
+
+from outrider.kernels.model.experts import GROUP, ExpertMatrix
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
+
+from .base import Read, Tensors, UnsupportedFormatError
+
+
+def reader(config: dict[str, Any]) -> Read:
+    """`quant_method: mxfp4`. All layers but the experts are plain."""
+    return lambda tensors, layer: None
+
+
+def read_experts(
+    tensors: Tensors, name: str, shape: tuple[int, int, int], *, interleaved: bool
+) -> ExpertMatrix:
+    """The same linear layer of every expert, read one expert at a time.
+
+    With `interleaved`, even outputs are the gate's, and come first. Shape: [E, N, K].
+    Raises UnsupportedFormatError naming a tensor that is missing or not as it must be.
+    """
+    num_experts, num_out, num_in = shape
+    blocks, scales, bias = (f"{name}_{part}" for part in ("blocks", "scales", "bias"))
+    if num_in % (2 * GROUP):
+        raise UnsupportedFormatError(f"{name} has {num_in} inputs, no multiple of {2 * GROUP}")
+    num_groups = num_in // GROUP
+    for tensor, expected in (
+        (blocks, (num_experts, num_out, num_groups, GROUP // 2)),
+        (scales, (num_experts, num_out, num_groups)),
+        (bias, (num_experts, num_out)),
+    ):
+        if tensor not in tensors:
+            raise UnsupportedFormatError(f"there is no {tensor}")
+        if tensors.shape_of(tensor) != expected:
+            found = " x ".join(map(str, tensors.shape_of(tensor)))
+            wanted = " x ".join(map(str, expected))
+            raise UnsupportedFormatError(f"{tensor} is {found}; by its config it must be {wanted}")
+        if tensor != bias and tensors.dtype_of(tensor) != torch.uint8:
+            raise UnsupportedFormatError(f"{tensor} is not of dtype uint8")
+    codes, scale = None, None
+    for expert in range(num_experts):
+        pairs = tensors.part(blocks, expert)  # [N, K / 32, 16], even inputs low
+        exponent = tensors.part(scales, expert)  # [N, K / 32], 127 too large
+        if interleaved:
+            pairs = torch.cat((pairs[::2], pairs[1::2]))
+            exponent = torch.cat((exponent[::2], exponent[1::2]))
+        numbers = torch.stack((pairs & 15, pairs >> 4), 3).view(num_out, num_in)
+        plain = exponent.view(torch.float8_e8m0fnu).float()
+        packed = narrow_matrix("fp4", numbers, plain.t(), group=GROUP).codes
+        if codes is None or scale is None:
+            codes = packed.new_empty(num_experts, *packed.shape)
+            scale = exponent.new_empty(num_experts, *exponent.shape)
+        codes[expert], scale[expert] = packed, exponent
+    assert codes is not None
+    assert scale is not None
+    matrix = NarrowMatrix(
+        kind="fp4",
+        codes=codes.flatten(0, 1),
+        scale=scale.flatten(0, 1).view(torch.float8_e8m0fnu).t(),
+        zero=None,
+        num_in=num_in,
+        group=GROUP,
+    )
+    offsets = tensors.tensor(bias)
+    if interleaved:
+        offsets = torch.cat((offsets[:, ::2], offsets[:, 1::2]), 1)
+    return ExpertMatrix(matrix, offsets.flatten(), num_experts)

@@ -1,0 +1,34 @@
+"""Reads layers of gpt-oss: a Llama's with sinks, and with experts in MXFP4."""
+
+from outrider.kernels.model.rms_norm import Norm
+
+from .checkpoint import Checkpoint
+from .experts import ExpertMLP, ExpertWeights
+from .formats import UnsupportedFormatError
+from .llama import LlamaReader
+
+
+class GptOssReader(LlamaReader):
+    """Reads the parts of a gpt-oss."""
+
+    def mlp(self, name: str, norm: Norm) -> ExpertMLP:
+        """Raises UnsupportedFormatError if its experts are not in MXFP4, or damaged."""
+        config, experts = self._config, f"{name}.experts"
+        checkpoint, blocks = self.checkpoint, f"{experts}.gate_up_proj_blocks"
+        if not isinstance(checkpoint, Checkpoint) or blocks not in checkpoint:
+            raise UnsupportedFormatError("only experts in MXFP4 have a decoder here")
+        num_experts, inner = config.num_local_experts, config.intermediate_size
+        width = config.hidden_size
+        return ExpertMLP(
+            norm=norm,
+            router=self.linear(width, **{f"{name}.router": num_experts}),
+            experts=ExpertWeights(
+                gate_up=checkpoint.experts(
+                    f"{experts}.gate_up_proj", (num_experts, 2 * inner, width), interleaved=True
+                ),
+                down=checkpoint.experts(f"{experts}.down_proj", (num_experts, width, inner)),
+                top_k=config.num_experts_per_tok,
+                alpha=config.swiglu_alpha,
+                limit=config.swiglu_limit,
+            ),
+        )

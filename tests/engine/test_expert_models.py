@@ -1,0 +1,209 @@
+"""gpt-oss with its experts in MXFP4 runs in our decoder, at 4 bits, or is refused by name."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
+from heads import save_tiny_head
+from paged import check_against_eager, run_prompt
+from quantised import quantise_experts
+from safetensors.torch import load_file, save_file
+from tiny_models import DEVICE, VOCAB
+from transformers import AutoModelForCausalLM
+from verification import HAS_KERNELS
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.engine import Engine
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.hugging_face import HuggingFaceModel
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.paged_model import PagedModel
+
+Tiny = Callable[..., Path]
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "scale": 0.15,
+}
+
+
+@pytest.fixture
+def plain(tiny_model: Tiny) -> Path:
+    return tiny_model("gpt_oss", **SHAPE)
+
+
+@pytest.fixture
+def quantised(plain: Path, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    return quantise_experts(plain, tmp_path)
+
+
+def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
+    config = ModelConfig(path=str(path), dtype=dtype)
+    return load_network(config, DEVICE, **options)[0]
+
+
+def test_logits_are_those_of_the_matrices_that_the_codes_mean(
+    quantised: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = load(quantised)
+    assert isinstance(network, Decoder)
+    got, input_ids = run_prompt(network)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
+    with torch.inference_mode():
+        expected = eager.to(DEVICE)(input_ids[None]).logits[0]
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    assert network.weight_formats == "fp4"
+    assert ("unpacked one at a time" in caplog.text) == (not HAS_KERNELS)
+
+
+def test_steps_of_every_kind(quantised: Path, tmp_path: Path) -> None:
+    model = PagedModel(ModelConfig(path=str(quantised), dtype="float32"), DEVICE)
+    assert isinstance(model.network, Decoder)
+    check_against_eager(model, tmp_path / "meant")
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="too slow when interpreted")
+@pytest.mark.parametrize("k", [0, 3])
+def test_answers_with_a_head_are_the_targets(k: int, tiny_model: Tiny, tmp_path: Path) -> None:
+    target = quantise_experts(tiny_model("gpt_oss", **SHAPE, num_hidden_layers=5), tmp_path)
+    head = save_tiny_head(tmp_path / "head", target, speculators=True, draft_vocab=50)
+    asked = prompts((3, 17, 40), VOCAB)
+    answers = run(Engine(engine_config(target, head, k=k)), asked, GREEDY)
+    for prompt, outputs in zip(asked, answers, strict=True):
+        assert is_greedy(tmp_path / "meant", prompt, tokens(outputs))
+
+
+def test_experts_take_the_bytes_of_their_file(quantised: Path) -> None:
+    network = load(quantised)
+    tensors = load_file(quantised / "model.safetensors")
+    for i, block in enumerate(network.blocks):
+        name = f"model.layers.{i}.mlp.experts."
+        stored = sum(
+            tensor.numel() * (1 if tensor.dtype == torch.uint8 else network.dtype.itemsize)
+            for key, tensor in tensors.items()
+            if key.startswith(name)
+        )
+        assert block.mlp.experts.num_bytes == stored * 3 // 6  # a row has 3 of 6 experts
+        assert block.mlp.experts.num_weights == 6 * 3 * 64 * 128
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="too slow when interpreted")
+def test_bfloat16_proves_itself_though_choices_between_equals_may_fall_otherwise(
+    quantised: Path,
+) -> None:
+    assert isinstance(load(quantised, "bfloat16"), Decoder)
+
+
+def test_plain_experts_are_left_to_transformers(
+    plain: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert isinstance(load(plain), HuggingFaceModel)
+    assert "only experts in MXFP4 have a decoder here" in caplog.text
+
+
+def test_a_router_or_gate_that_differs_is_noticed(
+    quantised: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt_oss import modeling_gpt_oss as theirs
+
+    gate = theirs.GptOssExperts._apply_gate
+    monkeypatch.setattr(
+        theirs.GptOssExperts, "_apply_gate", lambda self, x: gate(self, x) * (1 + 1e-3)
+    )
+    with pytest.raises(UnsupportedModelError, match="computes layer 0 at position 0 differently"):
+        load(quantised)
+    monkeypatch.undo()
+    forward = theirs.GptOssTopKRouter.forward
+
+    def worst(self: Any, x: torch.Tensor) -> Any:
+        logits, weights, ids = forward(self, x)
+        return logits, weights, (ids + 1) % self.num_experts
+
+    monkeypatch.setattr(theirs.GptOssTopKRouter, "forward", worst)
+    with pytest.raises(UnsupportedModelError, match="computes the router of layer 0 differently"):
+        load(quantised)
+
+
+EXPERTS = "model.layers.1.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "reason"),
+    [
+        ("down_proj_scales", None, "there is no .*layers.1.*down_proj_scales"),
+        ("gate_up_proj_bias", None, "there is no .*gate_up_proj_bias"),
+        ("down_proj_blocks", None, "there is no .*down_proj_blocks"),
+        (
+            "gate_up_proj_scales",
+            torch.zeros(6, 256, 3, dtype=torch.uint8),
+            "gate_up_proj_scales is 6 x 256 x 3; by its config it must be 6 x 256 x 2",
+        ),
+        (
+            "down_proj_blocks",
+            torch.zeros(4, 64, 4, 16, dtype=torch.uint8),
+            "down_proj_blocks is 4 x 64 x 4 x 16; by its config it must be 6 x 64 x 4 x 16",
+        ),
+        ("down_proj_blocks", torch.zeros(6, 64, 4, 16), "down_proj_blocks is not of dtype uint8"),
+        ("gate_up_proj_blocks", None, "only experts in MXFP4 have a decoder here"),
+    ],
+)
+def test_broken_experts_are_refused_by_name(
+    tensor: str, change: torch.Tensor | None, reason: str, quantised: Path
+) -> None:
+    tensors = load_file(quantised / "model.safetensors")
+    if change is None:
+        del tensors[EXPERTS + tensor]
+    else:
+        tensors[EXPERTS + tensor] = change
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=f"mxfp4: .*{reason}"):
+        load(quantised)
+
+
+def test_a_dtype_or_a_width_that_the_format_does_not_fit_is_refused(
+    quantised: Path, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"float16 cannot hold .* take bfloat16"):
+        load(quantised, "float16")
+    narrow = tiny_model("gpt_oss", **SHAPE | {"intermediate_size": 96})
+    path = quantise_experts(narrow, tmp_path / "narrow")
+    with pytest.raises(UnsupportedModelError, match="down_proj has 96 inputs, no multiple of 64"):
+        load(path)
+
+
+def test_the_published_configuration_is_known(quantised: Path) -> None:
+    """Its fields beside those that transformers writes itself."""
+    file = quantised / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"], config["swiglu_alpha"]
+    told = {
+        "experts_per_token": 3,
+        "initial_context_length": 4096,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "transformers_version": "4.55.0.dev0",
+    }
+    file.write_text(json.dumps(config | told))
+    assert isinstance(load(quantised), Decoder)
