@@ -54,6 +54,7 @@ _QWEN_3_8B = "Qwen3 8B", "qwen3-8b"
 _QWEN_3_14B = "Qwen3 14B", "qwen3-14b"
 _QWEN_3_32B = "Qwen3 32B", "qwen3-32b"
 _LLAMA_31_8B = "Llama 3.1 8B Instruct", r"(meta-)?llama-3\.1-8b-instruct"
+_GPT_OSS_20B = "gpt-oss 20B", "gpt-oss-20b"
 _SMOLLM_2 = frozenset({49_152})
 
 KNOWN_DRAFTS: Sequence[KnownDraft] = (
@@ -95,6 +96,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             (_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6, 4),
             (_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8, 4),
             (_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45, 4),
+            (_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5, 4),
             # The Qwen ones were trained on answers without thinking.
             (_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75, 7),
             (_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05, 7),

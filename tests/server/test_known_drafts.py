@@ -43,6 +43,11 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
             target("meta-llama/Llama-3.1-8B-Instruct", "llama", 128_256, 8.0),
             "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
         ),
+        (
+            target("openai/gpt-oss-20b", "gpt_oss", 201_088, 20.9),
+            "RedHatAI/gpt-oss-20b-speculator.eagle3",
+        ),
+        (target("openai/gpt-oss-120b", "gpt_oss", 201_088, 116.8), None),
         (target("/models/mine", "qwen3", 151_936, 32.8), "Qwen/Qwen3-0.6B"),
         (target("Qwen/Qwen3-0.6B", "qwen3", 151_936, 0.6), None),
         (target("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152_064, 7.6), "Qwen/Qwen2.5-0.5B-Instruct"),
@@ -91,7 +96,7 @@ def test_the_pairs_of_our_configs_are_known() -> None:
 def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
     known = {(draft.model, draft.num_speculative_tokens) for draft in KNOWN_DRAFTS}
     heads = ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash")
-    for name in (*heads, "mimo-7b-mtp"):
+    for name in (*heads, "mimo-7b-mtp", "gpt-oss-20b-eagle3"):
         settings = load_settings(Path(name), environ={})
         assert (settings.draft.model, settings.speculation.num_speculative_tokens) in known
 
