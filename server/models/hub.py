@@ -19,6 +19,7 @@ from .store import ModelError
 # Weights as safetensors only: a pickle checkpoint runs code when it is opened.
 _DATA_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]
 _CODE_FILES = ["*.py"]
+_NO_WEIGHTS = ["*/*.safetensors"]  # in folders, copies for other programs: gpt-oss has them
 _HEAD_FILES = ["pytorch_model.bin"]  # some heads have nothing else; only tensors are read
 
 
@@ -37,6 +38,7 @@ def snapshot(
                 hub_id,
                 revision=revision,
                 allow_patterns=patterns,
+                ignore_patterns=_NO_WEIGHTS,
                 local_files_only=cached_only,
             )
         )

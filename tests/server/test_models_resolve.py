@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from tiny_pairs import write_tiny_gguf
 
 from outrider.server.models import hub, resolve, store
@@ -103,6 +104,20 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(home: Path) -> 
     second = resolve.resolve("tiny.gguf")
     assert second != first
     assert len(store.entries()) == 2
+
+
+def test_weights_in_folders_are_not_fetched(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_repository = ["config.json", "tokenizer.json", "m.safetensors", "original/m.safetensors"]
+    fetched: set[str] = set()
+
+    def snapshot(hub_id: str, **options: Any) -> str:
+        patterns = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
+        fetched.update(filter_repo_objects(in_repository, **patterns))
+        return str(home)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    hub.snapshot("a/b", None)
+    assert fetched == set(in_repository[:3])
 
 
 def test_a_hub_id_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
