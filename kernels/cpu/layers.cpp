@@ -98,6 +98,48 @@ inline void score(const float* const* queries, const float* keys, int dim, float
     for (int n = 0; n < N; n++) store(to[n], acc[n] * splat(scale));
 }
 
+struct Seen {
+    const float* weights;  // of keys
+    int start, stop;       // the keys that a query row sees; others may hold anything
+    float* out;
+};
+
+// Values, by the weights that N query rows give them.
+template <int N, class VALUE>
+inline void mix(const Seen* rows, int dim, VALUE value) {
+    int starts[2] = {rows[0].start, rows[0].start}, stops[2] = {rows[0].stop, rows[0].stop};
+    for (int n = 1; n < N; n++) {
+        starts[0] = std::min(starts[0], rows[n].start);
+        starts[1] = std::max(starts[1], rows[n].start);
+        stops[0] = std::min(stops[0], rows[n].stop);
+        stops[1] = std::max(stops[1], rows[n].stop);
+    }
+    const int all_see = std::min(starts[1], stops[0]);
+    for (int d = 0; d < dim; d += 4 * LANES) {
+        const int vectors = (dim - d) / LANES < 4 ? (dim - d) / LANES : 4;
+        F acc[N][4] = {};
+        auto add = [&](int count, int begin, int end, bool by_all) {
+            for (int j = begin; j < end; j++)
+#pragma GCC unroll 4
+                for (int v = 0; v < count; v++) {
+                    const F values = value(j, d + v * LANES);
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; n++)
+                        if (by_all || (j >= rows[n].start && j < rows[n].stop))
+                            acc[n][v] += splat(rows[n].weights[j]) * values;
+                }
+        };
+        add(vectors, starts[0], all_see, false);
+        if (vectors == 4)
+            add(4, all_see, stops[0], true);
+        else
+            add(vectors, all_see, stops[0], true);
+        add(vectors, stops[0], stops[1], false);
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < vectors; v++) store(rows[n].out + d + v * LANES, acc[n][v]);
+    }
+}
+
 template <bool BF16>
 void attend(
     const Layer& layer, const Shape& shape, const int32_t* pages, const float* queries,
@@ -170,17 +212,24 @@ void attend(
             total += p;
         }
         const float scale = 1.0f / sum(total);
-        float* to = out + q / group * out_stride + q % group * dim;
-        for (int d = 0; d < dim; d += 4 * LANES) {
-            const int vectors = (dim - d) / LANES < 4 ? (dim - d) / LANES : 4;
-            F acc[4] = {};
-            for (int j = start; j < stop; j++) {
-                const int64_t at = place(begin + j) + d;
-                const F p = splat(of_row[j]);
-                for (int v = 0; v < vectors; v++)
-                    acc[v] += p * from_cache<BF16>(layer.values, at + v * LANES);
-            }
-            for (int v = 0; v < vectors; v++) store(to + d + v * LANES, acc[v] * splat(scale));
+        for (int j = 0; j < width; j += LANES)
+            store(of_row + j, load(of_row + j) * splat(scale));
+    }
+    auto value = [&](int j, int d) { return from_cache<BF16>(layer.values, place(begin + j) + d); };
+    for (int q = 0; q < num_queries; q += 4) {
+        const int these = num_queries - q < 4 ? num_queries - q : 4;
+        Seen seen[4];
+        for (int n = 0; n < these; n++) {
+            const int row = (q + n) / group, end = fewest + row;
+            const int start = layer.window > 0 && end > layer.window ? end - layer.window : 0;
+            float* to = out + row * out_stride + (q + n) % group * dim;
+            seen[n] = {scores + (size_t)(q + n) * width, std::max(start - begin, 0), end - begin, to};
+        }
+        switch (these) {
+            case 4: mix<4>(seen, dim, value); break;
+            case 3: mix<3>(seen, dim, value); break;
+            case 2: mix<2>(seen, dim, value); break;
+            default: mix<1>(seen, dim, value);
         }
     }
 }
