@@ -126,3 +126,61 @@ def test_numbers_that_are_not_finite_are_not_lost(layout: Layout, value: float) 
     got = product(x, pack(codes(64, 96, layout), layout))
     assert not got[1].isfinite().any()
     assert got[[0, 2]].isfinite().all()
+
+
+def attended(keys: torch.Tensor, values: torch.Tensor, rows: int, window: int) -> torch.Tensor:
+    """A layer over the last `rows` tokens of one sequence, whose positions turn nothing.
+
+    Shape: keys, values [pages, 16, 1, 16] float32, of all tokens before these rows.
+    """
+    hidden, dim = 32, 16
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(num_out: int, num_in: int) -> layers.Matrix:
+        kept.append(pack(Codes(torch.randn(num_out, num_in, generator=generator)), Layout.PLAIN))
+        return layers.matrix(kept[-1], None)
+
+    kept: list[PackedTiles] = []
+    ones, zeros = torch.ones(64, hidden), torch.zeros(64, hidden)
+    keys, values = keys.clone(), values.clone()
+    length = keys[..., 0].numel() - 3  # the last page has room left
+    layer = layers.Layer(
+        norm=ones.data_ptr(),
+        mlp_norm=ones.data_ptr(),
+        qkv=weight((2 + 2) * dim, hidden),
+        output=weight(hidden, 2 * dim),
+        gate_up=weight(64, hidden),
+        down=weight(hidden, 32),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        cos=ones.data_ptr(),
+        sin=zeros.data_ptr(),
+        window=window,
+    )
+    shape = layers.Shape(hidden, 2, 1, dim, 32, 16, 0, 1e-5, 0.0, 0.25)
+    numbers = [[0, rows], [length], [0], [*range(length - rows, length)], [0] * rows]
+    first_rows, lengths, slots, places, positions = map(torch.tensor, numbers)
+    table = torch.arange(len(keys), dtype=torch.int32)
+    batch = layers.Batch(
+        rows, 1, first_rows.data_ptr(), lengths.data_ptr(), slots.data_ptr(), places.data_ptr(),
+        positions.data_ptr(), table.data_ptr(), len(table),
+    )  # fmt: skip
+    x = torch.randn(rows, hidden, generator=generator)
+    layers.run_layers(layers.array([layer]), shape, batch, x)
+    return x
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_a_row_sees_no_more_than_its_window(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    keys, values = torch.randn(2, 3, 16, 1, 16, generator=generator)
+    window, length = 9, 45
+    whole = attended(keys, values, rows, 0)
+    within = attended(keys, values, rows, window)
+    assert torch.equal(attended(keys, values, rows, length), whole)
+    assert not torch.allclose(within, whole, rtol=0.01)
+    before = length - rows + 1 - window  # tokens that no row sees
+    for pages in (keys, values):
+        pages.view(-1, 16)[:before] = torch.nan
+        pages.view(-1, 16)[length:] = torch.nan
+    assert torch.equal(attended(keys, values, rows, window), within)
