@@ -13,7 +13,7 @@ from .weights import Kept, Linear
 
 
 class Stack(PagedLayers):
-    """Layers whose weights and structure are ours."""
+    """Embedding, blocks, norm and output layer, however a model passes its rows through them."""
 
     def __init__(
         self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, head: Linear

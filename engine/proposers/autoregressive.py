@@ -16,7 +16,6 @@ from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
-from .base import DraftDistributions
 from .draws import LogitsOf
 from .head import HeadProposer
 
@@ -55,14 +54,11 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
     def _rows_at_once(self) -> int:
         return self._slots.max_num_seqs
 
-    def _draft(
-        self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor
-    ) -> Tensor:
+    def _draft(self, integers: Tensor, shape: Shape) -> Tensor:
         size, k, filters, samples = shape
         batch_shape = (size, size, size)
         batch_len, draws_len = packed_len(batch_shape), 2 * aligned(size)
-        kept = DraftDistributions(kept_logits, kept_state)
-        y, drawn = kept_logits, integers
+        y = drawn = integers
         for j in range(k):
             draws, integers = integers[:draws_len].view(2, -1), integers[draws_len:]
             if j == 0:
@@ -71,7 +67,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
                 y = self._advance(integers[:batch_len], batch_shape, y)
                 integers = integers[batch_len:]
             kind = bool(filters), bool(samples)
-            drawn = self._draws.draw(draws, kind, self._logits(y), kept)
+            drawn = self._draws.draw(draws, kind, self._logits(y))
         return drawn
 
     def _pack(

@@ -22,7 +22,6 @@ from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
 from .autoregressive import AutoregressiveReading
-from .base import DraftDistributions
 from .draws import MIN_LIKELIHOOD, LogitsOf
 from .head import AnyHead, HeadProposer
 
@@ -67,9 +66,7 @@ class BlockDrafting(HeadProposer[AnyHead]):
                 each.num_drafts = min(each.num_drafts, num_likely)
         return confidence
 
-    def _draft(
-        self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor
-    ) -> Tensor:
+    def _draft(self, integers: Tensor, shape: Shape) -> Tensor:
         """Returns the confidence in each draft, if there is a confidence head. Shape: [k, N]."""
         size, k, filters, samples = shape
         batch_shape = self._shape(size, k)
@@ -77,14 +74,13 @@ class BlockDrafting(HeadProposer[AnyHead]):
         block = self._computed(integers[:batch_len], batch_shape, k)
         draws = integers[batch_len:].view(2, -1)
         kind = bool(filters), bool(samples)
-        kept = DraftDistributions(kept_logits, kept_state)
         if self._draws_at_once:
-            return self._draws.draw(draws, kind, self._widened(block.logits.flatten(0, 1)), kept)
+            return self._draws.draw(draws, kind, self._widened(block.logits.flatten(0, 1)))
         told, last, width = [], None, aligned(size)
         for j in range(k):
             logits, confidence = block.at(j, last)
             its_draws = draws[:, j * width : (j + 1) * width]
-            last = self._draws.draw(its_draws, kind, self._widened(logits), kept)
+            last = self._draws.draw(its_draws, kind, self._widened(logits))
             told.append(last if confidence is None else confidence)
         return torch.stack(told)
 

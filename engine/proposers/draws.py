@@ -24,9 +24,9 @@ from .base import SAMPLING_KINDS, DraftDistributions
 MIN_LIKELIHOOD = 0.1
 
 Kind = tuple[bool, bool]  # an entry of SAMPLING_KINDS
-# (j, slots, rows, last drafts) -> logits of draft j for these slots and, if there is one, the
-# confidence [N] that it stands if those before it do. `rows` are the continuing rows of the call
-# before, and their last drafts are None for the first draft.
+# (j, slots, rows, last drafts) -> logits of draft j for these slots and, from a confidence head,
+# how likely it stands if the drafts before it do: [N]. `rows` says which rows of the call before go
+# on, and the last drafts are theirs; None for the first draft.
 LogitsOf = Callable[[int, np.ndarray, np.ndarray, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
@@ -52,9 +52,7 @@ class Draws:
         packed[1, : len(slots_np)] = offset
         return packed
 
-    def draw(
-        self, integers: Tensor, kind: Kind, logits: Tensor, kept: DraftDistributions
-    ) -> Tensor:
+    def draw(self, integers: Tensor, kind: Kind, logits: Tensor) -> Tensor:
         """Draw one draft for each row, write it into its slot, and keep its distribution.
 
         Shape: integers [2, N or more], for each row its slot and the number of drafts before this
@@ -76,8 +74,8 @@ class Draws:
             samples=samples,
         )
         # Verifying greedy drafts does not need their distributions.
-        kept_of_step = (kept.logits, kept.state) if samples else None
-        write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept_of_step)
+        kept = self.distributions if samples else None
+        write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
         return drawn.token_ids
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
@@ -87,7 +85,7 @@ class Draws:
         logits = torch.zeros(2, kept.logits.shape[2], dtype=kept.logits.dtype, device=device)
         integers = uploaded(self.pack(np.zeros(0, dtype=np.int64), 0, 2), device)
         for kind in SAMPLING_KINDS:
-            yield partial(self.draw, integers, kind, logits, kept)
+            yield partial(self.draw, integers, kind, logits)
 
 
 def draw_in_turn(

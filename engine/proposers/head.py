@@ -93,12 +93,10 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         """The integers of `_draft`; sequences with more drafts must come first."""
 
     @abstractmethod
-    def _draft(
-        self, integers: Tensor, shape: Shape, kept_logits: Tensor, kept_state: Tensor
-    ) -> Tensor:
+    def _draft(self, integers: Tensor, shape: Shape) -> Tensor:
         """Draw up to k drafts for each sequence; shape is (sequences, k, filters, samples).
 
-        Shape: integers, see `_pack`; kept_logits, kept_state as in DraftDistributions.
+        Shape: integers, see `_pack`.
         """
 
     @abstractmethod
@@ -115,7 +113,7 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         none_np = np.zeros(0, dtype=np.int64)
         size, k = self._slots.max_num_seqs, self._slots.max_drafts
         packed = self._pack(none_np, none_np, size, k)
-        self._drafts(packed, (size, k, *SAMPLING_KINDS[0]), *self.distributions)
+        self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
         logits = self.distributions.logits.new_zeros(size, self._head.vocab_size)
         self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, size))
 
@@ -137,7 +135,7 @@ class HeadProposer(Proposer, Generic[AnyHead]):
             for kind in SAMPLING_KINDS:
                 for k in range(self._slots.max_drafts, 0, -1):
                     packed = self._pack(none_np, none_np, size, k)
-                    self._drafts.capture(packed, (size, k, *kind), tuple(self.distributions))
+                    self._drafts.capture(packed, (size, k, *kind))
         self._sizes = sizes[::-1]
 
     def _propose(self, plan: Plan) -> None:
@@ -175,7 +173,7 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         num_drafts_np = np.array([s.num_drafts for s in scheduled])
         size, k = padded_size(len(scheduled), self._sizes), int(num_drafts_np.max())
         packed = self._pack(slots_of(scheduled), num_drafts_np, size, k)
-        return self._drafts(packed, (size, k, *sampling_kind(scheduled)), *self.distributions)
+        return self._drafts(packed, (size, k, *sampling_kind(scheduled)))
 
     def _draft_one_by_one(self, scheduled: list[ScheduledRequest]) -> None:
         """Draw up to k_i drafts for each sequence; the host edits logits or looks at each draft."""
@@ -185,7 +183,7 @@ class HeadProposer(Proposer, Generic[AnyHead]):
 
         def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
             draws = uploaded(self._draws.pack(slots_np, j, len(slots_np)), device)
-            return self._draws.draw(draws, kind, logits, self.distributions)
+            return self._draws.draw(draws, kind, logits)
 
         draw_in_turn(scheduled, line, draw, self._edits, stops_early=self._stops_early)
 

@@ -70,8 +70,7 @@ class Top1Proposer(Proposer):
         for size in sizes:
             for kind in SAMPLING_KINDS:
                 integers_np = self._draws.pack(none_np, 0, size)
-                tensors = (logits[:size], *self.distributions)
-                self._phase.capture(integers_np, (size, *kind), tensors)
+                self._phase.capture(integers_np, (size, *kind), (logits[:size],))
         self._sizes = sizes[::-1]
 
     def _propose(self, plan: Plan) -> None:
@@ -136,16 +135,15 @@ class Top1Proposer(Proposer):
         def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
             size = padded_size(len(slots_np), self._sizes)
             integers_np = self._draws.pack(slots_np, j, size)
-            drawn = self._phase(integers_np, (size, *kind), logits, *self.distributions)
+            drawn = self._phase(integers_np, (size, *kind), logits)
             return drawn[: len(slots_np)]
 
         draw_in_turn(scheduled, logits_of, draw, self._edits, stops_early=self._stops_early)
 
-    def _draw(self, integers: Tensor, shape: Shape, logits: Tensor, *kept: Tensor) -> Tensor:
+    def _draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """`Draws.draw` as a phase; the shape is (rows, filters, samples)."""
         size, filters, samples = shape
-        kind = bool(filters), bool(samples)
-        return self._draws.draw(integers, kind, logits[:size], DraftDistributions(*kept))
+        return self._draws.draw(integers, (bool(filters), bool(samples)), logits[:size])
 
     def _forward(
         self,
