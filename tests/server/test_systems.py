@@ -1,5 +1,7 @@
 """Systems without Triton, and such as have nothing that the server needs."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,27 @@ try:
 except RuntimeError as error:
     print(error)
 """
+# Of the packages that pyproject.toml names, a GPU machine may have no others than these.
+COLLECT = """
+import importlib.metadata, re, sys
+from importlib.machinery import PathFinder
+import pytest
+
+HAS = {"torch", "triton", "transformers", "safetensors", "tokenizers", "jinja2", "psutil"}
+HAS |= {"huggingface-hub", "typing-extensions", "numpy"}
+named = [each for each in importlib.metadata.requires("outrider") if "extra" not in each]
+missing = {re.match("[a-z-]+", each)[0] for each in named} - HAS
+missing = {name.replace("-", "_") for name in missing} | {"zmq"}
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in missing else super().find_spec(name, path, target)
+
+sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+assert "fastapi" in missing
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "pytest_timeout", *sys.argv[1:]]))
+"""
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 3}
 EDITED = {"logit_bias": {"60": 2}, "bad_words": ["a"], "min_tokens": 4, "logprobs": 3, "echo": True}
 
@@ -55,6 +78,27 @@ def test_kernels_can_be_imported_without_triton_and_say_so_when_they_run() -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the kernel kernel needs Triton, which is not installed\n"
+
+
+def test_gpu_tests_need_no_package_of_the_server() -> None:
+    """`make gpu` sets nothing up, so its tests must be found without what only servers need."""
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    names = re.search(r"test_%.py,([^)]+)\)", makefile)
+    assert names is not None
+    files = [f"tests/engine/test_{name}.py" for name in names[1].split()]
+    files += ["tests/kernels", "tests/engine/test_losslessness.py"]
+    command = [sys.executable, "-P", "-c", COLLECT, *files]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """Drive an engine to the end, and the truths to hold it against."""
 
 import functools
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
@@ -24,8 +24,11 @@ from outrider.engine.engine import Engine
 from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.engine.models.mtp_config import DIALECTS
 
-# transformers makes this table, of thousands of names, anew for every module of a GGUF file.
-gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+if importlib.util.find_spec("gguf"):  # `make gpu` does without it
+    import gguf
+
+    # transformers makes this table, of thousands of names, anew for every module of a GGUF file.
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
