@@ -17,4 +17,8 @@ def speed_up() -> None:
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
     interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
-    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    np_dtype = interpreter._get_np_dtype
+    of_scalar = functools.cache(np_dtype)  # pointers cannot be hashed
+    interpreter._get_np_dtype = lambda type_: (
+        np_dtype(type_) if type_.scalar.is_ptr() else of_scalar(type_.scalar)
+    )
