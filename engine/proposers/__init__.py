@@ -23,20 +23,14 @@ Factory = Callable[[EngineConfig, Slots, LogitEdits, ModelPair], Proposer]
 def _draft_model(
     config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
 ) -> Proposer:
-    stops_early = config.speculation.adaptive and slots.device.type == "cpu"
-    adaptive = config.speculation.adaptive
-    if isinstance(pair.head, BlockHead):
-        return BlockProposer(
-            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
-        )
-    if isinstance(pair.head, Eagle3Head) and pair.head.mask is not None:
-        return ParallelEagleProposer(
-            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
-        )
-    if isinstance(pair.head, AutoregressiveHead):
-        return AutoregressiveProposer(
-            pair.head, pair.target, slots, edits, pair.vocab_size, adaptive=adaptive
-        )
+    head, adaptive = pair.head, config.speculation.adaptive
+    others = pair.target, slots, edits, pair.vocab_size
+    if isinstance(head, BlockHead):
+        return BlockProposer(head, *others, adaptive=adaptive)
+    if isinstance(head, Eagle3Head) and head.mask is not None:
+        return ParallelEagleProposer(head, *others, adaptive=adaptive)
+    if isinstance(head, AutoregressiveHead):
+        return AutoregressiveProposer(head, *others, adaptive=adaptive)
     if pair.draft is None:
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"
@@ -47,7 +41,7 @@ def _draft_model(
         edits,
         pair.vocab_size,
         config.scheduler.max_num_batched_tokens,
-        stops_early=stops_early,
+        stops_early=adaptive and slots.device.type == "cpu",
     )
 
 
