@@ -76,7 +76,8 @@ class Worker:
         if self.pair.head is not None:
             self.proposer_name = self.pair.head.kind
         self.scorer = Scorer(self.pair.target, vocab_size)
-        self.verifier = Verifier(self.slots, self.edits, vocab_size)
+        distributions = self.proposer.distributions
+        self.verifier = Verifier(self.slots, self.edits, distributions, vocab_size)
         self._cpu_share = CPUShare(self.pair.target.thread_counts)
         self._is_compiled = isinstance(self.pair.target.network, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
@@ -89,7 +90,7 @@ class Worker:
         target = self.pair.target
         num_rows = 2 * (self.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
-        verifications = self.verifier.warm_ups(logits, self.proposer.distributions)
+        verifications = self.verifier.warm_ups(logits)
         compile_together([*self.proposer.warm_ups(), *verifications], self.device)
 
     def allocate(self, num_pages: int) -> None:
@@ -105,7 +106,7 @@ class Worker:
         num_logits = num_seqs * (k + 1)
         logits = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
         self.proposer.rehearse()  # after the target: a head reads the target's taps
-        self.verifier.rehearse(logits, self.proposer.distributions)
+        self.verifier.rehearse(logits)
         for n in padded_sizes(num_seqs):
             for num_rows in _SHORT_ROWS:
                 if n * num_rows <= self._most_rows:
@@ -117,7 +118,7 @@ class Worker:
         gc.collect()  # frees the memory of an engine that was used before
         logits = self.scorer.capture(self.max_drafts, self._most_rows, report)
         self.proposer.capture(report)  # after the target: a head's graphs read the target's taps
-        self.verifier.capture(logits, self.proposer.distributions)
+        self.verifier.capture(logits)
 
     def seat(self, request: Request) -> None:
         """Give a sequence a slot and fill it; its pages come later, by `slots.write_pages`."""
@@ -156,7 +157,7 @@ class Worker:
         """
         assert step.logits is not None
         with self._threads():
-            step.drawn = self.verifier.verify(step.plan, step.logits, self.proposer.distributions)
+            step.drawn = self.verifier.verify(step.plan, step.logits)
             step.logits = None
             self.proposer.follow(step.plan)
         step.end = self._event()

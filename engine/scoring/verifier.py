@@ -37,58 +37,60 @@ class Drawn(NamedTuple):
 class Verifier:
     """Keeps exactly those drafts that the target would have produced itself."""
 
-    def __init__(self, slots: Slots, edits: LogitEdits, vocab_size: int) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        edits: LogitEdits,
+        distributions: DraftDistributions | None,
+        vocab_size: int,
+    ) -> None:
+        """Drafts were drawn from `distributions`; None: they are one-hot."""
         self._slots = slots
         self._edits = edits
+        self._distributions = distributions
         self._vocab_size = vocab_size
+        self._columns = sorted({slots.max_drafts, 0}, reverse=True)  # with drafts, and without
         self._phase = Phase(self._run, slots.device)
         self._sizes: list[int] = []  # captured, ascending
 
-    def warm_ups(
-        self, logits: Tensor, distributions: DraftDistributions | None
-    ) -> Iterator[Callable[[], Tensor]]:
+    def warm_ups(self, logits: Tensor) -> Iterator[Callable[[], Tensor]]:
         """Dummy verifications that together launch every kernel, also those for edited logits.
 
         Shape: logits [2 * (K + 1), V].
         """
         integers = uploaded(self._dummies(2), self._slots.device)
-        for num_columns, q in self._cases(distributions):
+        for num_columns in self._columns:
             edited = [logits.float()] if num_columns == self._slots.max_drafts else []
             for x, kind in product([logits, *edited], SAMPLING_KINDS):
-                yield partial(self._run, integers, (2, num_columns, *kind), x, *q)
+                yield partial(self._run, integers, (2, num_columns, *kind), x)
 
-    def rehearse(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
+    def rehearse(self, logits: Tensor) -> None:
         """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
 
         Shape: logits [max_num_seqs * (K + 1), V].
         """
         size, num_rows = self._slots.max_num_seqs, len(logits)
-        num_columns, q = self._cases(distributions)[0]
         integers = uploaded(self._dummies(size), self._slots.device)
         rows = RequestRows.dummies(self._slots.dummy, num_rows)
-        self._run(integers, (size, num_columns, True, True), self._edits.rehearse(logits, rows), *q)
+        shape = (size, self._slots.max_drafts, True, True)
+        self._run(integers, shape, self._edits.rehearse(logits, rows))
         index = torch.arange(num_rows, device=logits.device)
         num_top = min(MAX_LOGPROBS, self._vocab_size)
         gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._vocab_size)
 
-    def capture(self, logits: Tensor, distributions: DraftDistributions | None) -> None:
-        """Capture verifications that read this `logits` tensor and these draft distributions.
-
-        Without `distributions`, drafts are one-hot.
+    def capture(self, logits: Tensor) -> None:
+        """Capture verifications that read this `logits` tensor.
 
         Shape: logits [max_num_seqs * (K + 1), V].
         """
         sizes = padded_sizes(self._slots.max_num_seqs)
         for size in sizes:
-            for num_columns, q in self._cases(distributions):
-                tensors = (logits[: size * (num_columns + 1)], *q)
-                for kind in SAMPLING_KINDS:
-                    self._phase.capture(self._dummies(size), (size, num_columns, *kind), tensors)
+            for num_columns, kind in product(self._columns, SAMPLING_KINDS):
+                tensors = (logits[: size * (num_columns + 1)],)
+                self._phase.capture(self._dummies(size), (size, num_columns, *kind), tensors)
         self._sizes = sizes[::-1]
 
-    def verify(
-        self, plan: Plan, logits: Tensor, distributions: DraftDistributions | None
-    ) -> Drawn | None:
+    def verify(self, plan: Plan, logits: Tensor) -> Drawn | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         Writes the drawn tokens into the slots, after each sequence's known tokens, and starts
@@ -108,20 +110,19 @@ class Verifier:
         drafts = self._copy_drafts(slots_np) if tells_drafts else None
         edited_np = self._edits.asked_by(slots_np)
         # Edited rows always take the variant with drafts: only that was compiled in advance.
-        has_drafts = num_drafts_np.any() or (edited_np.any() and distributions is not None)
+        has_drafts = num_drafts_np.any() or (edited_np.any() and self._distributions is not None)
         kind = (self._slots.max_drafts if has_drafts else 0, *sampling_kind(sampled))
-        tensors = (logits, *(distributions or ())) if has_drafts else (logits,)
         if edited_np.all():
-            drawn = self._verify_edited(rows, kind, *tensors)
+            drawn = self._verify_edited(rows, kind, logits)
         else:
             # The dummy slot takes the place of edited sequences, which are verified after this.
             slots_np = np.where(edited_np, self._slots.dummy, slots_np)
             size = padded_size(len(sampled), self._sizes)
             packed_np = self._pack(slots_np, num_drafts_np, size)
-            drawn = self._phase(packed_np, (size, *kind), *tensors)[: len(sampled)]
+            drawn = self._phase(packed_np, (size, *kind), logits)[: len(sampled)]
             if edited_np.any():
                 index = uploaded(edited_np.nonzero()[0], drawn.device)
-                drawn[index] = self._verify_edited(rows.take(edited_np), kind, *tensors)
+                drawn[index] = self._verify_edited(rows.take(edited_np), kind, logits)
         asking_np = np.array([s.request.params.logprobs is not None for s in sampled])
         logprob_rows_np = np.concatenate(([0], np.cumsum(rows.num_rows_np * asking_np)))
         logprobs = self._gather(plan, logits, drawn, rows, asking_np) if asking_np.any() else ()
@@ -133,9 +134,7 @@ class Verifier:
         slot = uploaded(slots_np, self._slots.device)
         return HostCopy(read_slots(self._slots.state, slot, self._slots.max_drafts).draft_ids)
 
-    def _verify_edited(
-        self, rows: RequestRows, kind: Shape, logits: Tensor, *distributions: Tensor
-    ) -> Tensor:
+    def _verify_edited(self, rows: RequestRows, kind: Shape, logits: Tensor) -> Tensor:
         """`_run` for requests with logit edits.
 
         Uncaptured: the edited logits are float32, and the host launches this while the GPU still
@@ -145,7 +144,7 @@ class Verifier:
         size = len(num_drafts_np)
         integers = uploaded(self._pack(rows.slots_np, num_drafts_np, size), self._slots.device)
         edited = self._edits.apply(logits, rows)
-        return self._run(integers, (size, *kind), edited, *distributions)
+        return self._run(integers, (size, *kind), edited)
 
     def read(self, plan: Plan, drawn: Drawn | None) -> StepResult:
         """Wait for what `verify` drew and for the step's prompt logprobs."""
@@ -174,19 +173,11 @@ class Verifier:
             ],
         )
 
-    def _run(
-        self,
-        integers: Tensor,
-        shape: Shape,
-        logits: Tensor,
-        draft_logits: Tensor | None = None,
-        draft_state: Tensor | None = None,
-    ) -> Tensor:
+    def _run(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """Verify, and write the drawn tokens into the slots.
 
-        Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; draft_logits [num_slots, K,
-        V'], draft_state [num_slots, K, 4]; returns [B, K + 2]: K + 1 tokens, padded with -1, and a
-        flag for bad logits.
+        Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; returns [B, K + 2]: K + 1
+        tokens, padded with -1, and a flag for bad logits.
         """
         size, num_columns, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
@@ -201,13 +192,14 @@ class Verifier:
                 self._vocab_size,
             )
         rows = read_slots(self._slots.state, slot, num_columns)
+        q = self._distributions if samples and num_columns > 0 else None
         verified = verify(
             logits,
             cu_rows,
             rows.draft_ids,
             num_drafts,
-            draft_logits if samples else None,
-            draft_state if samples else None,
+            None if q is None else q.logits,
+            None if q is None else q.state,
             rows.sampling,
             rows.anchor,
             self._vocab_size,
@@ -216,13 +208,6 @@ class Verifier:
             draft_rows=slot,
         )
         return write_verified(self._slots.state, slot, rows.anchor, verified)
-
-    def _cases(
-        self, distributions: DraftDistributions | None
-    ) -> list[tuple[int, tuple[Tensor, ...]]]:
-        """(drafts a sequence, tensors that they were drawn from): with drafts, and without."""
-        columns = sorted({self._slots.max_drafts, 0}, reverse=True)
-        return [(n, tuple(distributions or ()) if n else ()) for n in columns]
 
     def _dummies(self, size: int) -> np.ndarray:
         none_np = np.zeros(0, dtype=np.int64)

@@ -25,7 +25,7 @@ def test_warming_up_touches_no_sequence(tiny_model: Callable[..., Path], propose
     with torch.inference_mode():
         for warm_up in [
             *engine.worker.proposer.warm_ups(),
-            *engine.worker.verifier.warm_ups(logits, engine.worker.proposer.distributions),
+            *engine.worker.verifier.warm_ups(logits),
         ]:
             warm_up()
     assert torch.equal(before[0], state.token_ids[:2])
