@@ -21,7 +21,9 @@ START_S = 240.0  # the default pair may have to be fetched first
 class RunningServer:
     """`outrider serve`, ready. `http` asks it with the key that it was given, if any."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, api_key: str | None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], log: Path, api_key: str | None = None
+    ) -> None:
         self.process = process
         self.log = log
         self.url = self._wait_until_ready()
