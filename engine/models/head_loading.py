@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
 from .any_checkpoint import AnyCheckpoint
-from .attention import Rope
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .blocks import Block
 from .checkpoint import Checkpoint
@@ -103,8 +101,7 @@ def _blocks(
     config: HeadConfig, reader: LlamaReader, first: str, device: torch.device
 ) -> list[Block]:
     layers, block = config.layers, config.block
-    rotary = LlamaRotaryEmbedding(layers)
-    rope = Rope(rotary.inv_freq.float().to(device), rotary.attention_scaling)
+    rope = reader.rope(device)
     blocks = []
     for i, name in enumerate([first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]):
         # In later layers, some trainers give the only norm the other name.

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
@@ -39,6 +41,10 @@ class LlamaReader:
         shape = (sum(num_outputs.values()), num_inputs)
         check_shape(" + ".join(f"{name}.weight" for name in num_outputs), made.weight, shape)
         return made
+
+    def rope(self, device: torch.device) -> Rope:
+        rotary = LlamaRotaryEmbedding(self._config)
+        return Rope(rotary.inv_freq.float().to(device), rotary.attention_scaling)
 
     def block(
         self,

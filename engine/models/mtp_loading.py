@@ -4,13 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
 from .architectures import load_config
-from .attention import Rope
 from .checkpoint import Checkpoint
 from .families import window_of
 from .head_checks import check_settings, errors_told
@@ -56,8 +53,7 @@ def load_mtp_head(
 
 def _build(dialect: MtpDialect, config: Any, checkpoint: Checkpoint, target: Network) -> MtpHead:
     reader, width = LlamaReader(checkpoint, config), config.hidden_size
-    rotary = LlamaRotaryEmbedding(config)
-    rope = Rope(rotary.inv_freq.float().to(target.device), rotary.attention_scaling)
+    rope = reader.rope(target.device)
 
     def norm(name: str) -> Norm:
         read = reader.norm(name)
