@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store
+from outrider.kernels.model.row_codes import Normed
 
 from .attention import PagedAttention, PassContext, Rope
 from .experts import ExpertMLP
@@ -33,10 +34,13 @@ class AttentionMixer:
     rope: Rope
     head_norms: tuple[Norm, Norm] | None = None  # of query and key heads
 
+    def __post_init__(self) -> None:
+        self.norm = self.qkv.weight.before(self.norm)
+
     def __call__(
-        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
-    ) -> Tensor | None:
-        qkv = _of_normed(self.qkv, x, normed, self.norm)
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
+    ) -> Normed | None:
+        qkv = self.qkv.of_normed(x, normed, self.norm)
         query = self.store(qkv, self.attention.num_heads, context)
         out = self.attention(query, context)
         return self.output.add_to(x, out.flatten(1), norm=next_norm)
@@ -75,10 +79,13 @@ class GatedMLP:
     gate_up: Linear  # the gate's outputs, then those of `up`
     down: Linear
 
+    def __post_init__(self) -> None:
+        self.norm = self.gate_up.weight.before(self.norm)
+
     def __call__(
-        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
-    ) -> Tensor | None:
-        gated = _of_normed(self.gate_up, x, normed, self.norm, gated=True)
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
+    ) -> Normed | None:
+        gated = self.gate_up.of_normed(x, normed, self.norm, gated=True)
         return self.down.add_to(x, gated, norm=next_norm)
 
     @property
@@ -97,8 +104,8 @@ class Block:
     mlp: GatedMLP | ExpertMLP
 
     def __call__(
-        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
-    ) -> Tensor | None:
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
+    ) -> Normed | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
         normed = self.mixer(x, normed, self.mlp.norm, context)
         return self.mlp(x, normed, next_norm, context)
@@ -119,11 +126,3 @@ class Block:
     def changed(self, change: Callable[[Linear], Linear]) -> "Block":
         """The same block with its linear layers replaced."""
         return Block(self.mixer.changed(change), self.mlp.changed(change))
-
-
-def _of_normed(
-    linear: Linear, x: Tensor, normed: Tensor | None, norm: Norm, *, gated: bool = False
-) -> Tensor:
-    if normed is None:
-        return linear(x, norm=norm, gated=gated)
-    return linear(normed, gated=gated)

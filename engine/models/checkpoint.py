@@ -17,8 +17,8 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round
 from .any_checkpoint import AnyCheckpoint
 from .formats import Read, UnsupportedFormatError
 from .formats.mxfp4 import read_experts
-from .narrow_weight import Narrow, Stacked
-from .weights import Dense, Weight
+from .narrow_weight import Narrow, Scaled, Stacked
+from .weights import Dense, RoundedInputs, Weight
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +51,15 @@ class Checkpoint(AnyCheckpoint):
         *,
         read: Read | None = None,
         rounds: bool = False,
-        rounds_head: bool = False,
+        is_draft: bool = False,
     ) -> None:
-        """`read` reads quantised layers. `rounds` rounds the others to FP8, `rounds_head` the head.
+        """`read` reads quantised layers. `rounds` rounds the others to FP8: a draft's weights, its
+        head included, or weights and inputs of a target but for its head.
 
         Raises FileNotFoundError if the folder holds no weights.
         """
         super().__init__(dtype, device, progress)
-        self._read, self._rounds, self._rounds_head = read, rounds, rounds_head
+        self._read, self._rounds, self._is_draft = read, rounds, is_draft
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self._keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False
@@ -151,36 +152,40 @@ class Checkpoint(AnyCheckpoint):
         matrices = [self._read(self, name) if self._read else None for name in names]
         if all(matrix is None for matrix in matrices):
             plain = self.tensor(*(f"{name}.weight" for name in names))
-            return self._plain(plain, rounds=self._rounds_head if is_head else self._rounds)
+            return self._plain(plain, is_head=is_head)
         self.has_quantised = True
         narrow = [matrix for matrix in matrices if matrix is not None]
-        if self._keeps_narrow and len(narrow) == len(names):
+        if len(narrow) == len(names):
             stacked = stack(narrow)
             if stacked is not None:
-                return Narrow(stacked, self._dtype)
+                return self._narrow(stacked)
         weights: list[Weight] = [
             Dense(self.tensor(f"{name}.weight")) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
-        if self._keeps_narrow:
+        if self._keeps_narrow or not all(isinstance(weight, Dense) for weight in weights):
             return Stacked(weights)
         return Dense(torch.cat([weight.dequantised() for weight in weights]))
 
     def _tied(self, embedding: Tensor) -> Weight:
-        return self._plain(embedding, rounds=self._rounds_head)
+        return self._plain(embedding, is_head=True)
 
-    def _plain(self, matrix: Tensor, *, rounds: bool) -> Weight:
-        return self._narrow(round_to_fp8(matrix)) if rounds else Dense(matrix)
+    def _plain(self, matrix: Tensor, *, is_head: bool) -> Weight:
+        if not self._rounds or (is_head and not self._is_draft):
+            return Dense(matrix)
+        # A draft has few rows and small layers: rounding inputs costs more than it gains.
+        return self._narrow(round_to_fp8(matrix, rounds_inputs=not self._is_draft))
 
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
         if self._keeps_narrow:
-            return Narrow(matrix, self._dtype)
+            return (Scaled if matrix.rounds_inputs else Narrow)(matrix, self._dtype)
         self._warn_once(
             f"the weights are unpacked to {str(self._dtype).removeprefix('torch.')}, since only a "
             "GPU multiplies by them as they are: they take the memory and the time of the plain "
             "model"
         )
-        return Dense(dequantise(matrix, self._dtype))
+        plain = Dense(dequantise(matrix, self._dtype))
+        return plain if matrix.row_format is None else RoundedInputs(plain, matrix.row_format)
 
     def _warn_once(self, warning: str) -> None:
         if not self._warned:

@@ -9,6 +9,7 @@ from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.experts import ExpertMatrix, Experts, add_experts
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing, route
+from outrider.kernels.model.row_codes import Normed
 
 from .attention import PassContext
 from .weights import Kept, Linear
@@ -41,10 +42,11 @@ class ExpertMLP:
     experts: ExpertWeights
 
     def __call__(
-        self, x: Tensor, normed: Tensor | None, next_norm: Norm | None, context: PassContext
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
     ) -> Tensor | None:
         if normed is None:
             normed = rms_norm(x, self.norm)
+        assert isinstance(normed, Tensor)
         return self.add(x, normed, self.route(normed), next_norm)
 
     def route(self, normed: Tensor) -> Routing:

@@ -49,6 +49,7 @@ def load_head(
             target.device,
             progress or (lambda done, total: None),
             rounds=config.quantization is not None,
+            is_draft=True,
         )
         head = _build(head_config, checkpoint, target, len(boundaries))
         try:

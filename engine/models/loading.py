@@ -165,7 +165,7 @@ class _Loader:
                     self.progress,
                     read=quantised[1] if quantised else None,
                     rounds=rounds,
-                    rounds_head=rounds and self.is_draft,
+                    is_draft=self.is_draft,
                 )
             decoder = build(self.hf_config, checkpoint, original.rope)
             if quantised and not checkpoint.has_quantised:

@@ -43,6 +43,7 @@ def load_mtp_head(
             progress or (lambda done, total: None),
             read=quantised[1] if quantised else None,
             rounds=config.quantization is not None,
+            is_draft=True,
         )
         head = _build(dialect, hf_config, checkpoint, target)
         target.tap([len(target.attentions)])

@@ -9,6 +9,8 @@ from torch import Tensor
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
+from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
 from .weights import Fused, Unfused, Weight
 
@@ -30,7 +32,7 @@ class Narrow(Weight):
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Tensor | None:
+    ) -> Normed | None:
         same_bits = self.same_bits
         return add_narrow_linear(residual, x, self._matrix, bias, norm=norm, same_bits=same_bits)
 
@@ -39,6 +41,43 @@ class Narrow(Weight):
 
     def with_same_bits(self, bias: Tensor | None) -> "Narrow":
         return Narrow(self._matrix, self._dtype, same_bits=True)
+
+
+class Scaled(Weight):
+    """A matrix of 8 bits whose inputs are rounded to 8 bits too, each row by itself (W8A8)."""
+
+    same_bits = rounds_inputs = True
+
+    def __init__(self, matrix: NarrowMatrix, dtype: torch.dtype) -> None:
+        """`dtype` is the model's."""
+        assert matrix.row_format is not None
+        self._matrix, self._dtype, self._row_format = matrix, dtype, matrix.row_format
+        self.shape = matrix.shape
+        self.num_bytes = matrix.num_bytes
+        self.format = f"{matrix.kind} (inputs too)"
+
+    def before(self, norm: Norm) -> Norm:
+        return norm._replace(rounds=self._row_format)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        return scaled_linear(x, self._matrix, bias, **fused)
+
+    def multiply_codes(self, rows: RowCodes, bias: Tensor | None, *, gated: bool) -> Tensor:
+        return scaled_linear(rows, self._matrix, bias, gated=gated)
+
+    def add_to(
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
+    ) -> Normed | None:
+        return add_scaled_linear(residual, x, self._matrix, bias, norm=norm)
+
+    def dequantised(self) -> Tensor:
+        return dequantise(self._matrix, self._dtype)
+
+    def taken(self, x: Tensor, output: int) -> Tensor:
+        return rounded_rows(x, self._row_format)
+
+    def with_same_bits(self, bias: Tensor | None) -> "Scaled":
+        return self
 
 
 class Stacked(Unfused):
@@ -51,6 +90,7 @@ class Stacked(Unfused):
         self.num_bytes = sum(weight.num_bytes for weight in weights)
         self.format = "mixed"
         self.same_bits = all(weight.same_bits for weight in weights)
+        self.rounds_inputs = any(weight.rounds_inputs for weight in weights)
 
     def with_same_bits(self, bias: Tensor | None) -> "Stacked":
         parts = zip(self._weights, self._biases(bias), strict=True)
@@ -59,6 +99,13 @@ class Stacked(Unfused):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         pairs = zip(self._weights, self._biases(bias), strict=True)
         return torch.cat([weight.multiply(x, part) for weight, part in pairs], 1)
+
+    def taken(self, x: Tensor, output: int) -> Tensor:
+        for weight, size in zip(self._weights, self._sizes, strict=True):
+            if output < size:
+                return weight.taken(x, output)
+            output -= size
+        raise IndexError("the matrix has fewer outputs")
 
     def _biases(self, bias: Tensor | None) -> Sequence[Tensor | None]:
         return [None] * len(self._sizes) if bias is None else bias.split(self._sizes)

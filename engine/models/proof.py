@@ -28,6 +28,8 @@ from .weights import Dense, Linear, Weight
 
 # Rows of a decode, of a verification and of a prompt: each runs other kernels.
 CHECKED_LENGTHS = (1, 5, 40)
+# Where inputs are rounded to 8 bits, the least difference may turn one to the next code.
+_CODES_EPS = 2**-8
 
 
 class Original:
@@ -169,12 +171,15 @@ def _agrees(
         normed = block.mixer(got, None, block.mlp.norm, context)
         if normed is None:
             normed = rms_norm(got, block.mlp.norm)
+        assert isinstance(normed, Tensor)
         weights = routed.weights.float().contiguous()
         num_experts = routed.logits.shape[1]
         block.mlp.add(got, normed, routing_of(routed.ids.int(), weights, num_experts))
     attention.pages = None
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
     eps = torch.finfo(x.dtype).eps
+    if any(linear.weight.rounds_inputs for linear in block.linears):
+        eps = max(eps, _CODES_EPS)
     before, expected, got = x.float(), expected.float(), got.float()
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
     return bool((got - expected).norm() <= tolerance)
@@ -213,12 +218,17 @@ def _split(linear: Linear, *modules: nn.Linear) -> None:
 
 
 def _assign_in_turn(module: nn.Linear, weight: Weight, sizes: list[int], i: int) -> None:
-    """Dequantise a module's weights only while it runs: for all at once there may be no room."""
+    """Dequantise a module's weights only while it runs: for all at once there may be no room.
+
+    The module gets its inputs as the weight takes them.
+    """
     nothing = torch.empty(0)
     _assign(module, nothing)
 
-    def take(*_: object) -> None:
+    def take(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         _assign(module, weight.dequantised().split(sizes)[i])
+        taken = weight.taken(args[0].flatten(0, -2), sum(sizes[:i]))
+        return (taken.view_as(args[0]),)
 
     def give_back(*_: object) -> None:
         _assign(module, nothing)

@@ -27,8 +27,9 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
     it impossible or, unless it is wanted `at_any_cost`, much slower; the network is unchanged then.
     """
     if isinstance(network, Decoder) and network.device.type == "cuda":
-        # Experts sum in one order anyway.
-        formats = ", ".join(sorted({linear.weight.format for linear in network.linears} - {""}))
+        # Experts and rounded inputs are summed in one order anyway.
+        weights = [linear.weight for linear in network.linears]
+        formats = ", ".join(sorted({w.format for w in weights if not w.same_bits} - {""}))
         if formats and not at_any_cost:
             raise ValueError(
                 f"with weights in {formats} long prompts would take longer by half or more; set "

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
 
 from .attention import PagedAttention, PassContext
 from .blocks import Block
@@ -54,7 +55,7 @@ class Stack(PagedLayers):
             self.blocks[i] = block.changed(change)
         self.head = change(self.head)
 
-    def through_blocks(self, x: Tensor, normed: Tensor | None, context: PassContext) -> None:
+    def through_blocks(self, x: Tensor, normed: Normed | None, context: PassContext) -> None:
         """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden]."""
         for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
             normed = block(x, normed, next_norm, context)

@@ -14,8 +14,10 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled, product
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack, unpack
 from outrider.kernels.model.linear import add_linear, linear
+from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
+from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.same_bits_linear import (
     add_same_bits_linear,
     library_rows,
@@ -45,6 +47,7 @@ class Weight(Kept, ABC):
     """The matrix of a linear layer, [N, K]."""
 
     shape: tuple[int, int]
+    rounds_inputs: bool = False  # to 8 bits
 
     @property
     def num_weights(self) -> int:  # type: ignore[override]
@@ -57,7 +60,7 @@ class Weight(Kept, ABC):
     @abstractmethod
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Tensor | None:
+    ) -> Normed | None:
         """Add x W^T + b to the residual in place. Returns norm(residual) if that comes cheaply.
 
         Otherwise returns None, and the layer that reads the residual must apply `norm`.
@@ -67,6 +70,18 @@ class Weight(Kept, ABC):
     @abstractmethod
     def dequantised(self) -> Tensor:
         """The matrix in the model's dtype. Shape: [N, K]."""
+
+    def before(self, norm: Norm) -> Norm:
+        """The norm in front of this layer; it also rounds its result if the layer wants codes."""
+        return norm
+
+    def multiply_codes(self, rows: RowCodes, bias: Tensor | None, *, gated: bool) -> Tensor:
+        """`multiply` for rows of a norm that rounds."""
+        raise TypeError(f"{type(self).__name__} takes no codes")
+
+    def taken(self, x: Tensor, output: int) -> Tensor:
+        """The numbers that this output multiplies: x itself, or rounded. Shape: [T, K]."""
+        return x
 
     def with_same_bits(self, bias: Tensor | None) -> "Weight":
         """The same matrix on a GPU, with products whose rows do not depend on the batch.
@@ -112,7 +127,7 @@ class Dense(Weight):
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Tensor | None:
+    ) -> Normed | None:
         return add_linear(residual, x, self.matrix, bias, norm=norm)
 
     def dequantised(self) -> Tensor:
@@ -203,6 +218,26 @@ class Tiles(Unfused):
         return unpack(self.matrix).dequantised().to(self._dtype)
 
 
+class RoundedInputs(Unfused):
+    """A weight whose inputs are rounded first, where no kernel multiplies codes by codes."""
+
+    rounds_inputs = True
+
+    def __init__(self, weight: Weight, row_format: RowFormat) -> None:
+        self.weight, self.row_format = weight, row_format
+        self.shape, self.num_bytes = weight.shape, weight.num_bytes
+        self.format, self.same_bits = weight.format, weight.same_bits
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.weight.multiply(self.taken(x, 0), bias)
+
+    def dequantised(self) -> Tensor:
+        return self.weight.dequantised()
+
+    def taken(self, x: Tensor, output: int) -> Tensor:
+        return rounded_rows(x, self.row_format)
+
+
 class Linear(NamedTuple):
     """A linear layer: x W^T + b."""
 
@@ -212,7 +247,17 @@ class Linear(NamedTuple):
     def __call__(self, x: Tensor, **fused: Unpack[Fused]) -> Tensor:
         return self.weight.multiply(x, self.bias, **fused)
 
-    def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Tensor | None:
+    def of_normed(
+        self, x: Tensor, normed: Normed | None, norm: Norm, *, gated: bool = False
+    ) -> Tensor:
+        """The layer of norm(x), which is there already if `normed` is not None."""
+        if normed is None:
+            return self(x, norm=norm, gated=gated)
+        if isinstance(normed, RowCodes):
+            return self.weight.multiply_codes(normed, self.bias, gated=gated)
+        return self(normed, gated=gated)
+
+    def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Normed | None:
         return self.weight.add_to(residual, x, self.bias, norm)
 
 
@@ -230,6 +275,9 @@ def packed(linear: Linear, *, rounds: bool) -> Linear:
     Returns it unchanged if oneDNN lacks the dtype, or this torch the operator.
     """
     weight = linear.weight
+    if isinstance(weight, RoundedInputs):
+        inner = packed(Linear(weight.weight, None), rounds=rounds).weight
+        return Linear(RoundedInputs(inner, weight.row_format), linear.bias)
     if not isinstance(weight, Dense):
         return linear
     if rounds and compiled() is not None:

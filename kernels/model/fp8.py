@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from .._dispatch import INTERPRET
 from ..triton_or_none import tl, triton
 
 MAX_E4M3 = 448.0
 _MAX = tl.constexpr(MAX_E4M3)
+_INTERPRET = tl.constexpr(INTERPRET)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -20,10 +22,21 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def e4m3_bytes(x):
+def e4m3(x):
     """Float32 rounded to the nearest; what is too large becomes the largest."""
     x = tl.minimum(tl.maximum(x, -_MAX), _MAX)
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if _INTERPRET:  # whose conversion loses the carry into the exponent: 31.9 becomes 16
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000
+        normal = bits.to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, x + 24576.0 - 24576.0, normal)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def e4m3_bytes(x):
+    """As `e4m3`, as bytes."""
+    return e4m3(x).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

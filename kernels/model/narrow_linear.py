@@ -21,6 +21,7 @@ from .narrow_matrix import NarrowMatrix, dequantise, has_4_bits
 from .narrow_numbers import unpack
 from .narrow_product import narrow_product
 from .rms_norm import Norm, rms_norm
+from .row_codes import Normed
 from .split_product import add_parts
 
 # Measured on an H200.
@@ -75,7 +76,7 @@ def add_narrow_linear(
     *,
     norm: Norm | None = None,
     same_bits: bool = False,
-) -> Tensor | None:
+) -> Normed | None:
     """Like `add_linear`: add x W^T + b to the residual in place.
 
     Returns norm(residual) if that comes cheaply; otherwise None, and the next layer must apply it.

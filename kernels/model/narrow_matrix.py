@@ -8,7 +8,8 @@ nibbles to the next `half`. So a block of bytes unpacks into two adjacent blocks
 The bytes of a row are reordered within chunks of 64 (or 32), so that the bytes which one thread
 passes to the tensor cores are adjacent. Tensor cores take 16 inputs at a time, of which thread t of
 four holds 2t, 2t + 1, 2t + 8 and 2t + 9. So a thread reads 16 bytes at once, and threads need not
-exchange any.
+exchange any. If inputs are rounded too, tensor cores take codes from shared memory, and the bytes
+keep their order.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,15 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ROWS_AT_ONCE = 4096
 
 
+class RowFormat(NamedTuple):
+    """How a matrix takes its inputs, if it rounds them (`row_codes`)."""
+
+    dtype: torch.dtype  # of the codes: float8_e4m3fn or int8
+    group: int  # inputs that share a scale
+    num_groups: int
+    width: int  # codes of a row: K, padded
+
+
 class NarrowMatrix(NamedTuple):
     """The matrix W of a linear layer, [N, K]."""
 
@@ -42,6 +52,7 @@ class NarrowMatrix(NamedTuple):
     group: int  # inputs that share a scale
     rows: int = 1  # outputs that share a scale
     order: Tensor | None = None  # [K]: column j of the codes multiplies input order[j]
+    rounds_inputs: bool = False  # to codes of its kind; 8 bits only, and whole groups of STEP
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,6 +62,13 @@ class NarrowMatrix(NamedTuple):
     def num_bytes(self) -> int:
         parts = (self.codes, self.scale, self.zero, self.order)
         return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def row_format(self) -> RowFormat | None:
+        """What inputs are rounded to, if they are."""
+        if not self.rounds_inputs:
+            return None
+        return RowFormat(self.codes.dtype, self.group, len(self.scale), self.codes.shape[1])
 
     @property
     def half(self) -> int:
@@ -84,6 +102,7 @@ def narrow_matrix(
     rows: int = 1,
     zero: Tensor | None = None,
     order: Tensor | None = None,
+    rounds_inputs: bool = False,
 ) -> NarrowMatrix:
     """A matrix from codes, one a number. If `group` is at least K, each output has one scale.
 
@@ -109,10 +128,17 @@ def narrow_matrix(
     plain = codes.contiguous().view(torch.uint8)
     if missing := -plain.shape[1] % chunk:
         plain = F.pad(plain, (0, missing))
+    scale = scale.contiguous()
+    if rounds_inputs:
+        assert kind in ("fp8", "int8")
+        assert zero is None
+        assert order is None
+        codes = plain.view(codes.dtype)
+        return NarrowMatrix(kind, codes, scale, None, num_in, group, rows, rounds_inputs=True)
     # [N, chunks, tensor core steps, halves of 16 inputs, threads, inputs of a pair]
     turns = plain.view(num_out, -1, chunk // 16, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
     codes = turns.reshape(num_out, -1).view(codes.dtype)
-    return NarrowMatrix(kind, codes, scale.contiguous(), zero, num_in, group, rows, order)
+    return NarrowMatrix(kind, codes, scale, zero, num_in, group, rows, order)
 
 
 def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
@@ -132,6 +158,7 @@ def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
             and matrix.scale.dtype == first.scale.dtype
             and (matrix.num_in, matrix.group) == (first.num_in, first.group)
             and (matrix.zero is None) == (first.zero is None)
+            and matrix.rounds_inputs == first.rounds_inputs
         )
         if not (same_order and is_alike):
             return None
@@ -152,7 +179,7 @@ def _scale_of_rows(matrix: NarrowMatrix) -> Tensor:
     return matrix.scale.repeat_interleave(matrix.rows, 1)[:, : len(matrix.codes)]
 
 
-def round_to_fp8(weight: Tensor) -> NarrowMatrix:
+def round_to_fp8(weight: Tensor, *, rounds_inputs: bool = False) -> NarrowMatrix:
     """Round a plain matrix to e4m3, with a float32 scale for each output. Shape: [N, K]."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(1, len(weight), dtype=torch.float32, device=weight.device)
@@ -161,7 +188,7 @@ def round_to_fp8(weight: Tensor) -> NarrowMatrix:
         plain = weight[part].float()
         scale[0, part] = plain.abs().amax(1).clamp_min(1e-12) / MAX_E4M3
         codes[part] = to_e4m3(plain / scale[0, part, None])
-    return narrow_matrix("fp8", codes, scale, group=weight.shape[1])
+    return narrow_matrix("fp8", codes, scale, group=weight.shape[1], rounds_inputs=rounds_inputs)
 
 
 def dequantise(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
@@ -194,6 +221,8 @@ def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
 def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
     """The codes of some rows as numbers, before zero and scale. Shape: [rows, K] float32."""
     chunk, half = matrix.chunk, matrix.half
+    if matrix.rounds_inputs:
+        return matrix.codes[part, : matrix.num_in].float()
     bytes_ = matrix.codes[part].view(torch.uint8)
     threads = bytes_.view(len(bytes_), -1, 4, chunk // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
     codes = threads.reshape(len(bytes_), -1)

@@ -13,6 +13,7 @@ from ..dependent_launch import (
     wait_for_inputs,
 )
 from ..triton_or_none import tl, triton
+from .narrow_matrix import RowFormat
 
 
 class Norm(NamedTuple):
@@ -20,6 +21,7 @@ class Norm(NamedTuple):
 
     weight: Tensor  # [K]
     eps: float
+    rounds: RowFormat | None = None  # what the layer behind it rounds its inputs to
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:

@@ -115,9 +115,11 @@ def add_same_bits_linear(
     norm: Norm | None = None,
 ) -> Tensor | None:
     """Like `add_linear`: add x W^T + b to the residual in place; returns norm(residual), or None
-    without a norm.
+    without a norm, or if the norm rounds.
     """
     num_splits = num_splits_of(weight)
+    if norm is not None and norm.rounds is not None:
+        norm = None  # the next layer applies it: blocks would each have rows of their own
     normed = torch.empty_like(residual) if norm is not None else None
     for rows, is_library in _blocks(len(x), library.in_parts):
         make_parts = library_parts if is_library else product_parts

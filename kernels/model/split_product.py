@@ -19,6 +19,7 @@ from ..dependent_launch import (
 from ..triton_or_none import tl, triton
 from .product import is_ahead, num_splits_of, product_parts
 from .rms_norm import Norm
+from .row_codes import Normed, empty_rows, store_codes
 
 _MIN_LARGE_WEIGHTS = 1 << 24
 
@@ -29,7 +30,7 @@ def can_split(x: Tensor, weight: Tensor) -> bool:
 
 def add_split_product(
     residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None
-) -> Tensor | None:
+) -> Normed | None:
     """Add x W^T to the residual in place; returns norm(residual), or None without a norm.
 
     Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K]; `can_split` must hold.
@@ -58,44 +59,57 @@ def add_parts(
     norm: Norm | None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor | None:
+) -> Normed | None:
     """Add the parts, in order, and then the bias to the residual in place.
 
-    Returns norm(residual), in `out` if that is given, or None without a norm.
+    Returns norm(residual), rounded if the norm rounds, or None without a norm. `out` takes it if it
+    is given; then the norm does not round.
     Shape: residual and out [T, N] dense, parts [splits, T, N] float32, bias [N] -> [T, N] or None
     """
     num_splits, num_rows, width = parts.shape
     assert residual.is_contiguous()
-    if norm is not None and out is None:
+    format_ = norm.rounds if norm is not None else None
+    rows = empty_rows(residual, format_) if format_ is not None else None
+    if norm is not None and rows is None and out is None:
         out = torch.empty_like(residual)
-    block = triton.next_power_of_2(width)
+    block = triton.next_power_of_2(width if format_ is None else format_.width)
     _add_parts_kernel[(num_rows,)](
         residual,
         out,
+        rows.codes if rows is not None else None,
+        rows.scale if rows is not None else None,
         parts,
         bias,
         norm.weight if norm is not None else None,
         norm.eps if norm is not None else 0.0,
         num_rows,
         width,
+        WIDTH=format_.width if format_ is not None else 0,
+        GROUP=format_.group if format_ is not None else 0,
+        NUM_IN=width if format_ is not None else 0,
         SPLITS=num_splits,
         BLOCK=block,
         num_warps=max(1, min(8, block // 512)),
         **dependent_launch(residual.device),
     )
-    return out
+    return out if rows is None else rows
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_parts_kernel(
     residual_ptr,  # [num_rows, width]
     out_ptr,  # as residual, or None
+    codes_ptr,  # [num_rows, WIDTH] or None
+    codes_scale_ptr,  # [num_rows, groups] or None
     parts_ptr,  # [SPLITS, num_rows, width] float32
     bias_ptr,  # [width] or None
     norm_ptr,  # [width] or None
     eps,
     num_rows,
     width,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_IN: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -118,5 +132,9 @@ def _add_parts_kernel(
     tl.store(residual_ptr + at, rounded, mask=mask)
     if norm_ptr is not None:
         y = rounded.to(tl.float32)  # normalise what was stored
-        z = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm
-        tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
+        z = (y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm).to(rounded.dtype)
+        if codes_ptr is not None:
+            z = z.to(tl.float32)
+            store_codes(z, row, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
+        else:
+            tl.store(out_ptr + at, z, mask=mask)

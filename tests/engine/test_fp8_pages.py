@@ -135,7 +135,9 @@ def test_answers_are_equal_with_and_without_drafts(tiny_model: Tiny) -> None:
     for k in (0, 3):
         config = engine_config(target, draft, k=k, page_size=16, max_num_seqs=8)
         models = {
-            role: replace(getattr(config, role), dtype="bfloat16") for role in ("target", "draft")
+            role: replace(model, dtype="bfloat16")
+            for role in ("target", "draft")
+            if (model := getattr(config, role)) is not None
         }
         cache = replace(config.cache, dtype="fp8")
         engine = Engine(replace(config, cache=cache, batch_invariant=True, **models))

@@ -18,6 +18,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, 
 class Format(NamedTuple):
     config: dict[str, Any]
     make: Callable[[Tensor], Made]
+    inputs: Callable[[Tensor], Tensor] = lambda x: x  # as the quantised layers take them
 
 
 def quantise(plain: Path, folder: Path, name: str, *, leave: tuple[str, ...] = ()) -> Path:
@@ -191,6 +192,21 @@ def int8_of_rows(weight: Tensor) -> Made:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
+def in_fp8(x: Tensor) -> Tensor:
+    """Each row rounded to e4m3 by a scale of its own."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def in_fp8_by_128(x: Tensor) -> Tensor:
+    return torch.cat([in_fp8(part) for part in x.split(128, -1)], -1)
+
+
+def in_int8(x: Tensor) -> Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
 def mxfp4(weight: Tensor) -> Made:
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
     exponent = torch.randint(-6, -2, (len(weight), weight.shape[1] // 32))
@@ -202,16 +218,25 @@ def mxfp4(weight: Tensor) -> Made:
     return tensors, E2M1[codes.int()] * scale
 
 
-def _compressed(format_: str, **weights: object) -> dict[str, Any]:
+def _compressed(
+    format_: str, inputs: dict[str, object] | None = None, **weights: object
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": format_,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
 
 
-_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+def _w8a8(format_: str, type_: str) -> dict[str, Any]:
+    number: dict[str, object] = {"num_bits": 8, "type": type_}
+    inputs = {**number, "dynamic": True, "strategy": "token", "symmetric": True}
+    return _compressed(format_, inputs, **number)
+
+
+_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 FORMATS = {
     "fp8 of tensors": Format({"quant_method": "fp8"}, fp8_of_tensor),
@@ -220,6 +245,16 @@ FORMATS = {
         {**_BLOCKS, "scale_fmt": "ue8m0"},
         fp8_of_blocks("weight_scale_inv", torch.float8_e8m0fnu),
     ),
+    "fp8 of blocks, inputs too": Format(
+        {**_BLOCKS, "activation_scheme": "dynamic"},
+        fp8_of_blocks("weight_scale_inv", torch.float32),
+        in_fp8_by_128,
+    ),
+    "fp8 of tensors, inputs too": Format(
+        {"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8_of_tensor, in_fp8
+    ),
+    "ct fp8 of rows, inputs too": Format(_w8a8("float-quantized", "float"), fp8_of_rows, in_fp8),
+    "ct int8, inputs too": Format(_w8a8("int-quantized", "int"), int8_of_rows, in_int8),
     "ct fp8 of rows": Format(_compressed("float-quantized", num_bits=8), fp8_of_rows),
     "ct fp8 of blocks": Format(
         _compressed("float-quantized", strategy="block", block_structure=[128, 128]),

@@ -22,7 +22,11 @@ _MXFP4_GROUP = 32
 
 
 def reader(config: dict[str, Any]) -> Read:
-    """`quant_method: compressed-tensors`. Activations are not quantised."""
+    """`quant_method: compressed-tensors`.
+
+    Inputs are rounded if the recipe finds a scale for each row. Other recipes for inputs (one scale
+    for all rows, or scales from the checkpoint) are left out.
+    """
     groups = (config.get("config_groups") or {}).values()
     for name in (config.get("format"), *(group.get("format") for group in groups)):
         if name is not None and name not in _FORMATS:
@@ -42,17 +46,33 @@ def reader(config: dict[str, Any]) -> Read:
     if len(blocks) > 1:
         raise UnsupportedFormatError(f"its blocks have several sizes: {sorted(blocks)}")
     block = list(blocks.pop()) if blocks else None
-    return lambda tensors, layer: _read(tensors, layer, block)
+    rounded = {kind for group in groups if (kind := _rounded_inputs(group)) is not None}
+    return lambda tensors, layer: _read(tensors, layer, block, rounded)
 
 
-def _read(tensors: Tensors, layer: str, block: list[int] | None) -> NarrowMatrix | None:
+def _rounded_inputs(group: dict[str, Any]) -> str | None:
+    """`float` or `int`, if these weights' inputs are rounded to 8 bits, each row by itself."""
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    by_row = inputs.get("strategy") == "token" or (
+        inputs.get("strategy") == "group" and weights.get("strategy") == "block"
+    )
+    is_alike = weights.get("type") == inputs.get("type")
+    has_8_bits = weights.get("num_bits") == inputs.get("num_bits") == 8
+    if not (inputs.get("dynamic") and by_row and is_alike and has_8_bits):
+        return None
+    return str(inputs["type"]) if inputs.get("symmetric", True) else None
+
+
+def _read(
+    tensors: Tensors, layer: str, block: list[int] | None, rounded: set[str]
+) -> NarrowMatrix | None:
     if f"{layer}.weight_packed" in tensors:
         if tensors.dtype_of(f"{layer}.weight_packed") == torch.uint8:
             return _read_mxfp4(tensors, layer)
         return _read_packed(tensors, layer)
     if tensors.dtype_of(f"{layer}.weight") == torch.int8:
-        return _read_int8(tensors, layer)
-    return fp8.read(tensors, layer, block)
+        return _read_int8(tensors, layer, rounds_inputs="int" in rounded)
+    return fp8.read(tensors, layer, block, rounds_inputs="float" in rounded)
 
 
 def _read_packed(tensors: Tensors, layer: str) -> NarrowMatrix:
@@ -84,7 +104,7 @@ def _read_packed(tensors: Tensors, layer: str) -> NarrowMatrix:
     )
 
 
-def _read_int8(tensors: Tensors, layer: str) -> NarrowMatrix:
+def _read_int8(tensors: Tensors, layer: str, *, rounds_inputs: bool) -> NarrowMatrix:
     codes = tensors.stored(f"{layer}.weight")
     scale = tensors.stored(f"{layer}.weight_scale")
     if f"{layer}.weight_zero_point" in tensors:
@@ -92,8 +112,14 @@ def _read_int8(tensors: Tensors, layer: str) -> NarrowMatrix:
     num_out, num_in = codes.shape
     rows = num_out if scale.numel() == 1 else 1
     scale = scale.view(num_out // rows, -1)
+    group = group_of(num_in, scale.shape[1])
     return narrow_matrix(
-        "int8", codes, scale.t(), group=group_of(num_in, scale.shape[1]), rows=rows
+        "int8",
+        codes,
+        scale.t(),
+        group=group,
+        rows=rows,
+        rounds_inputs=rounds_inputs and group == num_in,
     )
 
 

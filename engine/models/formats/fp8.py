@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
+from outrider.kernels.model.narrow_matrix import STEP, NarrowMatrix, narrow_matrix
 
 from .base import Read, Tensors, UnsupportedFormatError
 
@@ -13,12 +13,18 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def reader(config: dict[str, Any]) -> Read:
-    """`quant_method: fp8`. Activations are not quantised, whatever `activation_scheme` says."""
+    """`quant_method: fp8`. Inputs are rounded if `activation_scheme` is `dynamic`.
+
+    That is a scale for each row or, if the weights have blocks, for each row of a block.
+    """
     block = config.get("weight_block_size")
-    return lambda tensors, layer: read(tensors, layer, block)
+    is_dynamic = config.get("activation_scheme") == "dynamic"
+    return lambda tensors, layer: read(tensors, layer, block, rounds_inputs=is_dynamic)
 
 
-def read(tensors: Tensors, layer: str, block: list[int] | None) -> NarrowMatrix | None:
+def read(
+    tensors: Tensors, layer: str, block: list[int] | None, *, rounds_inputs: bool = False
+) -> NarrowMatrix | None:
     """`block`: how many outputs and inputs share a scale; None if scales are not for blocks."""
     if tensors.dtype_of(f"{layer}.weight") != torch.float8_e4m3fn:
         return None
@@ -30,10 +36,13 @@ def read(tensors: Tensors, layer: str, block: list[int] | None) -> NarrowMatrix 
         scale = scale.float()
     num_out, num_in = codes.shape
     if scale.numel() == 1:
-        return narrow_matrix("fp8", codes, scale.view(1, 1), group=num_in, rows=num_out)
-    if tuple(scale.shape) in ((num_out,), (num_out, 1)):
-        return narrow_matrix("fp8", codes, scale.view(1, num_out), group=num_in)
-    if block is None:
+        group, rows, scale = num_in, num_out, scale.view(1, 1)
+    elif tuple(scale.shape) in ((num_out,), (num_out, 1)):
+        group, rows, scale = num_in, 1, scale.view(1, num_out)
+    elif block is not None:
+        rows, group = block
+        scale = scale.t()
+    else:
         raise UnsupportedFormatError(f"{layer} has scales of the shape {tuple(scale.shape)}")
-    rows, group = block
-    return narrow_matrix("fp8", codes, scale.t(), group=group, rows=rows)
+    rounds_inputs = rounds_inputs and (group >= num_in or group % STEP == 0)
+    return narrow_matrix("fp8", codes, scale, group=group, rows=rows, rounds_inputs=rounds_inputs)
