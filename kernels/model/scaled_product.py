@@ -53,7 +53,7 @@ def scaled_product(
     assert out.is_contiguous()
     num_rows, width = x.codes.shape
     num_out = out.shape[-1]
-    tile = _tile(num_rows, matrix, num_splits)
+    tile = _tile(num_rows, matrix, num_splits, has_two_sums=adds or len(matrix.scale) > 1)
     num_tiles = triton.cdiv(num_out, tile["BLOCK_N"] // (2 if gated else 1)) * triton.cdiv(
         num_rows, tile["BLOCK_M"]
     )
@@ -82,7 +82,9 @@ def scaled_product(
     )
 
 
-def _tile(num_rows: int, matrix: NarrowMatrix, num_splits: int) -> dict[str, int]:
+def _tile(
+    num_rows: int, matrix: NarrowMatrix, num_splits: int, *, has_two_sums: bool
+) -> dict[str, int]:
     """Block sizes, warps, and how many blocks a program loads ahead; no sum depends on these."""
     block_m, block_n, num_warps, num_stages = 128, 128, 8, 4  # measured on an H200
     if num_rows <= 64:
@@ -91,7 +93,7 @@ def _tile(num_rows: int, matrix: NarrowMatrix, num_splits: int) -> dict[str, int
         num_programs_ = triton.cdiv(len(matrix.codes), block_n) * num_splits
         few = num_programs_ <= num_programs(matrix.codes.device, 1)
         num_stages = 6 if block_m < 64 else 5 if few else 4
-    elif num_rows > _MANY_ROWS:
+    elif num_rows > _MANY_ROWS and not has_two_sums:  # registers hold just one sum of this size
         block_m, num_stages = 256, 3
     return {
         "BLOCK_M": block_m,
