@@ -98,9 +98,6 @@ def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) 
         else f"New, {recipe.size} (layers x width): a Llama, its embedding (tied to the head) the\n"
         "target's along its strongest axes, its layers from random."
     )
-    settings = asdict(recipe) | {"target": target, "out": Path(recipe.out).name}
-    if recipe.start:
-        settings["start"] = Path(recipe.start).name
     (folder / "README.md").write_text(
         _CARD.format(
             target=target,
@@ -114,7 +111,7 @@ def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) 
             divergence=recipe.divergence.replace("_", " "),
             last_divergence=recipe.last_divergence.replace("_", " "),
             last_share=recipe.last_share,
-            recipe=json.dumps(settings, indent=2),
+            recipe=_whole(recipe),
         )
     )
 
@@ -129,7 +126,6 @@ def _write_head_card(
         tokens += stands
     rows = [f"| draft {i} | {g:.3f} | {s:.3f} |" for i, (g, s) in enumerate(each, 1)]
     target = Path(recipe.target).name
-    settings = asdict(recipe) | {"target": target, "out": Path(recipe.out).name}
     (folder / "README.md").write_text(
         _HEAD_CARD.format(
             target=target,
@@ -143,6 +139,14 @@ def _write_head_card(
             last_share=recipe.last_share,
             num_steps=extent.num_steps,
             num_shards=extent.num_shards,
-            recipe=json.dumps(settings, indent=2),
+            recipe=_whole(recipe),
         )
     )
+
+
+def _whole(recipe: Recipe) -> str:
+    """The recipe as JSON, its folders by their names alone."""
+    settings = asdict(recipe)
+    for folder in ("target", "out", "start", "text"):
+        settings[folder] = settings[folder] and Path(settings[folder]).name
+    return json.dumps(settings, indent=2)

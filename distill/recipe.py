@@ -9,6 +9,9 @@ from typing import Any, Literal
 Kind = Literal["draft", "eagle3"]  # a model of its own, or a head that reads the target's states
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
+_OF_TEXT = (
+    "prompts", "seed", "conversations_per_shard", "max_prompt_tokens", "max_answer_tokens",
+)  # fmt: skip
 _SIZE = re.compile(r"(\d+)x(\d+)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _TOKENS = {"K": 10**3, "M": 10**6, "B": 10**9}
@@ -82,6 +85,7 @@ class Recipe:
     size: str = "3x256"
     start: str | None = None  # directory of a draft to continue from, of any size; None: a new one
     budget: str = "10m"
+    text: str | None = None  # a folder that keeps the text for other recipes; None: not kept
     prompts: str | None = None  # a file or data set of user turns; None: the target writes them
     divergence: Divergence = "forward_kl"
     # For the last steps, which are too small for the first one to gain anything.
@@ -96,6 +100,7 @@ class Recipe:
     writers_per_device: int | None = None  # processes; None: on a GPU as many as keep it busy
     passes: int = 4  # over the text
     # Training.
+    reading_tokens: int = 2048  # that the target reads at once
     row_tokens: int = 1024
     batch_tokens: int = 2048
     micro_batch_rows: int = 1
@@ -114,9 +119,15 @@ class Recipe:
             told = {
                 "conversations_per_shard": 1024,
                 "micro_batch_rows": 16,
+                "reading_tokens": 16384,
                 "batch_tokens": 65536,
             } | told
         return Recipe(device=device, **told)
+
+    def of_text(self) -> dict[str, Any]:
+        """The settings that decide how the text comes out."""
+        told = asdict(self)
+        return {name: told[name] for name in _OF_TEXT} | {"target": Path(self.target).name}
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")

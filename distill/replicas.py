@@ -24,7 +24,7 @@ from .draft import starting_draft
 from .lessons import read
 from .recipe import Extent, Recipe
 from .rows import TrainingRows
-from .text import load_shards, shard_path
+from .text import load_shards, shard_path, text_folder
 from .train import HeldOut, Trainer, time_step, train
 from .train_head import HeadTrainer, kept_states
 from .writers import devices_of
@@ -43,7 +43,7 @@ def train_draft(
     keep: Callable[[Extent], None],
     report: ReportProgress,
 ) -> tuple[HeldOut, Extent]:
-    """Train on the text in `work` on every device, and save the draft to `work / "draft"`.
+    """Train on the recipe's text on every device, and save the draft to `work / "draft"`.
 
     If the extent has no number of steps yet, as many are taken as fit until `until_s`
     (`time.time`), but no more than `recipe.passes` over the text; `keep` saves the extent then.
@@ -135,16 +135,17 @@ def _train_replica(
         dist.init_process_group(
             "nccl", init_method=f"file://{work / 'meeting'}", rank=rank, world_size=world
         )
-    conversations = load_shards([shard_path(work, i) for i in range(extent.num_shards)])
+    text = text_folder(recipe, work)
+    conversations = load_shards([shard_path(text, i) for i in range(extent.num_shards)])
     num_held_out = min(_MOST_HELD_OUT, max(1, int(len(conversations) * _HELD_OUT_SHARE)))
     mine = conversations[num_held_out + rank :: world]
 
     report("the target reads", 0, len(mine))
     target = _load_target(recipe.target, device)
-    batch_tokens = recipe.micro_batch_rows * recipe.row_tokens
+    read_tokens = recipe.reading_tokens
     kept = kept_states(recipe, target, sum(map(len, conversations)))
-    held_out_lessons = read(target, conversations[:num_held_out], batch_tokens, boundaries=kept)
-    lessons = read(target, mine, batch_tokens, lambda n, m: report("the target reads", n, m), kept)
+    held_out_lessons = read(target, conversations[:num_held_out], read_tokens, boundaries=kept)
+    lessons = read(target, mine, read_tokens, lambda n, m: report("the target reads", n, m), kept)
 
     def new_trainer() -> Trainer:
         if recipe.kind == "eagle3":

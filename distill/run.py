@@ -19,6 +19,7 @@ from .card import write_card
 from .prompts import load_tokenizer
 from .recipe import Budget, DistillError, Extent, Recipe, Size
 from .replicas import train_draft
+from .text import text_folder
 from .train import HeldOut
 from .writers import write_text
 
@@ -45,7 +46,10 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
         if extent is None:
             until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
             num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
-            extent = write_text(recipe, work, num_tokens, until_s, report)
+            text = text_folder(recipe, work)
+            with _alone(text) if recipe.text else contextlib.nullcontext():
+                _keep_text_recipe(recipe, text / "text.json")
+                extent = write_text(recipe, text, num_tokens, until_s, report)
             _save_extent(extent, extent_path)
         if extent.num_steps is None and budget.tokens:
             num_steps = max(1, budget.tokens // recipe.batch_tokens)
@@ -80,14 +84,17 @@ def _check(recipe: Recipe, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(work: Path) -> Iterator[None]:
-    """Lock the work folder against a second run with the same output."""
-    work.mkdir(exist_ok=True)
-    with (work / "lock").open("w") as lock:
+def _alone(folder: Path) -> Iterator[None]:
+    """Make a folder, and lock it against a second run."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        raise DistillError(f"{folder.parent} is no directory; make it first") from None
+    with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DistillError(f"another run is at work in {work}") from None
+            raise DistillError(f"another run is at work in {folder}") from None
         yield
 
 
@@ -100,6 +107,19 @@ def _keep_recipe(recipe: Recipe, path: Path) -> None:
             "repeat that one to go on with it, or remove the folder"
         )
     recipe.save(path)
+
+
+def _keep_text_recipe(recipe: Recipe, path: Path) -> None:
+    """Refuse to mix texts that were written in different ways in one folder."""
+    now = recipe.of_text()
+    before = json.loads(path.read_text()) if path.exists() else now
+    differing = [f"{name} was {before[name]!r}" for name in now if now[name] != before[name]]
+    if differing:
+        raise DistillError(
+            f"text: {path.parent} holds text of another recipe ({', '.join(differing)}); name "
+            "another folder"
+        )
+    path.write_text(json.dumps(now, indent=2) + "\n")
 
 
 def _extent(path: Path) -> Extent:

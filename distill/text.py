@@ -196,6 +196,11 @@ def load_shards(paths: list[Path]) -> list[torch.Tensor]:
     return conversations
 
 
+def text_folder(recipe: Recipe, work: Path) -> Path:
+    """Where the text is kept: with the rest of the work, unless other recipes use it too."""
+    return Path(recipe.text).absolute() if recipe.text else work
+
+
 def shard_path(folder: Path, shard: int) -> Path:
     return folder / f"text-{shard:05}.safetensors"
 

@@ -27,6 +27,10 @@ def distill_command(
             "Left out: the target writes its own.",
         ),
     ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps the target's text, for other drafts of this target."),
+    ] = None,
     kind: Annotated[
         Kind,
         typer.Option(help="draft: a small model; eagle3: a head over the target's hidden states."),
@@ -75,6 +79,7 @@ def distill_command(
                 out=str(out),
                 kind=kind,
                 draft_vocab=draft_vocab,
+                text=str(text) if text else None,
                 prompts=prompts,
                 size=size,
                 start=str(start) if start else None,

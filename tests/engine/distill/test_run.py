@@ -200,6 +200,7 @@ def _without_a_change(trainer: train.Trainer, *args: object) -> None:
         ({"start": "/nowhere"}, "start: /nowhere is no model directory"),
         ({"target": "/nowhere"}, "no config.json"),
         ({"out": "/nowhere/draft"}, "no directory"),
+        ({"text": "/nowhere/text"}, "/nowhere is no directory"),
         ({"size": "small"}, "LAYERSxWIDTH"),
         ({"size": "2x100"}, "multiple of 64"),
         ({"budget": "10"}, "it is a time"),
@@ -233,6 +234,32 @@ def test_another_recipe_does_not_go_on_with_an_unfinished_run(
     with pytest.raises(DistillError, match="size was '1x64'"):
         run(replace(recipe, size="2x64"))
     run(recipe)
+
+
+def test_drafts_and_heads_learn_from_one_text(
+    recipe_of: Callable[[str], Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text"
+    run(replace(recipe_of("draft"), text=str(text), budget="2K"))
+    kept = {path.name: path.read_bytes() for path in text.glob("text-*")}
+    assert kept
+
+    def written_again(*args: object) -> int:
+        raise AssertionError("there is enough text")
+
+    monkeypatch.setattr("outrider.distill.text.Writer.write", written_again)
+    head = replace(recipe_of("head"), text=str(text), budget="2K")
+    run(head)
+    assert {path.name: path.read_bytes() for path in text.glob("text-*")} == kept
+    assert '"text": "text"' in (Path(head.out) / "README.md").read_text()
+
+
+def test_texts_of_two_recipes_are_not_mixed(recipe: Recipe, tmp_path: Path) -> None:
+    text = str(tmp_path / "text")
+    run(replace(recipe, text=text, budget="2K"))
+    other = replace(recipe, text=text, budget="2K", out=str(tmp_path / "other"), seed=3)
+    with pytest.raises(DistillError, match=r"another recipe \(seed was 0\)"):
+        run(other)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
