@@ -16,6 +16,7 @@ from .any_checkpoint import AnyCheckpoint
 from .attention import Rope
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
+from .head_config import STATIC_ROPE
 from .llama import LlamaReader
 
 # The fields of a configuration that the code below implements.
@@ -79,7 +80,6 @@ _ROPE = {
     "truncate",
     "type",
 }
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others depend on the sequence's length
 
 
 def why_unknown(config: PreTrainedConfig) -> str | None:
@@ -95,7 +95,7 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     if unknown := sorted(set(rope) - _ROPE):
         return f"its RoPE has {', '.join(unknown)}"
     rope_type = rope.get("rope_type", "default")
-    if rope_type not in _STATIC_ROPE:
+    if rope_type not in STATIC_ROPE:
         return f"its RoPE is {rope_type}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"

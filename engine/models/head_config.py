@@ -31,7 +31,8 @@ KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+# Types of RoPE, also of models; others depend on the length of the sequence.
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # Keys of a head's config, besides those of its layers.
 _OWN_KEYS = {
     "architectures",
@@ -164,8 +165,8 @@ def _layers(told: dict[str, Any]) -> "LlamaConfig":
         rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
         kept["rope_parameters"] = {**scaling, "rope_type": rope_type, "rope_theta": theta}
     rope_type = kept["rope_parameters"].get("rope_type", "default")
-    if rope_type not in _STATIC_ROPE:
-        raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(_STATIC_ROPE))}")
+    if rope_type not in STATIC_ROPE:
+        raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(STATIC_ROPE))}")
     try:
         return LlamaConfig(**kept)
     except (TypeError, ValueError, KeyError) as error:
