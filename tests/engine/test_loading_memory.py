@@ -1,5 +1,7 @@
 """Loading takes what is kept, and a layer on its way: never the whole model in 16 bits."""
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,6 @@ import torch
 from quantised import quantise, quantise_experts
 from tiny_models import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
@@ -35,19 +36,24 @@ class Memory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
-        self._alive: Any = WeakTensorKeyDictionary()
+        self.now = self.most = 0
+        self._num_tensors: Counter[int] = Counter()  # by the address of their storage
 
-    @property
-    def now(self) -> int:
-        storages = [tensor.untyped_storage() for tensor in self._alive]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._num_tensors[address] -= 1
+        if self._num_tensors[address] == 0:
+            self.now -= num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE.type:
-                self._alive[tensor] = True
+                storage = tensor.untyped_storage()
+                address, num_bytes = storage.data_ptr(), storage.nbytes()
+                if self._num_tensors[address] == 0:
+                    self.now += num_bytes
+                self._num_tensors[address] += 1
+                weakref.finalize(tensor, self._forget, address, num_bytes)
         self.most = max(self.most, self.now)
         return out
 
