@@ -53,41 +53,44 @@ class Engine:
         report = progress or (lambda stage, done, total: None)
         self._config = config
         self.worker = worker = Worker(config, report)
-        pair, is_gpu = worker.pair, worker.device.type == "cuda"
-        draft = pair.draft.network if pair.draft else pair.head
-        self._eos_token_ids = config.eos_token_ids
+        pair = worker.pair
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._in_flight: LaunchedStep | None = None  # launched, not read yet
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read; the device began the next one then
-        self.info = EngineInfo(
-            device=config.device,
-            target_dtype=dtype_name(pair.target.network),
-            batch_invariant=pair.target.network.same_bits,
-            draft_dtype=dtype_name(draft) if draft else None,
-            vocab_size=pair.vocab_size,
-            max_model_len=pair.max_model_len,
-            num_pages=0,
-            page_size_tokens=pair.page_size,
-            cache_bytes=0,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            num_speculative_tokens=worker.max_drafts,
-            proposer=None if worker.proposer_name == "none" else worker.proposer_name,
-            load_s=0.0,
-            warm_up_s=0.0,
-            pid=os.getpid(),
-        )
         loaded_s = time.perf_counter()
         num_pages = config.cache.num_pages
         if num_pages is None:
             num_pages = measure_pages(worker, config, report)
         report("allocating the KV cache", 0, 1)
         self.allocate(num_pages, pair.longest_sequence(num_pages, config))
-        if is_gpu and not config.enforce_eager:
+        if worker.device.type == "cuda" and not config.enforce_eager:
             self.capture(report)
         report("ready", 1, 1)
         ready_s = time.perf_counter()
-        self.info = replace(self.info, load_s=ready_s - start_s, warm_up_s=ready_s - loaded_s)
+        self._load_s, self._warm_up_s = ready_s - start_s, ready_s - loaded_s
+
+    @property
+    def info(self) -> EngineInfo:
+        worker, pair = self.worker, self.worker.pair
+        draft = pair.draft.network if pair.draft else pair.head
+        return EngineInfo(
+            device=self._config.device,
+            target_dtype=dtype_name(pair.target.network),
+            batch_invariant=pair.target.network.same_bits,
+            draft_dtype=dtype_name(draft) if draft else None,
+            vocab_size=pair.vocab_size,
+            max_model_len=self._max_model_len,
+            num_pages=self._kv_cache.num_usable_pages,
+            page_size_tokens=pair.page_size,
+            cache_bytes=self._kv_cache.num_pages * pair.page_bytes,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            num_speculative_tokens=worker.max_drafts,
+            proposer=None if worker.proposer_name == "none" else worker.proposer_name,
+            load_s=self._load_s,
+            warm_up_s=self._warm_up_s,
+            pid=os.getpid(),
+        )
 
     @property
     def lag(self) -> int:
@@ -103,14 +106,15 @@ class Engine:
 
         Graphs captured before this use the old pages: capture them again.
         """
-        config, k = self._config, self.worker.max_drafts
+        config, k, pair = self._config, self.worker.max_drafts, self.worker.pair
         self._in_flight = None
+        self._max_model_len = max_model_len
         self.worker.allocate(num_pages)
         self._kv_cache = KVCacheManager(
             num_pages,
-            self.info.page_size_tokens,
+            pair.page_size,
             config.cache.prefix_caching,
-            lookahead=self.worker.pair.head.lookahead if self.worker.pair.head else 0,
+            lookahead=pair.head.lookahead if pair.head else 0,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         self._stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
@@ -129,12 +133,6 @@ class Engine:
             self.sequences, self._kv_cache, self.worker.slots, self._stats, max_model_len, adaptive
         )
         self.lag = 1 if self.worker.device.type == "cuda" else 0  # on a CPU nothing would overlap
-        self.info = replace(
-            self.info,
-            max_model_len=max_model_len,
-            num_pages=self._kv_cache.num_usable_pages,
-            cache_bytes=num_pages * self.worker.pair.page_bytes,
-        )
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
@@ -197,13 +195,14 @@ class Engine:
         ids = {new.request_id for new in requests}
         if len(ids) < len(requests) or not ids.isdisjoint(self.sequences.by_id):
             raise InvalidRequestError("request_id: it is in use already")
+        pair = self.worker.pair
         for new in requests:
-            check_request(new, self.info.max_model_len, self.info.vocab_size, self._eos_token_ids)
+            check_request(new, self._max_model_len, pair.vocab_size, self._config.eos_token_ids)
             if new.params.grammar is not None and self._grammars is None:
                 raise InvalidRequestError(
                     "grammar: the engine was given no token table or no eos token ids"
                 )
-        queued = [Request(new, self.info.page_size_tokens, self._eos_token_ids) for new in requests]
+        queued = [Request(new, pair.page_size, self._config.eos_token_ids) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
         was_idle = not self.has_work()
