@@ -65,7 +65,7 @@ class Engine:
         report("allocating the KV cache", 0, 1)
         self.allocate(num_pages, pair.longest_sequence(num_pages, config))
         if worker.device.type == "cuda" and not config.enforce_eager:
-            self.capture(report)
+            worker.capture(report)
         report("ready", 1, 1)
         ready_s = time.perf_counter()
         self._load_s, self._warm_up_s = ready_s - start_s, ready_s - loaded_s
@@ -104,7 +104,7 @@ class Engine:
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache, replacing the present one, with a new scheduler over it.
 
-        Graphs captured before this use the old pages: capture them again.
+        Graphs captured before this use the old pages: have the worker capture them again.
         """
         config, k, pair = self._config, self.worker.max_drafts, self.worker.pair
         self._in_flight = None
@@ -133,10 +133,6 @@ class Engine:
             self.sequences, self._kv_cache, self.worker.slots, self._stats, max_model_len, adaptive
         )
         self.lag = 1 if self.worker.device.type == "cuda" else 0  # on a CPU nothing would overlap
-
-    def capture(self, report: ReportProgress) -> None:
-        """Capture the phases of a step as CUDA graphs."""
-        self.worker.capture(report)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
