@@ -246,7 +246,7 @@ def _share(
             if not ONE_GROUP:
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for chunk in tl.static_range(CHUNKS):
-                block = bytes_of(now[i // HALVES * CHUNKS + chunk], BLOCK_N, CHUNK)
+                block = bytes_of(now[i // HALVES * CHUNKS + chunk], KIND, IN_PAIRS, BLOCK_N, CHUNK)
                 low, high = numbers(
                     in_order_by_warp(block, BLOCK_N, CHUNK, WARPS),
                     zero_at is not None,

@@ -6,15 +6,11 @@ import pytest
 import torch
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model import experts as module
+from outrider.kernels.model import experts_product as module
 from outrider.kernels.model import routing as routing_module
-from outrider.kernels.model.experts import (
-    ExpertMatrix,
-    Experts,
-    add_experts,
-    add_experts_reference,
-    expert_of,
-)
+from outrider.kernels.model.e2m1 import MOST_EXPONENT
+from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts, expert_of
+from outrider.kernels.model.experts import add_experts, add_experts_reference
 from outrider.kernels.model.narrow_matrix import narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 from outrider.kernels.model.routing import Routing, choose_reference, route, tiles_of
@@ -32,7 +28,7 @@ def make_matrix(num_experts: int, num_out: int, num_in: int, device: torch.devic
     rows = num_experts * num_out
     codes = torch.randint(0, 16, (rows, num_in), generator=generator, dtype=torch.uint8)
     exponent = torch.randint(118, 123, (rows, num_in // 32), generator=generator).to(torch.uint8)
-    scale = exponent.to(device).view(torch.float8_e8m0fnu).t()
+    scale = exponent.to(device).t().contiguous().view(torch.float8_e8m0fnu)
     matrix = narrow_matrix("fp4", codes.to(device), scale.float(), group=32)._replace(scale=scale)
     return ExpertMatrix(matrix, randn(rows, device=device), num_experts)
 
@@ -108,10 +104,11 @@ def test_kernel_equals_the_formulas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_MIN_STEPS", 1)
-    monkeypatch.setattr(module, "num_programs", lambda device, per_sm: 6)
+    monkeypatch.setattr(module, "num_programs", lambda device, per_sm: 18)
     monkeypatch.setattr(module, "_MOST_PART_PAIRS", most_part_pairs)
     experts = make(device)
-    assert module._num_splits(experts.down) == 3
+    assert module.num_splits_of(experts.gate_up) == 2
+    assert module.num_splits_of(experts.down) == 3
     x = randn(num_rows, 131, device=device)[:, :128]  # rows need not follow each other
     residual = randn(num_rows, 128, device=device)
     norm = Norm(randn(128, device=device), 1e-5) if with_norm else None
@@ -146,10 +143,10 @@ def test_tiles_of_every_size(
 
 @needs_kernels
 def test_scales_of_every_exponent(device: torch.device) -> None:
-    """2^-127 is subnormal; the largest make sums that no float32 holds, so they are not here."""
+    """2^-127 is subnormal; 2^65 is the largest that is served."""
     experts = make(device, 1, 64, 64)
     exponent = experts.down.matrix.scale.view(torch.uint8)
-    exponent[0], exponent[1] = 0, 128
+    exponent[0], exponent[1] = 0, MOST_EXPONENT
     x, routing = randn(3, 64, device=device), route(randn(3, 1, device=device), 1)
     residual = torch.zeros_like(x)
     add_experts(residual, x, routing, experts)
