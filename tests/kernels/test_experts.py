@@ -150,7 +150,11 @@ def test_scales_of_every_exponent(device: torch.device) -> None:
     x, routing = randn(3, 64, device=device), route(randn(3, 1, device=device), 1)
     residual = torch.zeros_like(x)
     add_experts(residual, x, routing, experts)
-    torch.testing.assert_close(residual.double(), by_row(x, routing, experts), rtol=1e-4, atol=1e-4)
+    expected = by_row(x, routing, experts)
+    # Of the largest: sums of such numbers may cancel out.
+    torch.testing.assert_close(
+        residual.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+    )
 
 
 @needs_kernels
