@@ -34,8 +34,8 @@ def add_experts(
         add_experts_reference(residual, x, routing, experts)
         return rms_norm_reference(residual, norm) if norm is not None else None
     gated = experts_product(x, routing, experts.gate_up, experts)
-    parts = experts_product(gated, routing, experts.down, None)
-    return add_to_residual(residual, parts, routing, experts.down, norm)
+    outputs = experts_product(gated, routing, experts.down, None)
+    return combine(residual, outputs, routing, experts.down, norm)
 
 
 def add_experts_reference(residual: Tensor, x: Tensor, routing: Routing, experts: Experts) -> None:
@@ -53,9 +53,14 @@ def add_experts_reference(residual: Tensor, x: Tensor, routing: Routing, experts
     residual.add_(total.to(residual.dtype))
 
 
-def add_to_residual(
-    residual: Tensor, parts: Tensor, routing: Routing, layer: ExpertMatrix, norm: Norm | None
+def combine(
+    residual: Tensor, outputs: Tensor, routing: Routing, layer: ExpertMatrix, norm: Norm | None
 ) -> Tensor | None:
+    """Add each row's weighted sum of its experts' outputs to the residual in place.
+
+    Returns norm(residual), or None without a norm.
+    Shape: residual [T, H] dense, outputs [T * k, H] float32, before the layer's bias -> [T, H]
+    """
     num_rows, width = residual.shape
     assert residual.is_contiguous()
     out = torch.empty_like(residual) if norm is not None else None
@@ -63,16 +68,14 @@ def add_to_residual(
     _combine_kernel[(num_rows,)](
         residual,
         out,
-        parts,
+        outputs,
         routing.ids,
         routing.weights,
         layer.bias,
         norm.weight if norm is not None else None,
         norm.eps if norm is not None else 0.0,
-        num_rows,
         width,
         TOP_K=routing.ids.shape[1],
-        PARTS=len(parts),
         BLOCK=block,
         num_warps=max(1, min(8, block // 512)),
         enable_fp_fusion=False,
@@ -81,20 +84,18 @@ def add_to_residual(
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _combine_kernel(
     residual_ptr,  # [num_rows, width]
     out_ptr,  # as residual, or None
-    parts_ptr,  # [PARTS, num_rows, TOP_K, width] float32
+    outputs_ptr,  # [num_rows, TOP_K, width] float32
     ids_ptr,  # [num_rows, TOP_K]
     weights_ptr,  # [num_rows, TOP_K]
     bias_ptr,  # [experts, width]
     norm_ptr,  # [width] or None
     eps,
-    num_rows,
     width,
     TOP_K: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -108,14 +109,10 @@ def _combine_kernel(
     at = row * width + n
     wait_for_inputs(DEPENDENT)
     y = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    stride = num_rows.to(tl.int64) * TOP_K * width
     total = tl.zeros([BLOCK], tl.float32)
     for c in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + row * TOP_K + c)
-        part_at = parts_ptr + (row * TOP_K + c) * width + n
-        out = tl.load(part_at, mask=mask, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            out += tl.load(part_at + part * stride, mask=mask, other=0.0)
+        out = tl.load(outputs_ptr + (row * TOP_K + c) * width + n, mask=mask, other=0.0)
         out += tl.load(bias_ptr + expert * width + n, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + row * TOP_K + c) * out
     rounded = (y + total).to(residual_ptr.dtype.element_ty)

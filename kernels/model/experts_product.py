@@ -9,7 +9,6 @@ into the number that a code becomes, which stays exact.
 import torch
 from torch import Tensor
 
-from .._dispatch import num_programs
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
@@ -17,20 +16,6 @@ from .expert_matrix import GROUP, ExpertMatrix, Experts
 from .narrow_numbers import bytes_of, in_order_by_warp, output_by_warp
 from .narrow_product import codes_of_steps
 from .routing import Routing
-from .split_sums import counters, sum_by_the_last
-
-_MOST_PART_PAIRS = 1024  # with more pairs a program adds up the parts of a product itself
-_PROGRAMS_PER_SM = 4  # into which the product of one row is split at most
-_MIN_STEPS = 12  # of a part
-
-
-def num_splits_of(layer: ExpertMatrix) -> int:
-    """How many parts the sums of a layer are split into; depends on the layer alone."""
-    num_tiles = triton.cdiv(layer.num_out, 64)
-    steps = layer.matrix.num_in // (2 * GROUP)
-    most = num_programs(layer.bias.device, _PROGRAMS_PER_SM) // num_tiles
-    fitting = (n for n in (8, 6, 5, 4, 3, 2) if n <= most and steps % n == 0)
-    return next((n for n in fitting if steps // n >= _MIN_STEPS), 1)
 
 
 def _tiling(size: int, num_steps: int) -> dict[str, int]:
@@ -48,9 +33,10 @@ def _tiling(size: int, num_steps: int) -> dict[str, int]:
 def experts_product(
     x: Tensor, routing: Routing, layer: ExpertMatrix, gate: Experts | None
 ) -> Tensor:
-    """With a gate, the gated outputs of each pair; else the parts of its outputs, to be added up.
+    """With a gate, the gated outputs of each pair; else its outputs in float32, without the bias.
 
-    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [parts, T * k, N] float32
+    Sums are not split over K: that was slower on an H200 from a few rows on.
+    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [T * k, N] float32
     """
     num_pairs = routing.ids.numel()
     matrix, num_out = layer.matrix, layer.num_out
@@ -62,25 +48,19 @@ def experts_product(
     assert x.stride(-1) == 1
     assert x.dtype != torch.float16, "it cannot hold every number of MXFP4"
     num_tiles, size = routing.tiles.pairs.shape
-    num_splits = num_splits_of(layer)
-    share = matrix.codes.shape[1] // num_splits
-    tiling = _tiling(size, share // GROUP)
-    in_parts = num_splits > 1 and num_pairs <= _MOST_PART_PAIRS
-    num_parts = num_splits if in_parts else 1
+    tiling = _tiling(size, matrix.codes.shape[1] // GROUP)
     num_tiles *= triton.cdiv(num_out, tiling["BLOCK_N"])
-    out = x.new_empty(num_pairs, num_out // 2) if gate else None
-    parts = None
-    if in_parts or not gate:
-        parts = x.new_empty(num_parts, num_pairs, num_out, dtype=torch.float32)
-    _experts_kernel[num_tiles, num_parts](
+    if gate:
+        out = x.new_empty(num_pairs, num_out // 2)
+    else:
+        out = x.new_empty(num_pairs, num_out, dtype=torch.float32)
+    _experts_kernel[(num_tiles,)](
         out,
         x,
         *routing.tiles,
         matrix.codes.view(torch.int32),
         matrix.scale.view(torch.uint8),
         layer.bias,
-        parts,
-        counters(x.device, triton.next_power_of_2(num_tiles)) if gate and in_parts else None,
         gate.alpha if gate else 0.0,
         gate.limit if gate else 0.0,
         num_pairs,
@@ -90,9 +70,6 @@ def experts_product(
         PAIRS_PER_ROW=num_pairs // len(x),
         NUM_ROWS=matrix.shape[0],
         WIDTH=matrix.codes.shape[1],
-        SHARE=share,
-        PARTS=num_parts,
-        SPLITS=num_splits // num_parts,
         GATED=gate is not None,
         BLOCK_M=size,
         WARPS=tiling["num_warps"],
@@ -101,22 +78,18 @@ def experts_product(
         **tiling,
         **dependent_launch(x.device),
     )  # fmt: skip
-    result = out if gate else parts
-    assert result is not None
-    return result
+    return out
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _experts_kernel(
-    out_ptr,  # [num_pairs, num_out]; None if not GATED
+    out_ptr,  # [num_pairs, num_out], float32 if not GATED
     x_ptr,  # [num_pairs / PAIRS_PER_ROW, inputs]
     experts_ptr,  # [tiles]
     pairs_ptr,  # [tiles, BLOCK_M]
     codes_ptr,  # [experts * outputs, WIDTH / 4] words; outputs: num_out or, GATED, 2 * num_out
     scale_ptr,  # [groups, experts * outputs] exponents, 127 too large
     bias_ptr,  # [experts * outputs]
-    parts_ptr,  # [PARTS, num_pairs, outputs] float32, or None
-    counters_ptr,  # [programs of a part], or None
     alpha,
     limit,
     num_pairs,
@@ -126,10 +99,7 @@ def _experts_kernel(
     PAIRS_PER_ROW: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    SHARE: tl.constexpr,
     STEPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -137,9 +107,7 @@ def _experts_kernel(
     IN_PAIRS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of one tile of pairs, over one share of the inputs or SPLITS of
-    them, one after the other.
-    """
+    """One program: BLOCK_N outputs of one tile of pairs."""
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_tiles_n = tl.cdiv(num_out, OUTS)
     tile, tile_n = tl.program_id(0) // num_tiles_n, tl.program_id(0) % num_tiles_n
@@ -168,27 +136,10 @@ def _experts_kernel(
         x_at = x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64) * x_stride
         codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
         scale_at = scale_ptr + weight_row
-        part = tl.program_id(1)
-        total = _share(
-            x_at, codes_at, scale_at, is_pair, is_out, is_read, part * SHARE,
-            NUM_ROWS, WIDTH, SHARE, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS,
-            DEPENDENT and not GATED,
+        total = _sums(
+            x_at, codes_at, scale_at, is_pair, is_read,
+            NUM_ROWS, WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
         )  # fmt: skip
-        for each in tl.static_range(1, SPLITS):
-            total += _share(
-                x_at, codes_at, scale_at, is_pair, is_out, is_read, each * SHARE,
-                NUM_ROWS, WIDTH, SHARE, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, False,
-            )  # fmt: skip
-        if parts_ptr is not None:
-            mask = is_pair & is_out[:, None]
-            part_at = parts_ptr + pair.to(tl.int64) * num_weight_rows + in_expert[:, None]
-            stride = num_pairs.to(tl.int64) * num_weight_rows
-            tl.store(part_at + part * stride, total, mask=mask)
-            if GATED:
-                total, is_last = sum_by_the_last(
-                    part_at, stride, mask, counters_ptr + tl.program_id(0), PARTS, BLOCK_M, BLOCK_N
-                )
-                is_pair = is_pair & is_last
         if GATED:
             bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
             total += bias[:, None]
@@ -196,40 +147,38 @@ def _experts_kernel(
             # Comparisons keep what is not a number, which tl.minimum would not.
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-            y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
-            outs = tile_n * OUTS + tl.arange(0, OUTS)
-            tl.store(
-                out_ptr + pair.to(tl.int64) * num_out + outs[:, None],
-                y.to(out_ptr.dtype.element_ty),
-                mask=is_pair & (outs < num_out)[:, None],
-            )
+            total = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+            n = tile_n * OUTS + tl.arange(0, OUTS)
+        tl.store(
+            out_ptr + pair.to(tl.int64) * num_out + n[:, None],
+            total.to(out_ptr.dtype.element_ty),
+            mask=is_pair & (n < num_out)[:, None],
+        )
     elif not GATED:
         wait_for_inputs(DEPENDENT)
 
 
 @triton.jit
-def _share(
-    x_at, codes_at, scale_at, is_pair, is_out, is_read, begin,
-    NUM_ROWS: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, STEPS: tl.constexpr,
-    IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
-    WAITS: tl.constexpr,
+def _sums(
+    x_at, codes_at, scale_at, is_pair, is_read, NUM_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Products over SHARE bytes of codes; with WAITS the inputs are not there yet.
+    """Products over all inputs; with WAITS these are not there yet.
 
     Shape: [BLOCK_N, BLOCK_M] float32.
     """
     STEP: tl.constexpr = 32  # bytes, and inputs of a group
-    codes = codes_of_steps(codes_at, is_read, begin, WIDTH, STEP, STEPS, STEP)
-    scales = _exponents(scale_at, begin // STEP * 2, NUM_ROWS, 2 * STEPS)
+    codes = codes_of_steps(codes_at, is_read, 0, WIDTH, STEP, STEPS, STEP)
+    scales = _exponents(scale_at, 0, NUM_ROWS, 2 * STEPS)
     x_at = x_at + tl.arange(0, 2 * STEP)[:, None]
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait_for_inputs(WAITS)
-    last = begin + SHARE - STEPS * STEP
-    for start in range(begin, begin + SHARE, STEPS * STEP):
+    last = WIDTH - STEPS * STEP
+    for start in range(0, WIDTH, STEPS * STEP):
         now, scales_now = codes, scales
         after = start + STEPS * STEP
-        in_share = after < begin + SHARE
-        codes = codes_of_steps(codes_at, is_read & in_share, after, WIDTH, STEP, STEPS, STEP)
+        codes = codes_of_steps(codes_at, is_read & (after < WIDTH), after, WIDTH, STEP, STEPS, STEP)
         scales = _exponents(scale_at, tl.minimum(after, last) // STEP * 2, NUM_ROWS, 2 * STEPS)
         for step in tl.static_range(STEPS):
             block = in_order_by_warp(

@@ -25,7 +25,7 @@ def _tiling(x: Tensor, matrix: NarrowMatrix, num_splits: int) -> dict[str, int]:
         block_m = 16  # more rows of float32 do not fit
     elif num_rows <= 32:
         block_m, steps = 16 if num_rows <= 16 else 32, 2
-    elif num_rows <= 64:
+    elif num_rows <= 128:
         block_m = 64
         if num_splits == 1 and not has_4_bits(matrix.kind):
             num_stages = 4
