@@ -8,16 +8,19 @@ from torch import Tensor
 
 from .weights import Linear, Weight
 
+Progress = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
+
+
+def untold(done: int, total: int) -> None:
+    """The progress of what nobody watches."""
+
 
 class AnyCheckpoint(ABC):
     """Tensors and layers, read by transformers' names when they are asked for."""
 
     has_quantised: bool  # whether any layer read so far was quantised
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, progress: Callable[[int, int], None]
-    ) -> None:
-        """`progress` is called with (tensors read, tensors in all)."""
+    def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self._dtype, self._device = dtype, device
         self._progress, self._num_read = progress, 0
 

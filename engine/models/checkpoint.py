@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.expert_matrix import ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8, stack
 
-from .any_checkpoint import AnyCheckpoint
+from .any_checkpoint import AnyCheckpoint, Progress
 from .formats import Read, UnsupportedFormatError
 from .formats.mxfp4 import read_experts
 from .narrow_weight import Narrow, Scaled, Stacked
@@ -47,7 +46,7 @@ class Checkpoint(AnyCheckpoint):
         folder: Path,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Callable[[int, int], None],
+        progress: Progress,
         *,
         read: Read | None = None,
         rounds: bool = False,

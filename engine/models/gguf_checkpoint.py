@@ -1,7 +1,6 @@
 """A model directory whose weights are a GGUF file."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .any_checkpoint import AnyCheckpoint
+from .any_checkpoint import AnyCheckpoint, Progress
 from .gguf_file import FILE_NAME, GgufFile
 from .weights import Dense, Tiles, Weight
 
@@ -68,7 +67,7 @@ class GgufCheckpoint(AnyCheckpoint):
         folder: Path,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Callable[[int, int], None],
+        progress: Progress,
     ) -> None:
         super().__init__(dtype, device, progress)
         self._file = GgufFile(folder / FILE_NAME)

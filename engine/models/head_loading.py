@@ -1,6 +1,5 @@
 """Loads a head for the target that it was made for."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .any_checkpoint import AnyCheckpoint
+from .any_checkpoint import AnyCheckpoint, Progress, untold
+from .any_head import check_settings, errors_told, head_checkpoint
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .blocks import Block
 from .checkpoint import Checkpoint
 from .eagle3 import Eagle3Head
 from .head import Head
-from .head_checks import check_settings, errors_told
 from .head_config import BlockConfig, HeadConfig, HeadError
 from .head_vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids
 from .llama import LlamaReader, check_shape
@@ -30,27 +29,19 @@ def load_head(
     config: ModelConfig,
     target: Network,
     target_path: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = untold,
 ) -> Head:
     """Load the head in a directory; from now on the target hands out the states that it reads.
 
     The head computes in the target's dtype. Raises HeadError naming both models.
     """
-    folder = Path(config.path)
     with errors_told(f"the head {config.path} cannot draft for {target_path}"):
         check_settings(config, target)
-        head_config = HeadConfig.load(folder)
+        head_config = HeadConfig.load(Path(config.path))
         if config.head_layers:
             head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
         boundaries = head_config.boundaries_of(len(target.attentions))
-        checkpoint = Checkpoint(
-            folder,
-            target.dtype,
-            target.device,
-            progress or (lambda done, total: None),
-            rounds=config.quantization is not None,
-            is_draft=True,
-        )
+        checkpoint = head_checkpoint(config, target, progress)
         head = _build(head_config, checkpoint, target, len(boundaries))
         try:
             target.tap([boundary - 1 for boundary in boundaries])

@@ -23,7 +23,7 @@ from .admission import (
     max_positions,
     resolve_dtype,
 )
-from .any_checkpoint import AnyCheckpoint
+from .any_checkpoint import AnyCheckpoint, Progress, untold
 from .architectures import load_config
 from .checkpoint import Checkpoint
 from .compiled_decoder import CompiledDecoder, can_compile
@@ -41,8 +41,6 @@ from .weights import Dense, packed
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-
 # Of a draft model, beside its config: the ids of the tokens that it proposes. On a CPU the head is
 # most of a small draft's pass, and all but the rarest tokens need a quarter of it.
 DRAFTED_TOKENS = "draft_tokens.json"
@@ -51,7 +49,7 @@ DRAFTED_TOKENS = "draft_tokens.json"
 def load_network(
     config: ModelConfig,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: Progress = untold,
     *,
     is_draft: bool = False,
     same_bits: bool | None = False,
@@ -62,10 +60,8 @@ def load_network(
     On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With `same_bits`
     the bits of a row do not depend on the batch, and a model that cannot promise this is refused;
     None: only if it can promise it at little cost. `cache_dtype` is that of keys and values; None:
-    the model's own. `progress` is called with (tensors loaded, tensors in all).
-    Raises UnsupportedModelError saying why a model is refused.
+    the model's own. Raises UnsupportedModelError saying why a model is refused.
     """
-    progress = progress or (lambda done, total: None)
     progress(0, 0)
     if not (Path(config.path) / "config.json").is_file():
         raise UnsupportedModelError(f"{config.path} is no model directory: it has no config.json")

@@ -1,16 +1,16 @@
 """Loads the MTP head in a target's own checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
+from .any_checkpoint import Progress, untold
+from .any_head import check_settings, errors_told, head_checkpoint
 from .architectures import load_config
 from .checkpoint import Checkpoint
 from .families import window_of
-from .head_checks import check_settings, errors_told
 from .head_config import HeadError
 from .llama import LlamaReader
 from .loading import quantised_format, rounds_weights
@@ -22,7 +22,7 @@ from .network import Network
 def load_mtp_head(
     config: ModelConfig,
     target: Network,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = untold,
 ) -> MtpHead:
     """Load the MTP head of the target in this directory, which from now on hands out its states.
 
@@ -36,15 +36,8 @@ def load_mtp_head(
         dialect = mtp_dialect(folder)
         hf_config: Any = load_config(folder)
         quantised = quantised_format(config, hf_config)
-        checkpoint = Checkpoint(
-            folder,
-            target.dtype,
-            target.device,
-            progress or (lambda done, total: None),
-            read=quantised[1] if quantised else None,
-            rounds=config.quantization is not None,
-            is_draft=True,
-        )
+        read = quantised[1] if quantised else None
+        checkpoint = head_checkpoint(config, target, progress, read=read)
         head = _build(dialect, hf_config, checkpoint, target)
         target.tap([len(target.attentions)])
     if target.device.type == "cpu":

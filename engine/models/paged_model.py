@@ -1,7 +1,5 @@
 """One model of the pair over its own paged KV cache."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
+from .any_checkpoint import Progress, untold
 from .attention import PassContext
 from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
@@ -32,7 +31,7 @@ class PagedModel:
         self,
         config: ModelConfig,
         device: torch.device,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress = untold,
         *,
         is_draft: bool = False,
         batch_invariant: bool | None = None,
@@ -79,7 +78,7 @@ class PagedModel:
         rows_per_seq: int,
         most_rows: int,
         every_row_has_logits: bool,
-        progress: Callable[[int, int], None],
+        progress: Progress,
     ) -> Tensor:
         """Capture passes of up to `rows_per_seq` rows a sequence, and passes with prompts, up to
         `most_rows` rows; cache and slots must be bound.

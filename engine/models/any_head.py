@@ -1,13 +1,17 @@
-"""What is checked of the settings of any head, and how a head's errors are told."""
+"""The common part of loading heads: checks of settings, the checkpoint, and errors."""
 
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from safetensors import SafetensorError
 
 from ..config import ModelConfig
 from .admission import DTYPES
+from .any_checkpoint import Progress
+from .checkpoint import Checkpoint
+from .formats import Read
 from .head_config import HeadError
 from .network import Network
 
@@ -21,6 +25,17 @@ def check_settings(config: ModelConfig, target: Network) -> None:
             f"its dtype is set to {config.dtype}, but a head computes in its target's, which "
             f"is {str(target.dtype).removeprefix('torch.')}: leave draft.dtype out"
         )
+
+
+def head_checkpoint(
+    config: ModelConfig, target: Network, progress: Progress, *, read: Read | None = None
+) -> Checkpoint:
+    """The checkpoint of a head, which computes in its target's dtype; `read` as in Checkpoint."""
+    rounds = config.quantization is not None
+    folder = Path(config.path)
+    return Checkpoint(
+        folder, target.dtype, target.device, progress, read=read, rounds=rounds, is_draft=True
+    )
 
 
 @contextmanager
