@@ -41,7 +41,7 @@ def _draft_model(
         edits,
         pair.vocab_size,
         config.scheduler.max_num_batched_tokens,
-        stops_early=adaptive and slots.device.type == "cpu",
+        adaptive=adaptive,
     )
 
 

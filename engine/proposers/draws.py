@@ -12,11 +12,12 @@ from outrider.kernels.verify.slot_rows import read_slots, write_draft
 from outrider.kernels.verify.verify import draft_sample
 
 from ..logit_edits import LogitEdits, RequestRows
+from ..models.paged_layers import PagedLayers
 from ..scheduling.plan import ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
 from ..state.ragged import aligned
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS, DraftDistributions
+from .base import SAMPLING_KINDS, DraftDistributions, Proposer
 
 # If drafts are less likely to stand than this, another one costs more than it gains. Measured with
 # the default pair: any value from 0.05 to 0.2 is within 2% of the best, for a draft that costs 0.07
@@ -88,58 +89,88 @@ class Draws:
             yield partial(self.draw, integers, kind, logits)
 
 
-def draw_in_turn(
-    scheduled: list[ScheduledRequest],
-    logits_of: LogitsOf,
-    draw: Callable[[np.ndarray, int, Tensor], Tensor],
-    edits: LogitEdits,
-    *,
-    stops_early: bool,
-) -> None:
-    """Draw up to k_i drafts for each sequence, one after another; sets k_i to how many there are.
+class DrawingProposer(Proposer):
+    """Drafts one line of tokens for each sequence, with the request's own sampling parameters.
 
-    The host edits the logits of requests that want it. With `stops_early` it looks at each draft: a
-    sequence gets no more once its drafts are unlikely to stand, according to the head's confidence
-    or else to the draft's own probabilities. `draw(slots, j, logits)` returns the drafts: [N].
+    With `adaptive`, on a CPU, a sequence gets no more drafts once those so far are unlikely to
+    stand. This depends only on the drafts so far, so every rule stays exact. The host must read
+    each draft, which costs nothing on a CPU, but a wait on a GPU.
     """
-    slots_np = slots_of(scheduled)
-    wanted_np = np.array([s.num_drafts for s in scheduled])
-    num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
-    seqs_np = np.arange(len(scheduled))  # those still drafted for
-    kept_np, last = seqs_np, None
-    for j in range(int(wanted_np.max())):
-        logits, confidence = logits_of(j, slots_np[seqs_np], kept_np, last)
-        kept_np = np.arange(len(seqs_np))
-        if stops_early and confidence is not None:
-            chance_np[seqs_np] *= confidence.cpu().numpy()
-            kept_np = (chance_np[seqs_np] >= MIN_LIKELIHOOD).nonzero()[0]
-            if len(kept_np) == 0:
+
+    def __init__(
+        self,
+        slots: Slots,
+        edits: LogitEdits,
+        vocab_size: int,
+        source: PagedLayers,
+        *,
+        adaptive: bool,
+    ) -> None:
+        """`source` computes the logits; ids from `vocab_size` on are never drawn."""
+        self._slots = slots
+        self._edits = edits
+        self._adaptive = adaptive
+        self._stops_early = adaptive and slots.device.type == "cpu"
+        self._draws = Draws(slots, vocab_size, source.vocab_size, source.dtype)
+        self.distributions: DraftDistributions = self._draws.distributions
+        self._sizes: list[int] = []  # captured, ascending
+
+    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
+        return self._draws.warm_ups()
+
+    def _rehearse_edits(self, logits: Tensor) -> None:
+        """Edit these rows of logits for the dummy slot. Shape: [N, V]."""
+        self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, len(logits)))
+
+    def _draw_in_turn(
+        self,
+        scheduled: list[ScheduledRequest],
+        logits_of: LogitsOf,
+        draw: Callable[[np.ndarray, int, Tensor], Tensor],
+    ) -> None:
+        """Draw up to k_i drafts for each sequence, one after another; sets k_i to their number.
+
+        The host edits the logits of requests that want it. How likely drafts are to stand is said
+        by the head's confidence or else by the draft's own probabilities. `draw(slots, j, logits)`
+        returns the drafts: [N].
+        """
+        slots_np = slots_of(scheduled)
+        wanted_np = np.array([s.num_drafts for s in scheduled])
+        num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
+        seqs_np = np.arange(len(scheduled))  # those still drafted for
+        kept_np, last = seqs_np, None
+        for j in range(int(wanted_np.max())):
+            logits, confidence = logits_of(j, slots_np[seqs_np], kept_np, last)
+            kept_np = np.arange(len(seqs_np))
+            if self._stops_early and confidence is not None:
+                chance_np[seqs_np] *= confidence.cpu().numpy()
+                kept_np = (chance_np[seqs_np] >= MIN_LIKELIHOOD).nonzero()[0]
+                if len(kept_np) == 0:
+                    break
+                seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
+            logits = self._edited(logits, slots_np[seqs_np], j)
+            token_ids = draw(slots_np[seqs_np], j, logits)
+            num_drawn_np[seqs_np] += 1
+            goes_on_np = wanted_np[seqs_np] > j + 1
+            if self._stops_early and confidence is None and goes_on_np.any():
+                chance_np[seqs_np] *= greedy.probabilities(logits, token_ids)
+                goes_on_np &= chance_np[seqs_np] >= MIN_LIKELIHOOD
+            if not goes_on_np.any():
                 break
-            seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
-        logits = _edited(edits, logits, slots_np[seqs_np], j)
-        token_ids = draw(slots_np[seqs_np], j, logits)
-        num_drawn_np[seqs_np] += 1
-        goes_on_np = wanted_np[seqs_np] > j + 1
-        if stops_early and confidence is None and goes_on_np.any():
-            chance_np[seqs_np] *= greedy.probabilities(logits, token_ids)
-            goes_on_np &= chance_np[seqs_np] >= MIN_LIKELIHOOD
-        if not goes_on_np.any():
-            break
-        on_np = goes_on_np.nonzero()[0]
-        seqs_np, kept_np = seqs_np[on_np], kept_np[on_np]
-        last = token_ids[uploaded(on_np, token_ids.device)]
-    for each, num_drawn in zip(scheduled, num_drawn_np.tolist(), strict=True):
-        each.num_drafts = num_drawn
+            on_np = goes_on_np.nonzero()[0]
+            seqs_np, kept_np = seqs_np[on_np], kept_np[on_np]
+            last = token_ids[uploaded(on_np, token_ids.device)]
+        for each, num_drawn in zip(scheduled, num_drawn_np.tolist(), strict=True):
+            each.num_drafts = num_drawn
 
+    def _edited(self, logits: Tensor, slots_np: np.ndarray, j: int) -> Tensor:
+        """The logits of draft j, with the edits of the rows' requests. Shape: [N, V'].
 
-def _edited(edits: LogitEdits, logits: Tensor, slots_np: np.ndarray, j: int) -> Tensor:
-    """The logits of draft j, with the edits of the rows' requests. Shape: [N, V'].
-
-    Rounding the result is harmless: drafts are drawn from it, and it is what verification gets.
-    """
-    edited_np = edits.asked_by(slots_np)
-    if not edited_np.any():
-        return logits
-    rows = RequestRows.one_each(slots_np, np.full_like(slots_np, j)).take(edited_np)
-    edited = edits.apply(logits, rows).to(logits.dtype)
-    return logits.index_copy(0, uploaded(rows.first_rows_np, logits.device), edited)
+        Rounding the result is harmless: drafts are drawn from it, and it is what verification gets.
+        """
+        edited_np = self._edits.asked_by(slots_np)
+        if not edited_np.any():
+            return logits
+        rows = RequestRows.one_each(slots_np, np.full_like(slots_np, j)).take(edited_np)
+        edited = self._edits.apply(logits, rows).to(logits.dtype)
+        return logits.index_copy(0, uploaded(rows.first_rows_np, logits.device), edited)

@@ -10,7 +10,6 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..api import ReportProgress
-from ..logit_edits import LogitEdits, RequestRows
+from ..logit_edits import LogitEdits
 from ..models.head import Head
 from ..models.network import Pass
 from ..models.paged_model import PagedModel
@@ -28,20 +27,18 @@ from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
-from .draws import Draws, LogitsOf, draw_in_turn
+from .base import SAMPLING_KINDS, sampling_kind
+from .draws import DrawingProposer, LogitsOf
 
 AnyHead = TypeVar("AnyHead", bound=Head)
 
 
-class HeadProposer(Proposer, Generic[AnyHead]):
-    """Drafts one line of tokens for each sequence, with the request's own sampling parameters.
+class HeadProposer(DrawingProposer, Generic[AnyHead]):
+    """Drafts with a head.
 
     Positions count from the tokens that the device knows, so drafts can be launched before the host
     has read the tokens that they follow. All are drawn in one phase on the device, with two
-    exceptions: the host edits logits, or (with `adaptive`, on a CPU) it looks at each draft and
-    stops once a sequence's drafts are unlikely to stand. Whether it stops depends only on the
-    drafts so far, so that every rule stays exact.
+    exceptions: the host edits logits, or (with `adaptive`, on a CPU) it looks at each draft.
     """
 
     def __init__(
@@ -52,16 +49,11 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         edits: LogitEdits,
         vocab_size: int,
         *,
-        adaptive: bool = False,
+        adaptive: bool,
     ) -> None:
+        super().__init__(slots, edits, vocab_size, head, adaptive=adaptive)
         self._head = head
         self._target = target
-        self._slots = slots
-        self._edits = edits
-        self._adaptive = adaptive
-        self._stops_early = adaptive and slots.device.type == "cpu"
-        self._draws = Draws(slots, vocab_size, head.vocab_size, head.dtype)
-        self.distributions: DraftDistributions = self._draws.distributions
         # [most rows of logits at once, V] by the target's ids; -inf for ids that are not drafted
         num_wide = self._rows_at_once if head.target_ids is not None else 0
         self._wide = torch.full(
@@ -72,7 +64,6 @@ class HeadProposer(Proposer, Generic[AnyHead]):
         self._gaps: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # epochs with a gap
         self._reads = Phase(self._read, slots.device)
         self._drafts = Phase(self._draft, slots.device)
-        self._sizes: list[int] = []  # captured, ascending
 
     @property
     @abstractmethod
@@ -103,24 +94,16 @@ class HeadProposer(Proposer, Generic[AnyHead]):
     def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
         """A function that returns the logits of these sequences' drafts, one draft at a time."""
 
-    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
-        return self._draws.warm_ups()
-
     def rehearse(self) -> None:
-        assert self._target.last_pass is not None
-        shape, computed = self._target.last_pass
-        self._reads(_NOTHING, shape, *_tensors(computed))
+        self._read_last_pass()
         none_np = np.zeros(0, dtype=np.int64)
         size, k = self._slots.max_num_seqs, self._slots.max_drafts
         packed = self._pack(none_np, none_np, size, k)
         self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
-        logits = self.distributions.logits.new_zeros(size, self._head.vocab_size)
-        self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, size))
+        self._rehearse_edits(self.distributions.logits.new_zeros(size, self._head.vocab_size))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
-        assert self._target.last_pass is not None
-        shape, computed = self._target.last_pass
-        self._reads(_NOTHING, shape, *_tensors(computed))
+        self._read_last_pass()
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the head's pass for each captured pass of the target, and all drafting."""
@@ -155,10 +138,8 @@ class HeadProposer(Proposer, Generic[AnyHead]):
 
     def _follow(self, plan: Plan) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""
-        assert self._target.last_pass is not None
-        shape, computed = self._target.last_pass
         try:
-            self._reads(_NOTHING, shape, *_tensors(computed))
+            self._read_last_pass()
         except Exception:
             self._gaps.update((s.request, s.epoch) for s in plan.scheduled)
             raise
@@ -167,6 +148,11 @@ class HeadProposer(Proposer, Generic[AnyHead]):
                 request, epoch = scheduled.request, scheduled.epoch
                 is_held = scheduled.samples and self._gaps.get(request) != epoch
                 self._holders[scheduled.slot or 0] = (request, epoch) if is_held else None
+
+    def _read_last_pass(self) -> None:
+        assert self._target.last_pass is not None
+        shape, computed = self._target.last_pass
+        self._reads(_NOTHING, shape, *_tensors(computed))
 
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
         """Draw k_i drafts for each sequence on the device; returns the output of `_draft`."""
@@ -185,7 +171,7 @@ class HeadProposer(Proposer, Generic[AnyHead]):
             draws = uploaded(self._draws.pack(slots_np, j, len(slots_np)), device)
             return self._draws.draw(draws, kind, logits)
 
-        draw_in_turn(scheduled, line, draw, self._edits, stops_early=self._stops_early)
+        self._draw_in_turn(scheduled, line, draw)
 
     def _widened(self, logits: Tensor) -> Tensor:
         """The logits by the target's ids, valid until the next call. Shape: [N, V'] -> [N, V]."""

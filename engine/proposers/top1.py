@@ -1,6 +1,5 @@
 """Drafts with a draft model, one token a pass, k_i drafts for each sequence."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -8,27 +7,23 @@ import torch
 from torch import Tensor
 
 from ..api import ReportProgress
-from ..logit_edits import LogitEdits, RequestRows
+from ..logit_edits import LogitEdits
 from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
 from ..state.phase import Phase, Shape, padded_size, padded_sizes
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
-from .draws import Draws, draw_in_turn
+from .base import SAMPLING_KINDS, sampling_kind
+from .draws import DrawingProposer
 
 
-class Top1Proposer(Proposer):
-    """Drafts one line of tokens for each sequence, with the request's own sampling parameters.
+class Top1Proposer(DrawingProposer):
+    """Drafts with a model of its own.
 
     Sequences that would outgrow the draft's context, or that need no drafts, decode plainly in the
     same step. Before it drafts, the draft model computes what it has missed: two tokens after a
     fully accepted step, a prompt in chunks, a long gap after plain decoding.
-
-    With `stops_early`, a sequence gets no more drafts once the draft model itself finds those so
-    far unlikely. This depends only on the drafts so far, so every rule stays exact. The host must
-    read each draft, which costs nothing on a CPU, but a wait on a GPU.
     """
 
     def __init__(
@@ -39,25 +34,16 @@ class Top1Proposer(Proposer):
         vocab_size: int,
         max_num_batched_tokens: int,
         *,
-        stops_early: bool = False,
+        adaptive: bool,
     ) -> None:
+        super().__init__(slots, edits, vocab_size, draft.network, adaptive=adaptive)
         self._draft = draft
-        self._slots = slots
-        self._edits = edits
         # Rows of one pass: those of a step, and two that each slot may have missed.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
-        self._stops_early = stops_early
-        self._draws = Draws(slots, vocab_size, draft.vocab_size, draft.dtype)
-        self.distributions: DraftDistributions = self._draws.distributions
         self._phase = Phase(self._draw, slots.device)
-        self._sizes: list[int] = []  # captured, ascending
-
-    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
-        return self._draws.warm_ups()
 
     def rehearse(self) -> None:
-        logits = self._draft.rehearse(self._most_rows, self._slots.max_num_seqs)
-        self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, len(logits)))
+        self._rehearse_edits(self._draft.rehearse(self._most_rows, self._slots.max_num_seqs))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
         self._draft.rehearse_short(num_seqs, num_rows)
@@ -138,7 +124,7 @@ class Top1Proposer(Proposer):
             drawn = self._phase(integers_np, (size, *kind), logits)
             return drawn[: len(slots_np)]
 
-        draw_in_turn(scheduled, logits_of, draw, self._edits, stops_early=self._stops_early)
+        self._draw_in_turn(scheduled, logits_of, draw)
 
     def _draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """`Draws.draw` as a phase; the shape is (rows, filters, samples)."""
