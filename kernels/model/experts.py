@@ -20,6 +20,7 @@ from .expert_matrix import ExpertMatrix, Experts, expert_of
 from .experts_product import experts_product
 from .rms_norm import Norm, rms_norm_reference
 from .routing import Routing
+from .split_product import store_and_normalise
 
 
 def add_experts(
@@ -104,6 +105,7 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     mask = n < width
+    norm = None
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
     at = row * width + n
@@ -115,9 +117,4 @@ def _combine_kernel(
         out = tl.load(outputs_ptr + (row * TOP_K + c) * width + n, mask=mask, other=0.0)
         out += tl.load(bias_ptr + expert * width + n, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + row * TOP_K + c) * out
-    rounded = (y + total).to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptr + at, rounded, mask=mask)
-    if norm_ptr is not None:
-        y = rounded.to(tl.float32)  # normalise what was stored
-        z = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm
-        tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
+    store_and_normalise(residual_ptr, out_ptr, y + total, at, mask, norm, eps, width)

@@ -119,6 +119,7 @@ def _add_parts_kernel(
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     mask = n < width
+    norm = None
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
     at = row * width + n
@@ -128,9 +129,15 @@ def _add_parts_kernel(
         y += tl.load(parts_ptr + split * (num_rows.to(tl.int64) * width) + at, mask=mask, other=0.0)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
+    store_and_normalise(residual_ptr, out_ptr, y, at, mask, norm, eps, width)
+
+
+@triton.jit
+def store_and_normalise(residual_ptr, out_ptr, y, at, mask, norm, eps, width):
+    """Store a row of a residual and, if it has a norm (float32), the row normalised."""
     rounded = y.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, rounded, mask=mask)
-    if norm_ptr is not None:
+    if norm is not None:
         y = rounded.to(tl.float32)  # normalise what was stored
         z = (y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm).to(rounded.dtype)
         if codes_ptr is not None:
