@@ -31,10 +31,10 @@ from ..dependent_launch import (
 from ..triton_or_none import tl, triton
 from .attention_items import WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes, from_e4m3
+from .softmax_sums import LOG2_E, add, attend, merge, no_total
 
 # For one row: the large product that follows starts early if programs leave it enough registers.
 _MANY_OUTPUTS = 4096
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _SUMS = 16  # columns of a product with ones: the fewest that tensor cores can do
 
 
@@ -256,7 +256,7 @@ def _paged_attention_kernel(
             )
             query_mask = is_row[:, None] & (head_dims < HEAD_DIM)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = _no_total(BLOCK_M, SUMS)
+            total = no_total(BLOCK_M, SUMS)
             acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
             # Sums of the splits before the present one.
             past_best, past_total, past_acc = best, tl.zeros([BLOCK_M], tl.float32), acc
@@ -282,11 +282,11 @@ def _paged_attention_kernel(
                 for start in range(first, last, BLOCK_N):
                     if ADDS_SPLITS:  # noqa: SIM102 the first is a constant
                         if start >= next_split:
-                            past_best, past_total, past_acc = _add(
+                            past_best, past_total, past_acc = add(
                                 past_best, past_total, past_acc, best, tl.max(total, 1), acc
                             )
                             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                            total = _no_total(BLOCK_M, SUMS)
+                            total = no_total(BLOCK_M, SUMS)
                             acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
                             next_split = start_of(split_of(start, unit) + 1, unit)
                     n = start + tl.arange(0, BLOCK_N)
@@ -317,7 +317,7 @@ def _paged_attention_kernel(
                     if IN_FP8:
                         key = from_e4m3(key, query.dtype)
                         value = from_e4m3(value, query.dtype)
-                    best, total, acc = _attend(
+                    best, total, acc = attend(
                         query, key, value, n, position, seen_to, best, total, acc, scale, softcap,
                         window, phase == PHASES - 1, HAS_SOFTCAP, HAS_WINDOW, SUMS,
                     )  # fmt: skip
@@ -329,7 +329,7 @@ def _paged_attention_kernel(
             if SUMS:
                 total = tl.max(total, 1)
             if ADDS_SPLITS:
-                best, total, acc = _add(past_best, past_total, past_acc, best, total, acc)
+                best, total, acc = add(past_best, past_total, past_acc, best, total, acc)
             is_last = True  # whether this is the last split of these rows to finish
             if NUM_SPLITS > 1:
                 num_parts = last_split - first_split + 1
@@ -344,15 +344,15 @@ def _paged_attention_kernel(
                     is_last = num_before == num_parts - 1
                     if is_last:
                         tl.store(counter, 0)
-                        best, total, acc = _merge(
+                        best, total, acc = merge(
                             part_ptr, part_state_ptr, out_row * NUM_SPLITS, first_split,
                             last_split, value_dims, is_row, mask, VALUE_DIM,
                         )  # fmt: skip
             if sinks_ptr is not None:
-                sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+                sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
                 no_value = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
                 one = tl.full([BLOCK_M], 1.0, tl.float32)
-                best, total, acc = _add(best, total, acc, sink, one, no_value)
+                best, total, acc = add(best, total, acc, sink, one, no_value)
             if IN_FP8:
                 acc *= v_scale
             tl.store(
@@ -361,80 +361,3 @@ def _paged_attention_kernel(
                 mask=mask & is_last,
             )
     wait_for_inputs(DEPENDENT)  # for programs without an item
-
-
-@triton.jit
-def _no_total(BLOCK_M: tl.constexpr, SUMS: tl.constexpr):
-    return tl.zeros([BLOCK_M, SUMS], tl.float32) if SUMS else tl.zeros([BLOCK_M], tl.float32)
-
-
-@triton.jit
-def _attend(
-    query, key, value, n, position, seen_to, best, total, acc, scale, softcap, window,
-    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """Add the tokens n to the maximum, total and sum of some rows.
-
-    Multiply-adds are explicit, because the compiler might fuse them differently in each variant of
-    the kernel. The maximum is in base-2 units.
-    """
-    logits = tl.dot(query, key, input_precision="ieee")
-    factor = scale * _LOG2_E
-    if HAS_SOFTCAP:
-        # tanh by exp2 of a negative number, which cannot overflow.
-        e = tl.exp2(tl.abs(logits) * scale * (-2.0 * _LOG2_E) / softcap)
-        capped = softcap * (1.0 - e) / (1.0 + e)
-        logits = tl.where(logits < 0, -capped, capped)
-        factor = tl.full((), _LOG2_E, tl.float32)
-    if MASKED:
-        visible = n[None, :] <= seen_to[:, None]
-        if HAS_WINDOW:
-            visible &= n[None, :] > position[:, None] - window
-        logits = tl.where(visible, logits, float("-inf"))
-    new_best = tl.maximum(best, tl.max(logits, 1) * factor)
-    shift = new_best
-    if MASKED:
-        # A row that has seen nothing yet has -inf; subtracting that would give NaN.
-        shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-    weights = tl.exp2(tl.fma(logits, factor, -shift[:, None]))
-    decay = tl.exp2(best - shift)
-    rounded = weights.to(value.dtype)
-    if SUMS:
-        ones = tl.full([value.shape[0], SUMS], 1.0, value.dtype)
-        total = tl.dot(rounded, ones, total * decay[:, None], input_precision="ieee")
-    else:
-        total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(rounded, value, acc * decay[:, None], input_precision="ieee")
-    return new_best, total, acc
-
-
-@triton.jit
-def _add(best, total, acc, part_best, part_total, part_acc):
-    """Combine the maximum, total and sum of some rows with those over other tokens."""
-    new_best = tl.maximum(best, part_best)
-    shift = tl.where(new_best > float("-inf"), new_best, 0.0)
-    decay, part_decay = tl.exp2(best - shift), tl.exp2(part_best - shift)
-    total = tl.fma(total, decay, part_total * part_decay)
-    acc = tl.fma(acc, decay[:, None], part_acc * part_decay[:, None])
-    return new_best, total, acc
-
-
-@triton.jit
-def _merge(
-    part_ptr, part_state_ptr, parts, first_split, last_split, value_dims, is_row, mask,
-    VALUE_DIM: tl.constexpr,
-):  # fmt: skip
-    """Maximum, total and sum of some rows over all splits, the first of which are `parts`."""
-    best = tl.full(parts.shape, float("-inf"), tl.float32)
-    total = tl.zeros(parts.shape, tl.float32)
-    acc = tl.zeros(mask.shape, tl.float32)
-    for split in range(first_split, last_split + 1):
-        # Written by other multiprocessors, so do not read from this one's cache.
-        part = parts + split
-        state_ptr = part_state_ptr + part * 2
-        part_best = tl.load(state_ptr, mask=is_row, other=0.0, cache_modifier=".cg")
-        part_total = tl.load(state_ptr + 1, mask=is_row, other=0.0, cache_modifier=".cg")
-        at = part_ptr + part[:, None] * VALUE_DIM + value_dims
-        part_acc = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-        best, total, acc = _add(best, total, acc, part_best, part_total, part_acc)
-    return best, total, acc
