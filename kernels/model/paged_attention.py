@@ -102,6 +102,7 @@ def paged_attention(
         v_scale,
         softcap or 0.0,
         window or 0,
+        items.num_splits,
         block_table.stride(0),
         *query.stride()[:2],
         *k_cache.stride()[:3],
@@ -114,7 +115,7 @@ def paged_attention(
         VALUE_PAD=value_pad,
         PAGE_SIZE=page_size,
         BLOCK_M=items.block_m,
-        NUM_SPLITS=items.num_splits,
+        SPLITS=items.num_splits > 1,
         ADDS_SPLITS=items.same_bits and items.is_prefill,
         # With few rows, summing on tensor cores avoids exchanges between warps; with many rows,
         # tensor cores are busy enough.
@@ -164,11 +165,12 @@ def _counters(device: torch.device, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
-@triton.jit
+# Neither number changes the code, and each varies between starts and within one.
+@triton.jit(do_not_specialize=["num_splits", "block_table_stride"])
 def _paged_attention_kernel(
     out_ptr,  # [T, num_heads, VALUE_DIM]
-    part_ptr,  # [T, num_heads, NUM_SPLITS, VALUE_DIM] sums of a split, or None
-    part_state_ptr,  # [T, num_heads, NUM_SPLITS, 2] their maximum and total
+    part_ptr,  # [T, num_heads, num_splits, VALUE_DIM] sums of a split, or None
+    part_state_ptr,  # [T, num_heads, num_splits, 2] their maximum and total
     counters_ptr,  # [row blocks * num_kv_heads]
     query_ptr,  # [T, num_heads, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]
@@ -181,6 +183,7 @@ def _paged_attention_kernel(
     v_scale,
     softcap,
     window,
+    num_splits,  # the most splits of a row
     block_table_stride,
     query_stride_t,
     query_stride_h,
@@ -199,7 +202,7 @@ def _paged_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,  # the most splits of a row
+    SPLITS: tl.constexpr,  # whether an item covers one split only
     ADDS_SPLITS: tl.constexpr,  # whether an item covers all splits, which are added in order
     SUMS: tl.constexpr,  # equal columns of totals, by tensor cores; 0: totals without tensor cores
     HAS_SOFTCAP: tl.constexpr,
@@ -238,7 +241,7 @@ def _paged_attention_kernel(
         # Splits lie at fixed positions of the sequence; skip those that these rows do not see.
         first_split = split_of(begin, unit)
         last_split = split_of(tl.maximum(end - 1, 0), unit)
-        if NUM_SPLITS > 1:
+        if SPLITS:
             begin = tl.maximum(begin, start_of(split, unit))
             end = tl.minimum(end, start_of(split + 1, unit))
         else:
@@ -331,10 +334,10 @@ def _paged_attention_kernel(
             if ADDS_SPLITS:
                 best, total, acc = add(past_best, past_total, past_acc, best, total, acc)
             is_last = True  # whether this is the last split of these rows to finish
-            if NUM_SPLITS > 1:
+            if SPLITS:
                 num_parts = last_split - first_split + 1
                 if num_parts > 1:
-                    part = out_row * NUM_SPLITS + split
+                    part = out_row * num_splits + split
                     tl.store(part_ptr + part[:, None] * VALUE_DIM + value_dims, acc, mask=mask)
                     tl.store(part_state_ptr + part * 2, best, mask=is_row)
                     tl.store(part_state_ptr + part * 2 + 1, total, mask=is_row)
@@ -345,7 +348,7 @@ def _paged_attention_kernel(
                     if is_last:
                         tl.store(counter, 0)
                         best, total, acc = merge(
-                            part_ptr, part_state_ptr, out_row * NUM_SPLITS, first_split,
+                            part_ptr, part_state_ptr, out_row * num_splits, first_split,
                             last_split, value_dims, is_row, mask, VALUE_DIM,
                         )  # fmt: skip
             if sinks_ptr is not None:
