@@ -92,15 +92,6 @@ class Engine:
             pid=os.getpid(),
         )
 
-    @property
-    def lag(self) -> int:
-        """How many steps the host may launch ahead of the last one that it has read: 0 or 1."""
-        return self.scheduler.lag
-
-    @lag.setter
-    def lag(self, lag: int) -> None:
-        self.scheduler.lag = lag
-
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache, replacing the present one, with a new scheduler over it.
 
@@ -132,11 +123,12 @@ class Engine:
         self.committer = Committer(
             self.sequences, self._kv_cache, self.worker.slots, self._stats, max_model_len, adaptive
         )
-        self.lag = 1 if self.worker.device.type == "cuda" else 0  # on a CPU nothing would overlap
+        if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
+            self.scheduler.lag = 1
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Launch one step, and read the step before it; with `lag` 0, this same one.
+        """Launch one step, and read the step before it; if `scheduler.lag` is 0, this same one.
 
         Drafting and scoring are launched first; then the host reads the step before. Verification
         comes last, because grammars and custom processors must know the tokens of that step.
@@ -160,7 +152,7 @@ class Engine:
         self.worker.verify(step)
         self.committer.launched(plan)
         self._in_flight = step
-        if self.lag == 0:
+        if self.scheduler.lag == 0:
             outputs += self._commit()
         return self._finished(outputs)
 

@@ -39,7 +39,7 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens  # k of requests that name none
         self._adaptive = adaptive
         self._max_model_len = max_model_len
-        self.lag = 0  # steps launched ahead of the last one that the host has read
+        self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
         # Sequences with new pages, and the first of these; the device does not know them yet.
         self._grown: list[tuple[Request, int]] = []
 

@@ -47,7 +47,7 @@ def test_drafts_are_those_of_the_draft_model(
     pair: tuple[Path, Path], ahead: bool, edited: bool
 ) -> None:
     engine = Engine(engine_config(*pair, k=K))
-    engine.lag = int(ahead)
+    engine.scheduler.lag = int(ahead)
     outputs = run(engine, [GREEDY, EDITED if edited else GREEDY, GREEDY], tellers=(0, 2))
     rejected = 0
     for prompt, told in [(PROMPTS[i], outputs[i]) for i in (0, 2)]:

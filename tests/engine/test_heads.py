@@ -198,7 +198,7 @@ def test_drafts_are_drawn_from_the_formulas(
     options = (VARIANTS | BLOCK_VARIANTS).get(variant, {})
     target, path = save_pair(target, tmp_path / "head", variant, options)
     engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
-    engine.lag = int(is_ahead)
+    engine.scheduler.lag = int(is_ahead)
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     run(engine, prompts([21, 3, 9, 1], VOCAB), MIXED)
     stats = engine.stats()
@@ -257,7 +257,7 @@ def test_a_preempted_sequence_is_drafted_for_again(
 ) -> None:
     target, path = any_pair
     engine = Engine(engine_config(target, path, k=K, num_pages=30))
-    engine.lag = int(is_ahead)
+    engine.scheduler.lag = int(is_ahead)
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     run(engine, prompts([9, 10, 11], VOCAB), [replace(SAMPLED, seed=seed) for seed in range(3)])
     assert engine.stats().preemptions > 0
@@ -319,7 +319,7 @@ def test_a_bad_row_of_the_head_is_no_draft(
 def test_match_gives_the_same_tokens_with_any_k(variant: str, any_pair: Pair) -> None:
     config = engine_config(*any_pair, k=K, prefix_caching=variant != "no-cache")
     engine = Engine(config)
-    engine.lag = int(variant == "ahead")
+    engine.scheduler.lag = int(variant == "ahead")
     params = SamplingParams(max_tokens=20, seed=3, temperature=1.5, verification="match")
     answers = [
         tokens(run(engine, [HIT], replace(params, num_speculative_tokens=k))[0])

@@ -28,7 +28,7 @@ def engine(tiny_model: Tiny) -> Engine:
     target = tiny_model("llama", seed=0)
     draft = tiny_model("llama", seed=0, num_hidden_layers=1)
     engine = Engine(engine_config(target, draft, k=3))
-    engine.lag = 1
+    engine.scheduler.lag = 1
     return engine
 
 

@@ -91,7 +91,7 @@ def test_padding_changes_nobodys_output(
     ]
     plain, padded = Engine(config), Engine(config)
     padded.worker.capture(lambda stage, done, total: None)
-    plain.lag = padded.lag = int(is_ahead)
+    plain.scheduler.lag = padded.scheduler.lag = int(is_ahead)
     for batch in (slice(0, 5), slice(0, 3)):
         expected = [tokens(o) for o in run(plain, mixed[batch], params[batch])]
         assert [tokens(o) for o in run(padded, mixed[batch], params[batch])] == expected
@@ -111,7 +111,7 @@ def test_padding_stays_at_the_beginning_beside_edited_rows(
     mixed, params = prompts([60, 3, 4, 5], VOCAB), [edited, *[GREEDY] * 3]
     plain, padded = Engine(config), Engine(config)
     padded.worker.capture(lambda stage, done, total: None)
-    padded.lag = 1
+    padded.scheduler.lag = 1
     expected = [tokens(o) for o in run(plain, mixed, params)]
     assert [tokens(o) for o in run(padded, mixed, params)] == expected
     assert not caplog.records  # drafting never failed

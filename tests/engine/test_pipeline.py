@@ -41,7 +41,7 @@ def engines(
     )
     config = replace(config, logits_processors=PROCESSORS)
     each, lagging = Engine(config), Engine(config)
-    each.lag, lagging.lag = 0, 1
+    each.scheduler.lag, lagging.scheduler.lag = 0, 1
     return each, lagging
 
 
@@ -162,7 +162,7 @@ def test_the_longest_sequence_goes_to_its_end(tiny_model: Tiny) -> None:
     target = tiny_model("llama", seed=0, max_position_embeddings=32)
     draft = tiny_model("llama", seed=0, num_hidden_layers=1, max_position_embeddings=32)
     engine = Engine(engine_config(target, draft, k=K))
-    engine.lag = 1
+    engine.scheduler.lag = 1
     (outputs,) = run(engine, prompts([5], VOCAB), replace(GREEDY, max_tokens=100))
     assert len(tokens(outputs)) == 27
 
