@@ -112,7 +112,9 @@ def _publisher(cache: CacheConfig) -> "contextlib.AbstractContextManager[Publish
         return contextlib.nullcontext()
     from ..scheduling.kv_events import Publisher
 
-    return Publisher(cache.kv_events_endpoint, cache.kv_events_topic, cache.page_size_tokens)
+    return contextlib.closing(
+        Publisher(cache.kv_events_endpoint, cache.kv_events_topic, cache.page_size_tokens)
+    )
 
 
 def serve(

@@ -9,8 +9,6 @@ router should be able to reach the endpoint.
 import time
 from collections.abc import Iterable
 from itertools import count
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import zmq
@@ -67,15 +65,7 @@ class Publisher:
         else:
             self._socket.connect(endpoint)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._socket.close()
 
     def clear(self) -> None:

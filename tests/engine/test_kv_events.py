@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_a_batch_is_three_frames_with_a_number_that_counts(
     subscriber: tuple[str, "zmq.Socket[bytes]"],
 ) -> None:
     endpoint, socket = subscriber
-    with Publisher(endpoint, "kv@me", PAGE) as publisher:
+    with closing(Publisher(endpoint, "kv@me", PAGE)) as publisher:
         while not socket.poll(10):  # until it has subscribed
             publisher.clear()
         first, events = heard(socket)
