@@ -46,7 +46,7 @@ class Head(Stack):
 
     @property
     def weight_formats(self) -> str:
-        formats = {linear.weight.format for linear in (*self.linears, self.fc)}
+        formats = {weight.format for weight in (*self.weights, self.fc.weight)}
         return ", ".join(sorted(formats - {""}))
 
     @abstractmethod

@@ -22,7 +22,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from .attention import PassContext
 from .head import AutoregressiveHead
-from .weights import Linear
+from .weights import Kept
 
 
 class MtpHead(AutoregressiveHead):
@@ -47,8 +47,8 @@ class MtpHead(AutoregressiveHead):
         self.zeroes_first = zeroes_first
 
     @property
-    def linears(self) -> list[Linear]:
-        return [*super().linears, self.fc]
+    def weights(self) -> list[Kept]:
+        return [*super().weights, self.fc.weight]  # every draft goes through the projection
 
     def bytes_read(self, num_drafts: int) -> int:
         return num_drafts * self.weight_bytes

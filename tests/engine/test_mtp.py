@@ -82,6 +82,14 @@ def test_nothing_but_the_head_need_be_named(target: Path) -> None:
     assert head.head is network.output_head
 
 
+def test_a_draft_reads_the_projection_too(target: Path) -> None:
+    network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)[0]
+    config = ModelConfig(path=str(target), dtype="float32", is_mtp=True)
+    head = load_mtp_head(config, network)
+    parts = (*head.blocks[0].linears, head.head, head.fc)
+    assert head.bytes_read(2) == 2 * sum(linear.weight.num_bytes for linear in parts)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_greedy_answers_are_the_targets_own(is_tied: bool, tmp_path: Path) -> None:
     target = save_tiny_mtp_model(tmp_path / "model", tie_word_embeddings=is_tied)
