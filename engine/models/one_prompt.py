@@ -6,28 +6,34 @@ from torch import Tensor
 from ..state.batch import BatchRows, ForwardBatch
 from .attention import PassContext
 
+PAGE = 16  # tokens; as by default, so that attention is compiled for one size
+
+
+def num_pages_of(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)
+
 
 def one_prompt(
     input_ids: Tensor,
     first: int = 0,
     *,
-    page_size: int = 0,
+    follows: bool = False,
     max_len: int = 0,
     same_bits: bool = False,
 ) -> PassContext:
     """The tokens of a prompt from position `first` on; every row gets logits.
 
-    With a `page_size`, they follow the tokens before them in pages that lie in order, and the block
-    table has room for `max_len` tokens. Without one, a single page holds these tokens alone, and
-    nothing before them is attended to. Shape: input_ids [T].
+    Its pages of PAGE tokens lie in order, and the block table has room for `max_len` tokens. If it
+    `follows`, they hold the tokens before it too; otherwise these tokens alone, and nothing before
+    them is attended to. Shape: input_ids [T].
     """
     length, device = len(input_ids), input_ids.device
-    num_before = first if page_size else 0
-    end, page_size = num_before + length, page_size or length
+    num_before = first if follows else 0
+    end = num_before + length
     rows = torch.arange(length, device=device)
-    num_pages = -(-end // page_size)
+    num_pages = num_pages_of(end)
     # As wide for every prompt: the order of sums in attention may depend on the width.
-    table = torch.zeros(1, -(-max(end, max_len) // page_size), dtype=torch.int32, device=device)
+    table = torch.zeros(1, num_pages_of(max(end, max_len)), dtype=torch.int32, device=device)
     table[0, :num_pages] = torch.arange(num_pages, device=device)
     return PassContext(
         ForwardBatch(
@@ -42,7 +48,7 @@ def one_prompt(
             ),
             logits_rows=rows,
             block_table=table,
-            page_size=page_size,
+            page_size=PAGE,
         ),
         same_bits=same_bits,
     )

@@ -23,7 +23,7 @@ from .attention import PassContext, Rope
 from .blocks import Block
 from .decoder import Decoder
 from .experts import ExpertMLP
-from .one_prompt import one_prompt
+from .one_prompt import PAGE, num_pages_of, one_prompt
 from .weights import Dense, Linear, Weight
 
 # Rows of a decode, of a verification and of a prompt: each runs other kernels.
@@ -162,7 +162,7 @@ def _agrees(
     block: Block, x: Tensor, expected: Tensor, context: PassContext, routed: Routed | None
 ) -> bool:
     attention = block.mixer.attention
-    attention.bind_pages(1, len(x), x.dtype, x.device)
+    attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
     got = x.clone()
     if routed is None:
         block(got, None, None, context)

@@ -9,10 +9,9 @@ from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
 
 from .decoder import Decoder
 from .network import Network
-from .one_prompt import one_prompt
+from .one_prompt import PAGE, num_pages_of, one_prompt
 from .weights import with_same_bits
 
-_PAGE = 16  # tokens
 # Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
 # verifications and prompts. A CPU's products were compared when they were packed, and are slow. On
 # a GPU, all tiles of our own products are used: the library gets only multiples of 8 rows.
@@ -74,13 +73,12 @@ def _compare_passes(network: Network, max_len: int) -> None:
 
     def logits(first: int, end: int) -> Tensor:
         # What overflows is no difference: NaN would not equal itself.
-        part = one_prompt(
-            input_ids[first:end], first, page_size=_PAGE, max_len=max_len, same_bits=True
-        )
+        ids = input_ids[first:end]
+        part = one_prompt(ids, first, follows=True, max_len=max_len, same_bits=True)
         return network(part).logits.nan_to_num()
 
     try:
-        network.bind_cache(-(-ends[-1] // _PAGE), _PAGE)
+        network.bind_cache(num_pages_of(ends[-1]), PAGE)
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):

@@ -3,7 +3,7 @@
 import torch
 
 from .network import Network
-from .one_prompt import one_prompt
+from .one_prompt import PAGE, num_pages_of, one_prompt
 from .proof import CHECKED_LENGTHS
 
 
@@ -31,7 +31,7 @@ def _logits(network: Network) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for length in CHECKED_LENGTHS:
-        network.bind_cache(1, length)
+        network.bind_cache(num_pages_of(length), PAGE)
         ids = torch.randint(0, network.vocab_size, (length,), generator=generator)
         found.append(network(one_prompt(ids)).logits)
     network.free_cache()
