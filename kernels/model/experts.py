@@ -117,4 +117,6 @@ def _combine_kernel(
         out = tl.load(outputs_ptr + (row * TOP_K + c) * width + n, mask=mask, other=0.0)
         out += tl.load(bias_ptr + expert * width + n, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + row * TOP_K + c) * out
-    store_and_normalise(residual_ptr, out_ptr, y + total, at, mask, norm, eps, width)
+    normed = store_and_normalise(residual_ptr, y + total, at, mask, norm, eps, width)
+    if out_ptr is not None:
+        tl.store(out_ptr + at, normed, mask=mask)
