@@ -124,7 +124,8 @@ class CompiledDecoder(Decoder):
             if last is not None:
                 is_normed = last > len(self._layers)
                 tapped = rms_norm_reference(x, self._last_norm) if is_normed else x
-                taps.append(tapped.to(self.dtype))
+                # The next layers change x in place, and float32 to float32 would be no copy.
+                taps.append(tapped.to(self.dtype, copy=True))
         del kept  # kept alive until here: the layers point to them
         logits = self._head(x[batch.logits_rows])
         return Pass(self._widened(logits), torch.stack(taps, 1) if taps else None)

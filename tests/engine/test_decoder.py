@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.models import families, loading
+from outrider.engine.models import admission, families, loading
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
@@ -232,9 +232,14 @@ def test_taps_are_the_residual_stream_behind_their_layers(
 @pytest.mark.skipif(
     compiled() is None or DEVICE.type != "cpu", reason="the CPU's layers are not compiled"
 )
-def test_compiled_layers_tap_the_same(tiny_model: Tiny) -> None:
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_compiled_layers_tap_the_same(
+    has_bfloat16: bool, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_cpu_has_bfloat16", lambda: has_bfloat16)
     network = load(tiny_model("qwen3", num_hidden_layers=4), "auto", is_draft=True)
     assert isinstance(network, CompiledDecoder)
+    assert network.dtype == (torch.bfloat16 if has_bfloat16 else torch.float32)
     network.tap([0, 3, 4])
     first, last, normed = run_prompt(network).taps.float().unbind(1)
     assert not torch.allclose(first, last, atol=0.1)
