@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from outrider.kernels.model.packed_linear import has_products
 from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
 
 from .decoder import Decoder
@@ -50,7 +51,7 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
 
 def _prove(network: Network, max_len: int) -> None:
     if not network.products_keep_bits:
-        raise ValueError("some of its products are the library's own choice")
+        raise ValueError(_why_products_vary(network))
     for attention in network.attentions:
         heads, dtype, device = attention.heads, network.dtype, network.device
         of_pages = attention.cache_dtype(dtype, device, network.cache_dtype)
@@ -60,6 +61,14 @@ def _prove(network: Network, max_len: int) -> None:
             name = torch.cuda.get_device_name(device)
             raise ValueError(f"{name} sums attention of {heads} in several orders")
     _compare_passes(network, max_len)
+
+
+def _why_products_vary(network: Network) -> str:
+    is_cpu, dtype = network.device.type == "cpu", network.dtype
+    if is_cpu and has_products(torch.float32) and not has_products(dtype):
+        name = str(dtype).removeprefix("torch.")
+        return f"oneDNN multiplies no {name} on this processor, only float32 (target.dtype)"
+    return "some of its products are the library's own choice"
 
 
 @torch.inference_mode()

@@ -112,6 +112,14 @@ def pack_weight(weight: Tensor, *, rounds: bool = False) -> PackedWeight | None:
         return None
 
 
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed weights of this dtype on this processor.
+
+    With AVX2 alone, for one, it has none of bfloat16.
+    """
+    return pack_weight(torch.eye(_INPUT_MULTIPLE, dtype=dtype)) is not None
+
+
 def _reorder(weight: Tensor) -> Tensor:
     if weight.itemsize == 2:
         weight = F.pad(weight, (0, -weight.shape[1] % _INPUT_MULTIPLE))

@@ -10,19 +10,21 @@ import torch
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.models import attention, decoder, same_bits
+from outrider.engine.models import admission, attention, decoder, same_bits
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
 from outrider.engine.models.same_bits import keep_bits
+from outrider.kernels.model import packed_linear
 from outrider.kernels.model.attention_reference import RowBlock, row_blocks
+from outrider.kernels.model.packed_linear import has_products
 
 pytestmark = pytest.mark.skipif(HAS_KERNELS, reason="a CPU's own path; GPUs: test_same_bits")
 
 Tiny = Callable[..., Path]
 
 
-def loaded(path: Path, wanted: bool | None, dtype: str = "bfloat16") -> Network:
+def loaded(path: Path, wanted: bool | None, dtype: str = "auto") -> Network:
     config = ModelConfig(path=str(path), dtype=dtype)
     return load_network(config, torch.device("cpu"), same_bits=wanted)[0]
 
@@ -32,9 +34,37 @@ def loaded(path: Path, wanted: bool | None, dtype: str = "bfloat16") -> Network:
 def test_models_of_packed_products_keep_their_bits(
     architecture: str, dtype: str, tiny_model: Tiny
 ) -> None:
+    if not has_products(getattr(torch, dtype)):
+        pytest.skip(f"oneDNN has no {dtype} here")
     path = tiny_model(architecture)
     assert loaded(path, None, dtype).same_bits
     assert not loaded(path, False, dtype).same_bits  # nobody asked
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_a_dtype_that_the_processor_does_not_multiply_is_named(
+    architecture: str,
+    tiny_model: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with AVX2 alone, where "auto" is float32, and keeps its bits."""
+    reorder = packed_linear._reorder
+
+    def of_float32(weight: torch.Tensor) -> torch.Tensor:
+        if weight.dtype != torch.float32:
+            raise RuntimeError("needs the cpu support")
+        return reorder(weight)
+
+    monkeypatch.setattr(packed_linear, "_reorder", of_float32)
+    monkeypatch.setattr(admission, "_cpu_has_bfloat16", lambda: False)
+    caplog.set_level(logging.INFO)
+    path = tiny_model(architecture)
+    assert not loaded(path, None, "bfloat16").same_bits
+    assert "depends on the batch: oneDNN multiplies no bfloat16 on this processor" in caplog.text
+    with pytest.raises(UnsupportedModelError, match=r"batch_invariant.*no bfloat16.*target\.dtype"):
+        loaded(path, True, "bfloat16")
+    assert loaded(path, True).same_bits
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_oss"])
