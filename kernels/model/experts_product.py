@@ -147,12 +147,14 @@ def _experts_kernel(
             # Comparisons keep what is not a number, which tl.minimum would not.
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-            total = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
-            n = tile_n * OUTS + tl.arange(0, OUTS)
+            y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+        else:
+            y = total
+        outs = tile_n * OUTS + tl.arange(0, OUTS)
         tl.store(
-            out_ptr + pair.to(tl.int64) * num_out + n[:, None],
-            total.to(out_ptr.dtype.element_ty),
-            mask=is_pair & (n < num_out)[:, None],
+            out_ptr + pair.to(tl.int64) * num_out + outs[:, None],
+            y.to(out_ptr.dtype.element_ty),
+            mask=is_pair & (outs < num_out)[:, None],
         )
     elif not GATED:
         wait_for_inputs(DEPENDENT)

@@ -143,7 +143,6 @@ def test_answers_are_equal_with_and_without_drafts(tiny_model: Tiny) -> None:
         engine = Engine(replace(config, cache=cache, batch_invariant=True, **models))
         assert engine.worker.pair.target.network.attentions[0].bound_pages.keys.element_size() == 1
         draft = engine.worker.pair.draft
-        assert (draft is None) == (k == 0)
         if draft is not None:
             assert draft.network.attentions[0].bound_pages.keys.element_size() == 1
         answers.append(
