@@ -5,6 +5,8 @@ next steps are loaded while some are multiplied, and the first before the inputs
 memory is busy from the kernel before to this one.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,6 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import bytes_of, in_order_by_warp, numbers, output_by_warp
-from .split_sums import counters, sum_by_the_last
 
 _TILES_TOGETHER = 8  # tiles of rows that share weights in the L2 cache
 
@@ -75,7 +76,7 @@ def narrow_product(
         matrix.zero,
         bias,
         parts,
-        counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None,
+        _counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None,
         num_rows,
         num_out // 2 if gated else num_out,
         x.stride(0),
@@ -98,6 +99,12 @@ def narrow_product(
         **tiling,
         **dependent_launch(x.device),
     )
+
+
+@functools.cache
+def _counters(device: torch.device, size: int) -> Tensor:
+    """For each tile, how many splits are done; every launch leaves zeros."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -166,10 +173,17 @@ def _narrow_kernel(
         stride = num_rows.to(tl.int64) * num_weight_rows
         tl.store(part_at + split * stride, part, mask=mask)
         if out_ptr is not None:
-            total, is_last = sum_by_the_last(
-                part_at, stride, mask, counters_ptr + tl.program_id(0), SPLITS, BLOCK_M, BLOCK_N
-            )
-            is_row = is_row & is_last
+            tl.debug_barrier()  # all stores of the program must come before its count
+            counter = counters_ptr + tl.program_id(0)
+            num_before = tl.atomic_add(counter, 1, sem="acq_rel")
+            mask = mask & (num_before == SPLITS - 1)  # only the last program continues
+            tl.store(counter, 0, mask=num_before == SPLITS - 1)
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for each in tl.static_range(SPLITS):
+                # Not from a cache that may have been filled before the others stored.
+                total += tl.load(
+                    part_at + each * stride, mask=mask, other=0.0, cache_modifier=".cg"
+                )
     else:
         total = _share(
             x_ptr, codes_at, scale_at, zero_at, row, is_row, is_out, is_read, x_stride,
@@ -189,6 +203,9 @@ def _narrow_kernel(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
             total += bias[:, None]
+        goes_on = is_row
+        if counters_ptr is not None:
+            goes_on = is_row & (num_before == SPLITS - 1)
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTS, BLOCK_M]), (1, 2, 0)))
             y = gate / (1.0 + tl.exp(-gate)) * up
@@ -199,7 +216,7 @@ def _narrow_kernel(
         tl.store(
             out_ptr + row * num_out + outs[:, None],
             y.to(out_ptr.dtype.element_ty),
-            mask=is_row & (outs < num_out)[:, None],
+            mask=goes_on & (outs < num_out)[:, None],
         )
 
 
@@ -220,7 +237,7 @@ def _share(
     CHUNKS: tl.constexpr = STEP // CHUNK
     PARTS: tl.constexpr = STEPS * HALVES
     begin = split * SHARE
-    codes = codes_of_steps(codes_at, is_read, begin, WIDTH, STEP, STEPS, CHUNK)
+    codes = _codes(codes_at, is_read, begin, WIDTH, STEP, STEPS, CHUNK)
     x_at = x_ptr + row * x_stride + tl.arange(0, CHUNK)[:, None]
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scales = _of_groups(scale_at, scale_stride, is_out, begin * HALVES, NUM_IN, GROUP, STEP, PARTS)
@@ -232,7 +249,7 @@ def _share(
         now, scales_now, zeros_now = codes, scales, zeros
         after = start + STEPS * STEP
         in_share = is_read & (after < begin + SHARE)
-        codes = codes_of_steps(codes_at, in_share, after, WIDTH, STEP, STEPS, CHUNK)
+        codes = _codes(codes_at, in_share, after, WIDTH, STEP, STEPS, CHUNK)
         if not ONE_GROUP:
             scales = _of_groups(
                 scale_at, scale_stride, is_out, after * HALVES, NUM_IN, GROUP, STEP, PARTS
@@ -246,7 +263,7 @@ def _share(
             if not ONE_GROUP:
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for chunk in tl.static_range(CHUNKS):
-                block = bytes_of(now[i // HALVES * CHUNKS + chunk], KIND, IN_PAIRS, BLOCK_N, CHUNK)
+                block = bytes_of(now[i // HALVES * CHUNKS + chunk], BLOCK_N, CHUNK)
                 low, high = numbers(
                     in_order_by_warp(block, BLOCK_N, CHUNK, WARPS),
                     zero_at is not None,
@@ -278,7 +295,7 @@ def _share(
 
 
 @triton.jit
-def codes_of_steps(
+def _codes(
     codes_at, mask, start, WIDTH: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -287,8 +304,6 @@ def codes_of_steps(
     for chunk in tl.static_range(STEPS * STEP // CHUNK):
         at = start + chunk * CHUNK
         words_at = codes_at + at // 4 + tl.arange(0, CHUNK // 4)[None, :]
-        # A thread reads what it multiplies, a quarter of a chunk.
-        words_at = tl.multiple_of(words_at, (1, CHUNK // 4))
         if WIDTH % STEP == 0:
             words = tl.load(words_at, mask=mask)
         else:
