@@ -8,6 +8,8 @@
 
 namespace {
 
+typedef int16_t Words __attribute__((vector_size(32)));
+
 constexpr int TILE = 2 * LANES, BLOCK = 32, QUAD = 4;
 
 struct Four {  // 4 bits, unsigned; w = scale * q + offset
@@ -17,13 +19,20 @@ struct Four {  // 4 bits, unsigned; w = scale * q + offset
         const U v = words(p);
         for (int half = 0; half < 2; half++) {
             const I q = (I)(v >> (8 * input + 4 * half)) & 15;
-            w[half] = __builtin_convertvector(q, F) * scale[half] + offset[half];
+            w[half] = converted<F>(q) * scale[half] + offset[half];
         }
     }
     static inline void bytes(const uint8_t* p, U* w) {
         const U v = words(p);
         w[0] = v & 0x0f0f0f0fu;
         w[1] = v >> 4 & 0x0f0f0f0fu;
+    }
+    // Of eight outputs of either half: their even and their odd inputs of four.
+    static inline void pairs(const uint8_t* p, Words (*w)[2]) {
+        Words v;
+        std::memcpy(&v, p, sizeof v);
+        for (int half = 0; half < 2; half++)
+            for (int odd = 0; odd < 2; odd++) w[half][odd] = v >> (8 * odd + 4 * half) & 15;
     }
 };
 struct Eight {  // 8 bits, signed; w = scale * q
@@ -32,27 +41,46 @@ struct Eight {  // 8 bits, signed; w = scale * q
     static inline void unpack(const uint8_t* p, int input, const F* scale, const F*, F* w) {
         for (int half = 0; half < 2; half++) {
             const I q = (I)(words(p + 64 * half) << (24 - 8 * input)) >> 24;
-            w[half] = __builtin_convertvector(q, F) * scale[half];
+            w[half] = converted<F>(q) * scale[half];
         }
     }
     static inline void bytes(const uint8_t* p, U* w) {  // 128 more than they are
         for (int half = 0; half < 2; half++) w[half] = words(p + 64 * half) ^ 0x80808080u;
+    }
+    static inline void pairs(const uint8_t* p, Words (*w)[2]) {
+        for (int half = 0; half < 2; half++) {
+            Words v;
+            std::memcpy(&v, p + 64 * half, sizeof v);
+            w[half][0] = v << 8 >> 8;
+            w[half][1] = v >> 8;
+        }
     }
 };
 struct Plain {  // float32
     static constexpr bool has_offset = false, has_scale = false, is_signed = true;
     static constexpr int quad_bytes = QUAD * TILE * 4;
     static inline void unpack(const uint8_t* p, int input, const F*, const F*, F* w) {
-        std::memcpy(w, p + input * TILE * 4, 2 * sizeof(F));
+        for (int half = 0; half < 2; half++)
+            w[half] = load((const float*)p + input * TILE + half * LANES);
     }
 };
 struct HalfScale {
     static constexpr int bytes = 2;
     static inline F get(const uint8_t* p) { return from_half(p); }
+#if defined(__AVX2__)
+    static inline __m256 eight(const uint8_t* p, int first) {
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + bytes * first)));
+    }
+#endif
 };
 struct FloatScale {
     static constexpr int bytes = 4;
     static inline F get(const uint8_t* p) { return load((const float*)p); }
+#if defined(__AVX2__)
+    static inline __m256 eight(const uint8_t* p, int first) {
+        return _mm256_loadu_ps((const float*)p + first);
+    }
+#endif
 };
 
 template <class CODES, class SCALE, int GROUP>

@@ -57,7 +57,7 @@ struct Row {
         for (; i + LANES <= width; i += LANES) {
             const F x = vector(i);
             is_nan |= x != x;
-            most = x > most ? x : most;
+            most = select(x > most, x, most);
         }
         float best = -INFINITY;
         bool bad = false;

@@ -104,6 +104,12 @@ struct Seen {
     float* out;
 };
 
+#if defined(__AVX512F__)
+constexpr int AT_ONCE = 4;  // vectors of a value: as many as registers hold for four rows
+#else
+constexpr int AT_ONCE = 1;
+#endif
+
 // Values, by the weights that N query rows give them.
 template <int N, class VALUE>
 inline void mix(const Seen* rows, int dim, VALUE value) {
@@ -115,9 +121,9 @@ inline void mix(const Seen* rows, int dim, VALUE value) {
         stops[1] = std::max(stops[1], rows[n].stop);
     }
     const int all_see = std::min(starts[1], stops[0]);
-    for (int d = 0; d < dim; d += 4 * LANES) {
-        const int vectors = (dim - d) / LANES < 4 ? (dim - d) / LANES : 4;
-        F acc[N][4] = {};
+    for (int d = 0; d < dim; d += AT_ONCE * LANES) {
+        const int vectors = std::min((dim - d) / LANES, AT_ONCE);
+        F acc[N][AT_ONCE] = {};
         auto add = [&](int count, int begin, int end, bool by_all) {
             for (int j = begin; j < end; j++)
 #pragma GCC unroll 4
@@ -130,8 +136,8 @@ inline void mix(const Seen* rows, int dim, VALUE value) {
                 }
         };
         add(vectors, starts[0], all_see, false);
-        if (vectors == 4)
-            add(4, all_see, stops[0], true);
+        if (vectors == AT_ONCE)
+            add(AT_ONCE, all_see, stops[0], true);
         else
             add(vectors, all_see, stops[0], true);
         add(vectors, stops[0], stops[1], false);
@@ -157,14 +163,18 @@ void attend(
     if (scratch.size() < needed) scratch.resize(needed);
     float* scores = scratch.data();  // [num_queries][width]
     float* keys = scores + (size_t)num_queries * width;  // [dim][LANES]
-    auto place = [&](int token) {
+    thread_local std::vector<int64_t> places;  // of keys and values, from `begin` on
+    places.clear();
+    for (int token = begin; token < num_keys; token++) {
         const int64_t page = pages[token / shape.page_size];
-        return ((page * shape.page_size + token % shape.page_size) * shape.kv_heads + kv_head) * dim;
-    };
+        const int64_t at = page * shape.page_size + token % shape.page_size;
+        places.push_back((at * shape.kv_heads + kv_head) * dim);
+    }
+    const int64_t* place = places.data();
     for (int first = begin; first < num_keys; first += LANES) {
         const int some = num_keys - first < LANES ? num_keys - first : LANES;
         for (int j = 0; j < some; j++) {
-            const int64_t at = place(first + j);
+            const int64_t at = place[first - begin + j];
             for (int d = 0; d < dim; d += LANES) {
                 float lanes[LANES];
                 store(lanes, from_cache<BF16>(layer.keys, at + d));
@@ -200,7 +210,7 @@ void attend(
         F highest = splat(-INFINITY);
         for (int j = 0; j < width; j += LANES) {
             const F v = load(of_row + j);
-            highest = v > highest ? v : highest;
+            highest = select(v > highest, v, highest);
         }
         float most = highest[0];
         for (int i = 1; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
@@ -215,7 +225,7 @@ void attend(
         for (int j = 0; j < width; j += LANES)
             store(of_row + j, load(of_row + j) * splat(scale));
     }
-    auto value = [&](int j, int d) { return from_cache<BF16>(layer.values, place(begin + j) + d); };
+    auto value = [&](int j, int d) { return from_cache<BF16>(layer.values, place[j] + d); };
     for (int q = 0; q < num_queries; q += 4) {
         const int these = num_queries - q < 4 ? num_queries - q : 4;
         Seen seen[4];
@@ -322,7 +332,7 @@ __attribute__((visibility("default"))) void outrider_layers(
     reserve(buffers.gated, shape->intermediate);
     const int attended_width = shape->heads * shape->head_dim;
     const int widest = std::max({shape->hidden, attended_width, shape->intermediate});
-    if (MULTIPLIES_BYTES) reserve(buffers.inputs, widest / BLOCK);
+    if (IN_INTEGERS) reserve(buffers.inputs, widest / BLOCK);
     Buffers& mine = buffers;
     on_team(threads, [&](Team& team) { layers(team, all, count, *shape, *batch, x, mine); });
 }
@@ -333,7 +343,7 @@ __attribute__((visibility("default"))) void outrider_product(
     thread_local std::vector<Inputs> buffer;
     std::vector<Inputs>& inputs = buffer;
     const size_t needed = (size_t)rows * (matrix->k / BLOCK);
-    if (MULTIPLIES_BYTES && inputs.size() < needed) inputs.resize(needed);
+    if (IN_INTEGERS && inputs.size() < needed) inputs.resize(needed);
     on_team(threads, [&](Team& team) { product<false>(team, *matrix, {x, rows, inputs}, y); });
 }
 }

@@ -1,11 +1,11 @@
 """Whole layers of a decoder in one call: RMSNorm, attention with RoPE over pages, gated MLP.
 
-Between layers all is float32; only KV is rounded, to the dtype of its cache. A processor with 8-bit
-products (AVX-512 VNNI) multiplies weights as the integers that they are with inputs of 24 bits, a
-scale for each 32 of them, and sums these exactly. Others unpack weights to float32 in registers and
-sum in float32, one input after another. Either is as exact as float32. The bits of a row do not
-depend on the batch or on the number of threads; nor on the processor, as long as it does the same
-of the two and has fused multiply-add.
+Between layers all is float32; only KV is rounded, to the dtype of its cache. A processor with
+AVX-512 VNNI, or with AVX2 and no AVX-512, multiplies weights as the integers that they are with
+inputs of 24 bits, a scale for each 32 of them, and sums these exactly: either gives the same bits.
+Others unpack weights to float32 in registers and sum in float32, one input after another. Both are
+as exact as float32. The bits of a row do not depend on the batch or on the number of threads; nor
+on the processor, as long as it does the same of the two and has fused multiply-add.
 
 `layers.cpp`, `greedy.cpp` and `sampled.cpp` are compiled when Outrider is installed, if there is a
 compiler, and never later.
@@ -96,10 +96,10 @@ class Batch(Structure):
     )
 
 
-@functools.cache
-def compiled() -> ctypes.CDLL | None:
-    """The compiled layers for this processor; None if there are none."""
+def builds() -> dict[str, ctypes.CDLL]:
+    """The builds that are here and that this processor can run, the best first."""
     capability = torch.backends.cpu.get_cpu_capability()
+    loaded = {}
     for name in _BUILDS.get(capability, ("_layers",)):
         spec = importlib.util.find_spec(f"outrider.kernels.cpu.{name}")
         if spec is not None and spec.origin is not None:
@@ -109,8 +109,14 @@ def compiled() -> ctypes.CDLL | None:
                     getattr(library, call).restype = None
             except (OSError, AttributeError):  # built for another system or version
                 continue
-            return library
-    return None
+            loaded[name] = library
+    return loaded
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """The compiled layers for this processor; None if there are none."""
+    return next(iter(builds().values()), None)
 
 
 _own_threads: int | None = None  # None: as many as torch

@@ -1,14 +1,13 @@
-// Products with packed matrices (packing.py): in float32, or where a processor multiplies bytes,
-// in integers, with each group of 32 inputs as integers of 24 bits and a scale. Their sums are
-// exact, so both are as good as float32.
+// Products with packed matrices (packing.py): in integers where the processor is fast at these
+// (integers.h), else in float32.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "formats.h"
+#include "integers.h"
 #include "team.h"
 
 extern "C" {
@@ -25,11 +24,9 @@ namespace {
 constexpr int MAX_ROWS = 8;  // of a tile that is computed at once
 #if defined(__AVX512F__)
 constexpr int FLOAT_ROWS = 8;  // that share what they unpack: as many as registers hold
-#define BYTES __attribute__((target("avx512vnni")))
 #else
 constexpr int FLOAT_ROWS = 2;
 #endif
-constexpr int INTEGER_ROWS = 4;
 
 // ---- in float32: out[r][t] = sum over k of x[r][k] w[k][t], group by group; R rows, TILES tiles
 
@@ -82,118 +79,6 @@ inline void tiles(
                 store(out + (r * TILES + t) * TILE + half * LANES, acc[r][t][half]);
 }
 
-// ---- in integers
-
-struct Inputs {  // 32 of them: x = scale * (65536 bytes[0] + 256 bytes[1] + bytes[2])
-    int8_t bytes[3][BLOCK];
-    int32_t sums[2][3];  // of the bytes of each half
-    float scale, sum;    // `sum`: of all that they stand for
-};
-
-#if defined(__AVX512F__)
-constexpr float HIGHEST_INPUT = 127 * 65536;
-constexpr float LEAST_INPUT = 1e-30f;  // a group of less counts as 0
-
-void to_inputs(const float* x, int count, Inputs* to) {
-    for (int first = 0; first < count; first += BLOCK, to++) {
-        const __m512 v[2] = {_mm512_loadu_ps(x + first), _mm512_loadu_ps(x + first + LANES)};
-        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(v[0]), _mm512_abs_ps(v[1])));
-        const bool is_nan = _mm512_cmp_ps_mask(v[0], v[0], _CMP_UNORD_Q) |
-                            _mm512_cmp_ps_mask(v[1], v[1], _CMP_UNORD_Q);
-        const bool is_finite = !is_nan && std::isfinite(most);
-        const float inverse = is_finite && most > LEAST_INPUT ? HIGHEST_INPUT / most : 0.0f;
-        int64_t total = 0;
-        for (int half = 0; half < 2; half++) {
-            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(v[half], _mm512_set1_ps(inverse)));
-            const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
-            const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
-            const __m512i middle = _mm512_srai_epi32(_mm512_slli_epi32(upper, 24), 24);
-            const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(upper, middle), 8);
-            const __m512i parts[3] = {high, middle, low};
-            for (int d = 0; d < 3; d++) {
-                const __m128i bytes = _mm512_cvtepi32_epi8(parts[d]);
-                _mm_storeu_si128((__m128i*)(to->bytes[d] + half * LANES), bytes);
-                to->sums[half][d] = _mm512_reduce_add_epi32(parts[d]);
-            }
-            total += to->sums[half][0] * 65536 + to->sums[half][1] * 256 + to->sums[half][2];
-        }
-        to->scale = is_finite ? most / HIGHEST_INPUT : NAN;
-        to->sum = to->scale * (float)total;
-    }
-}
-
-// R rows of inputs by one tile: out[r], `width` apart.
-template <class FORMAT, int R>
-BYTES void integer_tile(
-    const uint8_t* at, int blocks, const Inputs* x, int64_t stride, float* out, int width
-) {
-    using Codes = typename FORMAT::Codes;
-    constexpr int PARTS = BLOCK / FORMAT::group;
-    __m512 acc[R][2] = {};
-    for (int block = 0; block < blocks; block++, x++) {
-#pragma GCC unroll 2
-        for (int part = 0; part < PARTS; part++) {
-            F scale[2], offset[2] = {};
-            FORMAT::scales(at, scale, offset);
-            at += FORMAT::scale_bytes;
-            __m512i dot[R][2][3];
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 3
-                for (int d = 0; d < 3; d++) {
-                    int32_t start = 0;
-                    if (Codes::is_signed) {
-                        const auto& sums = x[r * stride].sums;
-                        start = -128 * (PARTS == 1 ? sums[0][d] + sums[1][d] : sums[part][d]);
-                    }
-                    dot[r][0][d] = dot[r][1][d] = _mm512_set1_epi32(start);
-                }
-#pragma GCC unroll 8
-            for (int quad = 0; quad < FORMAT::group / QUAD; quad++) {
-                U w[2];
-                Codes::bytes(at + quad * Codes::quad_bytes, w);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++)
-#pragma GCC unroll 3
-                    for (int d = 0; d < 3; d++) {
-                        int32_t four;
-                        const int i = part * FORMAT::group + quad * QUAD;
-                        std::memcpy(&four, x[r * stride].bytes[d] + i, sizeof four);
-                        const __m512i input = _mm512_set1_epi32(four);
-                        dot[r][0][d] = _mm512_dpbusd_epi32(dot[r][0][d], (__m512i)w[0], input);
-                        dot[r][1][d] = _mm512_dpbusd_epi32(dot[r][1][d], (__m512i)w[1], input);
-                    }
-            }
-            at += FORMAT::code_bytes;
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; half++) {
-                    const __m512i* d = dot[r][half];
-                    const __m512i low = _mm512_add_epi32(_mm512_slli_epi32(d[1], 8), d[2]);
-                    const __m512 whole = _mm512_fmadd_ps(
-                        _mm512_cvtepi32_ps(d[0]), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(low)
-                    );
-                    const __m512 value = _mm512_mul_ps(whole, _mm512_set1_ps(x[r * stride].scale));
-                    acc[r][half] = _mm512_fmadd_ps(value, (__m512)scale[half], acc[r][half]);
-                    if (Codes::has_offset)
-                        acc[r][half] = _mm512_fmadd_ps(
-                            (__m512)offset[half], _mm512_set1_ps(x[r * stride].sum), acc[r][half]
-                        );
-                }
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int half = 0; half < 2; half++)
-            _mm512_storeu_ps(out + r * width + half * LANES, acc[r][half]);
-}
-
-const bool MULTIPLIES_BYTES = __builtin_cpu_supports("avx512vnni");
-#else
-inline void to_inputs(const float*, int, Inputs*) {}
-constexpr bool MULTIPLIES_BYTES = false;
-#endif
-
 using Tiles = void (*)(const uint8_t* const*, int, const float*, int64_t, float*);
 using IntegerTile = void (*)(const uint8_t*, int, const Inputs*, int64_t, float*, int);
 
@@ -212,7 +97,7 @@ constexpr Product product_of() {
          tiles<FORMAT, 5, 1>, tiles<FORMAT, 6, 1>, tiles<FORMAT, 7, 1>, tiles<FORMAT, 8, 1>},
         {},
     };
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     if constexpr (FORMAT::Codes::has_scale) {
         product.integer_tile[0] = integer_tile<FORMAT, 1>;
         product.integer_tile[1] = integer_tile<FORMAT, 2>;
@@ -241,7 +126,7 @@ struct Rows {
 };
 
 inline bool is_of_integers(const Matrix& matrix) {
-    return MULTIPLIES_BYTES && PRODUCTS[matrix.format].integer_tile[0] != nullptr;
+    return IN_INTEGERS && PRODUCTS[matrix.format].integer_tile[0] != nullptr;
 }
 
 // What comes before a product's tasks.

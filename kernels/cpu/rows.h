@@ -105,7 +105,7 @@ struct Row {
             F most = load(&x[g * GROUP]);
             for (int i = LANES; i < GROUP; i += LANES) {
                 const F v = load(&x[g * GROUP + i]);
-                most = v > most ? v : most;
+                most = select(v > most, v, most);
             }
             float best = most[0];
             for (int lane = 1; lane < LANES; lane++) best = std::max(best, most[lane]);
@@ -250,7 +250,7 @@ struct Distribution {
             const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             const I kept = (value > threshold) |
                            ((value == threshold) & (lane + i <= (int)state[CUTOFF]));
-            p = kept ? p : F{};
+            p = select(kept, p, F{});
         }
         return p;
     }
@@ -266,8 +266,13 @@ struct Weights {
     F operator()(int i) const {
         F weight = p.probabilities(i) * splat(scale);
         if (has_q) weight -= q.probabilities(i);
-        if (one_hot >= i && one_hot < i + LANES) weight[one_hot - i] = 0.0f;
-        return weight > F{} ? weight : F{};
+        if (one_hot >= i && one_hot < i + LANES) {
+            float lanes[LANES];
+            store(lanes, weight);
+            lanes[one_hot - i] = 0.0f;
+            weight = load(lanes);
+        }
+        return select(weight > F{}, weight, F{});
     }
     int64_t masses(int blocks, std::vector<int64_t>& of_block) const {
         of_block.resize(blocks);

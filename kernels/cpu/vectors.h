@@ -3,78 +3,209 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+// Inside a function as long as attention's, GCC would call the smallest of these.
+#define INLINE inline __attribute__((always_inline))
+
 namespace {
 
 constexpr int LANES = 16;
 
+#if defined(__AVX512F__)
 typedef float F __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 
-inline F splat(float x) { return x - F{}; }
-inline F load(const float* p) {
-    F v;
+template <class TO, class FROM>
+INLINE TO converted(FROM v) {
+    return __builtin_convertvector(v, TO);
+}
+template <class V>
+INLINE V select(I mask, V a, V b) {
+    return mask ? a : b;
+}
+template <class V>
+INLINE V read(const void* p) {
+    V v;
     std::memcpy(&v, p, sizeof v);
     return v;
 }
-inline void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+INLINE F splat(float x) { return x - F{}; }
+#else
+// Several of the processor's vectors: GCC keeps one that is wider than these in memory.
+#if defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
 
-inline U words(const uint8_t* p) {
-    U v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
+template <class T>
+struct Sixteen {
+    typedef T Part __attribute__((vector_size(WIDTH * sizeof(T))));
+    Part part[LANES / WIDTH];
+
+    T operator[](int lane) const { return part[lane / WIDTH][lane % WIDTH]; }
+    template <class TO>
+    explicit operator Sixteen<TO>() const {  // of the same bits
+        Sixteen<TO> to;
+        for (int i = 0; i < LANES / WIDTH; i++) to.part[i] = (typename Sixteen<TO>::Part)part[i];
+        return to;
+    }
+};
+using F = Sixteen<float>;
+using I = Sixteen<int32_t>;
+using U = Sixteen<uint32_t>;
+
+template <class TO, class GET>
+INLINE TO of_parts(GET get) {
+    TO to;
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES / WIDTH; i++) to.part[i] = get(i);
+    return to;
+}
+#define OPERATION(OPERATOR, TO)                                                    \
+    template <class T>                                                             \
+    INLINE TO operator OPERATOR(Sixteen<T> a, Sixteen<T> b) {                      \
+        return of_parts<TO>([&](int i) { return a.part[i] OPERATOR b.part[i]; });  \
+    }                                                                              \
+    template <class T>                                                             \
+    INLINE TO operator OPERATOR(Sixteen<T> a, std::type_identity_t<T> b) {         \
+        return of_parts<TO>([&](int i) { return a.part[i] OPERATOR b; });          \
+    }
+OPERATION(+, Sixteen<T>)
+OPERATION(-, Sixteen<T>)
+OPERATION(*, Sixteen<T>)
+OPERATION(/, Sixteen<T>)
+OPERATION(&, Sixteen<T>)
+OPERATION(|, Sixteen<T>)
+OPERATION(^, Sixteen<T>)
+OPERATION(<<, Sixteen<T>)
+OPERATION(>>, Sixteen<T>)
+OPERATION(<, I)
+OPERATION(<=, I)
+OPERATION(>, I)
+OPERATION(==, I)
+OPERATION(!=, I)
+#undef OPERATION
+INLINE F operator-(F a) {
+    return of_parts<F>([&](int i) { return -a.part[i]; });
+}
+template <class V>
+INLINE V& operator+=(V& a, V b) { return a = a + b; }
+template <class V>
+INLINE V& operator-=(V& a, V b) { return a = a - b; }
+template <class V>
+INLINE V& operator*=(V& a, V b) { return a = a * b; }
+template <class V>
+INLINE V& operator|=(V& a, V b) { return a = a | b; }
+
+template <class TO, class FROM>
+INLINE TO converted(FROM v) {
+    return of_parts<TO>([&](int i) { return __builtin_convertvector(v.part[i], typename TO::Part); });
+}
+template <class V>
+INLINE V select(I mask, V a, V b) {
+    return of_parts<V>([&](int i) { return mask.part[i] ? a.part[i] : b.part[i]; });
+}
+// Part by part, as GCC copies in smaller pieces, and a load waits for stores of its pieces.
+template <class V>
+INLINE V read(const void* p) {
+    return of_parts<V>([&](int i) {
+        typename V::Part part;
+        std::memcpy(&part, (const char*)p + i * sizeof part, sizeof part);
+        return part;
+    });
+}
+INLINE void store(float* p, F v) {
+    for (int i = 0; i < LANES / WIDTH; i++) std::memcpy(p + i * WIDTH, &v.part[i], sizeof v.part[i]);
+}
+INLINE F splat(float x) {
+    return of_parts<F>([&](int) { return x - F::Part{}; });
+}
+#endif
+
+INLINE F load(const float* p) { return read<F>(p); }
+INLINE U words(const uint8_t* p) { return read<U>(p); }
+
+// Lane i with lane i + N / 2, and so on.
+template <int N = LANES, class T, class V, class OPERATION>
+INLINE T folded(V v, OPERATION operation) {
+    if constexpr (N == 2) {
+        return operation(v[0], v[1]);
+    } else {
+        typedef T Half __attribute__((vector_size(N / 2 * sizeof(T))));
+        Half half[2];
+        std::memcpy(half, &v, sizeof v);
+        return folded<N / 2, T>(operation(half[0], half[1]), operation);
+    }
+}
+INLINE float sum(F v) {
+    return folded<LANES, float>(v, [](auto a, auto b) { return a + b; });
+}
+INLINE int32_t sum(I v) {
+    return folded<LANES, int32_t>(v, [](auto a, auto b) { return a + b; });
+}
+INLINE int32_t highest(I v) {
+    return folded<LANES, int32_t>(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-inline float sum(F v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
+#if defined(__AVX2__)
+INLINE I rounded(F v) {  // to the nearest integer, of two the even one
+#if defined(__AVX512F__)
+    return (I)_mm512_cvtps_epi32((__m512)v);
+#else
+    return of_parts<I>([&](int i) { return (I::Part)_mm256_cvtps_epi32(v.part[i]); });
+#endif
 }
+#endif
 
 // ---- numbers of other widths, 16 at a time
 
-inline F from_half(const uint8_t* p) {
+#if !defined(__AVX512F__)
+INLINE U widened(const uint8_t* p) {  // from 16 bits
+    typedef uint16_t Narrow __attribute__((vector_size(WIDTH * 2)));
+    return of_parts<U>([&](int i) {
+        Narrow part;
+        std::memcpy(&part, p + i * sizeof part, sizeof part);
+        return __builtin_convertvector(part, U::Part);
+    });
+}
+#endif
+INLINE F from_half(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #else
-    typedef uint16_t H __attribute__((vector_size(32)));
-    H h;
-    std::memcpy(&h, p, sizeof h);
-    U u = __builtin_convertvector(h, U);
+    const U u = widened(p);
     // The exponents' biases differ by 112; finite numbers only.
     F magnitude = (F)((u & 0x7fffu) << 13) * splat(0x1p112f);
     return (F)((U)magnitude | ((u & 0x8000u) << 16));
 #endif
 }
-inline F from_bf16(const uint8_t* p) {
+INLINE F from_bf16(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (F)((U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
 #else
-    typedef uint16_t H __attribute__((vector_size(32)));
-    H h;
-    std::memcpy(&h, p, sizeof h);
-    return (F)(__builtin_convertvector(h, U) << 16);
+    return (F)(widened(p) << 16);
 #endif
 }
-inline uint16_t to_bf16(float x) {
+INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
-inline F exponential(F x) {  // to 2 units of the last place; 0 below -87
+INLINE F exponential(F x) {  // to 2 units of the last place; 0 below -87
     const F lowest = splat(-87.0f), highest = splat(88.0f);
     const I is_zero = x < lowest;
-    x = x < lowest ? lowest : x;
-    x = x > highest ? highest : x;
+    x = select(x < lowest, lowest, x);
+    x = select(x > highest, highest, x);
     const F magic = splat(12582912.0f);
     const F n = x * splat(1.44269504f) + magic - magic;
     F r = x - n * splat(0.693359375f);
@@ -86,9 +217,9 @@ inline F exponential(F x) {  // to 2 units of the last place; 0 below -87
     p = p * r + splat(1.6666665459e-1f);
     p = p * r + splat(5.0000001201e-1f);
     p = p * (r * r) + r + splat(1.0f);
-    const I power = (__builtin_convertvector(n, I) + 127) << 23;
+    const I power = (converted<I>(n) + 127) << 23;
     p = p * (F)power;
-    return is_zero ? F{} : p;
+    return select(is_zero, F{}, p);
 }
 
 }  // namespace

@@ -9,6 +9,16 @@ from outrider.kernels.cpu.packing import Codes, Layout, PackedTiles, pack, unpac
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="no layers were compiled here")
 LAYOUTS = list(Layout)
+BUILDS = layers.builds()
+IN_INTEGERS = {"_layers_v3"} | ({"_layers_v4"} if torch.cpu._is_vnni_supported() else set())
+
+
+@pytest.fixture(params=list(BUILDS), autouse=True)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test meets every build that this processor can run."""
+    name: str = request.param
+    monkeypatch.setattr(layers, "compiled", lambda: BUILDS[name])
+    return name
 
 
 def codes(num_out: int, num_in: int, layout: Layout, seed: int = 0) -> Codes:
@@ -126,6 +136,46 @@ def test_numbers_that_are_not_finite_are_not_lost(layout: Layout, value: float) 
     got = product(x, pack(codes(64, 96, layout), layout))
     assert not got[1].isfinite().any()
     assert got[[0, 2]].isfinite().all()
+
+
+def in_integers(x: torch.Tensor, given: Codes) -> torch.Tensor:
+    """A product as products in integers define it, to the bit. Shape: x [T, K] -> [T, N]."""
+    highest = torch.tensor(127.0 * 65536)
+    blocks = x.unflatten(1, (-1, 32))
+    most = blocks.abs().amax(2)
+    inverse = torch.where(most > 1e-30, highest / most, 0.0)
+    whole = (blocks * inverse[..., None]).round().long()
+    scale, total = most / highest, whole.sum(2)
+    assert given.scale is not None
+    num_groups = given.scale.shape[1]
+    group = x.shape[1] // num_groups
+    codes = given.codes.long().unflatten(1, (num_groups, group))
+    out = torch.zeros(len(x), len(codes))
+
+    def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # rounded once
+        return (a.double() * b.double() + out.double()).float()
+
+    for i, inputs in enumerate(whole.flatten(1).unflatten(1, (num_groups, group)).unbind(1)):
+        at = i * group // 32
+        value = (inputs @ codes[:, i].T).float() * scale[:, at, None]
+        out = add(value, given.scale[:, i].float())
+        if given.offset is not None:
+            out = add((scale[:, at] * total[:, at].float())[:, None], given.offset[:, i].float())
+    return out
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != Layout.PLAIN])
+def test_products_in_integers_have_the_same_bits_on_every_processor(
+    layout: Layout, build: str
+) -> None:
+    if build not in IN_INTEGERS:
+        pytest.skip("this build multiplies in float32")
+    given = codes(97, 192, layout)
+    x = torch.randn(9, 192) * 10.0 ** torch.randint(-3, 4, (9, 1))
+    x[2, 32:64] = 0.0
+    x[3] = 1.0  # the highest digits, of one sign
+    given.codes[:3] = {4: 15, 8: -128}[layout.bits]
+    assert torch.equal(product(x, pack(given, layout)), in_integers(x, given))
 
 
 def attended(keys: torch.Tensor, values: torch.Tensor, rows: int, window: int) -> torch.Tensor:
