@@ -113,7 +113,6 @@ class DrawingProposer(Proposer):
         self._stops_early = adaptive and slots.device.type == "cpu"
         self._draws = Draws(slots, vocab_size, source.vocab_size, source.dtype)
         self.distributions: DraftDistributions = self._draws.distributions
-        self._sizes: list[int] = []  # captured, ascending
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         return self._draws.warm_ups()

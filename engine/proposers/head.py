@@ -25,7 +25,7 @@ from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
-from ..state.phase import Phase, Shape, padded_size, padded_sizes
+from ..state.phase import Phase, Shape, padded_sizes
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, sampling_kind
 from .draws import DrawingProposer, LogitsOf
@@ -119,7 +119,6 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
                 for k in range(self._slots.max_drafts, 0, -1):
                     packed = self._pack(none_np, none_np, size, k)
                     self._drafts.capture(packed, (size, k, *kind))
-        self._sizes = sizes[::-1]
 
     def _propose(self, plan: Plan) -> None:
         together: list[ScheduledRequest] = []
@@ -157,7 +156,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
         """Draw k_i drafts for each sequence on the device; returns the output of `_draft`."""
         num_drafts_np = np.array([s.num_drafts for s in scheduled])
-        size, k = padded_size(len(scheduled), self._sizes), int(num_drafts_np.max())
+        size, k = self._drafts.padded_size(len(scheduled)), int(num_drafts_np.max())
         packed = self._pack(slots_of(scheduled), num_drafts_np, size, k)
         return self._drafts(packed, (size, k, *sampling_kind(scheduled)))
 

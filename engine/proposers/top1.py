@@ -12,7 +12,7 @@ from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
-from ..state.phase import Phase, Shape, padded_size, padded_sizes
+from ..state.phase import Phase, Shape, padded_sizes
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, sampling_kind
 from .draws import DrawingProposer
@@ -52,12 +52,11 @@ class Top1Proposer(DrawingProposer):
         """Capture the draft's passes of one or two rows a sequence, and its draws."""
         progress = partial(report, "capturing the draft's graphs")
         logits = self._draft.capture(2, self._most_rows, False, progress)
-        sizes, none_np = padded_sizes(self._slots.max_num_seqs), np.zeros(0, dtype=np.int64)
-        for size in sizes:
+        none_np = np.zeros(0, dtype=np.int64)
+        for size in padded_sizes(self._slots.max_num_seqs):
             for kind in SAMPLING_KINDS:
                 integers_np = self._draws.pack(none_np, 0, size)
                 self._phase.capture(integers_np, (size, *kind), (logits[:size],))
-        self._sizes = sizes[::-1]
 
     def _propose(self, plan: Plan) -> None:
         drafting, logits = self._catch_up(plan)
@@ -119,7 +118,7 @@ class Top1Proposer(DrawingProposer):
             return self._forward(slots_np, (j - 1) * ones_np, ones_np, ones_np), None
 
         def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
-            size = padded_size(len(slots_np), self._sizes)
+            size = self._phase.padded_size(len(slots_np))
             integers_np = self._draws.pack(slots_np, j, size)
             drawn = self._phase(integers_np, (size, *kind), logits)
             return drawn[: len(slots_np)]

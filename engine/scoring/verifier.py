@@ -19,7 +19,7 @@ from ..logit_edits import LogitEdits, RequestRows
 from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
 from ..scheduling.plan import Plan, StepResult, slots_of
 from ..state.host_copy import HostCopy, uploaded
-from ..state.phase import Phase, Shape, padded_size, padded_sizes
+from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import aligned
 from ..state.slots import Slots
 from .prompt_logprobs import read_prompt_logprobs, to_entries
@@ -51,7 +51,6 @@ class Verifier:
         self._vocab_size = vocab_size
         self._columns = sorted({slots.max_drafts, 0}, reverse=True)  # with drafts, and without
         self._phase = Phase(self._run, slots.device)
-        self._sizes: list[int] = []  # captured, ascending
 
     def warm_ups(self, logits: Tensor) -> Iterator[Callable[[], Tensor]]:
         """Dummy verifications that together launch every kernel, also those for edited logits.
@@ -83,12 +82,10 @@ class Verifier:
 
         Shape: logits [max_num_seqs * (K + 1), V].
         """
-        sizes = padded_sizes(self._slots.max_num_seqs)
-        for size in sizes:
+        for size in padded_sizes(self._slots.max_num_seqs):
             for num_columns, kind in product(self._columns, SAMPLING_KINDS):
                 tensors = (logits[: size * (num_columns + 1)],)
                 self._phase.capture(self._dummies(size), (size, num_columns, *kind), tensors)
-        self._sizes = sizes[::-1]
 
     def verify(self, plan: Plan, logits: Tensor) -> Drawn | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
@@ -117,7 +114,7 @@ class Verifier:
         else:
             # The dummy slot takes the place of edited sequences, which are verified after this.
             slots_np = np.where(edited_np, self._slots.dummy, slots_np)
-            size = padded_size(len(sampled), self._sizes)
+            size = self._phase.padded_size(len(sampled))
             packed_np = self._pack(slots_np, num_drafts_np, size)
             drawn = self._phase(packed_np, (size, *kind), logits)[: len(sampled)]
             if edited_np.any():

@@ -39,6 +39,7 @@ class Phase(Generic[Output]):
         self._device = device
         self._captured: dict[Shape, _Captured[Output]] = {}
         self._prepared: set[Shape] = set()  # captured before, perhaps over other tensors
+        self._sizes: list[int] = []  # of captured shapes, the first of their numbers; ascending
 
     def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Output:
         """Run on these integers; the output is valid until the next call.
@@ -58,7 +59,11 @@ class Phase(Generic[Output]):
 
     def drop(self) -> None:
         """Drop what is captured, because the tensors that it reads are replaced."""
-        self._captured = {}
+        self._captured, self._sizes = {}, []
+
+    def padded_size(self, size: int) -> int:
+        """The smallest size of a captured shape that holds `size`; `size` itself if none does."""
+        return next((n for n in self._sizes if n >= size), size)
 
     @torch.inference_mode()
     def capture(
@@ -75,6 +80,7 @@ class Phase(Generic[Output]):
         )
         self._prepared.add(shape)
         self._captured[shape] = _Captured(graph, integers, tuple(tensors), output)
+        self._sizes = sorted({shape[0] for shape in self._captured})
         return output
 
 
@@ -121,8 +127,3 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 def padded_sizes(most: int) -> list[int]:
     """Sizes to capture for 1..most: `most` itself, then the powers of two below it, falling."""
     return [most, *(2**i for i in reversed(range((most - 1).bit_length())))]
-
-
-def padded_size(size: int, captured: list[int]) -> int:
-    """The smallest captured size (they are ascending) that holds `size`; `size` itself if none."""
-    return next((n for n in captured if n >= size), size)
