@@ -11,8 +11,8 @@ from .weights import Linear, Weight
 Progress = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
 
 
-def untold(done: int, total: int) -> None:
-    """The progress of what nobody watches."""
+def no_progress(done: int, total: int) -> None:
+    """A Progress for callers that report none."""
 
 
 class AnyCheckpoint(ABC):

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .any_checkpoint import AnyCheckpoint, Progress, untold
+from .any_checkpoint import AnyCheckpoint, Progress, no_progress
 from .any_head import check_settings, errors_told, head_checkpoint
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .blocks import Block
@@ -29,7 +29,7 @@ def load_head(
     config: ModelConfig,
     target: Network,
     target_path: str,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> Head:
     """Load the head in a directory; from now on the target hands out the states that it reads.
 

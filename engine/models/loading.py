@@ -23,7 +23,7 @@ from .admission import (
     max_positions,
     resolve_dtype,
 )
-from .any_checkpoint import AnyCheckpoint, Progress, untold
+from .any_checkpoint import AnyCheckpoint, Progress, no_progress
 from .architectures import load_config
 from .checkpoint import Checkpoint
 from .compiled_decoder import CompiledDecoder, can_compile
@@ -49,7 +49,7 @@ DRAFTED_TOKENS = "draft_tokens.json"
 def load_network(
     config: ModelConfig,
     device: torch.device,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     *,
     is_draft: bool = False,
     same_bits: bool | None = False,

@@ -6,7 +6,7 @@ from typing import Any
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .any_checkpoint import Progress, untold
+from .any_checkpoint import Progress, no_progress
 from .any_head import check_settings, errors_told, head_checkpoint
 from .architectures import load_config
 from .checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from .network import Network
 def load_mtp_head(
     config: ModelConfig,
     target: Network,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> MtpHead:
     """Load the MTP head of the target in this directory, which from now on hands out its states.
 

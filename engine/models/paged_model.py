@@ -11,7 +11,7 @@ from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
-from .any_checkpoint import Progress, untold
+from .any_checkpoint import Progress, no_progress
 from .attention import PassContext
 from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
@@ -31,7 +31,7 @@ class PagedModel:
         self,
         config: ModelConfig,
         device: torch.device,
-        progress: Progress = untold,
+        progress: Progress = no_progress,
         *,
         is_draft: bool = False,
         batch_invariant: bool | None = None,
