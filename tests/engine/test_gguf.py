@@ -123,7 +123,7 @@ def test_in_bfloat16_only_kv_and_embedding_are_rounded(
     directory: Callable[[Type, Type], Path],
 ) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
-    network, _ = load_network(ModelConfig(path=str(folder)), DEVICE)
+    network, _ = load_network(ModelConfig(path=str(folder), dtype="bfloat16"), DEVICE)
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]

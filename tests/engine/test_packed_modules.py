@@ -6,10 +6,12 @@ from torch import nn
 
 from outrider.engine.models.packed_modules import pack_linears
 from outrider.kernels.model import packed_linear
-from outrider.kernels.model.packed_linear import padded_rows
+from outrider.kernels.model.packed_linear import has_products, padded_rows
+
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if has_products(dtype)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 64, 75])
 @torch.inference_mode()
 def test_packed_rows_equal_plain_rows(num_rows: int, dtype: torch.dtype) -> None:
@@ -47,7 +49,7 @@ def test_a_linear_layer_with_a_meaning_of_its_own_is_left_alone() -> None:
     assert pack_linears(model) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_rounded_rows_are_those_of_weights_in_8_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
