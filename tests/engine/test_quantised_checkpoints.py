@@ -64,7 +64,8 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
     rounds_inputs = "inputs too" in name
     if rounds_inputs:  # the least difference may turn a code to the next one, here and there
         rounding = (expected - eager(tmp_path / "meant", input_ids)).norm()
-        assert (got - expected).norm() < 0.5 * rounding < 0.1 * expected.norm()
+        # A GPU's tensor cores add e4m3 with 14 bits; other codes would be 1.4 away.
+        assert (got - expected).norm() < 0.7 * rounding < 0.14 * expected.norm()
     else:
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     difference = (expected - eager(plain, input_ids)).norm() / expected.norm()
