@@ -24,8 +24,8 @@ def as_bytes(x: Tensor) -> Tensor:
 @triton.jit
 def e4m3(x):
     """Float32 rounded to the nearest; what is too large becomes the largest."""
-    x = tl.minimum(tl.maximum(x, -_MAX), _MAX)
-    if _INTERPRET:  # whose conversion loses the carry into the exponent: 31.9 becomes 16
+    if _INTERPRET:  # whose conversion does not stop at the largest, and turns 31.9 into 16
+        x = tl.minimum(tl.maximum(x, -_MAX), _MAX)
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000
         normal = bits.to(tl.float32, bitcast=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._dispatch import uses_triton
+from .._dispatch import INTERPRET, uses_triton
 from ..dependent_launch import (
     dependent_launch,
     start_next_kernel,
@@ -22,6 +22,7 @@ from .fp8 import MAX_E4M3, e4m3, to_e4m3
 from .narrow_matrix import RowFormat
 from .rms_norm import Norm, rms_norm_reference
 
+_INTERPRET = tl.constexpr(INTERPRET)
 _MAX_INT8 = 127.0
 _MIN_SCALE = 1e-12  # a row of zeros has some scale
 
@@ -137,11 +138,19 @@ def store_codes(
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(groups), 1), 1e-12), LARGEST)
     group = tl.arange(0, BLOCK // SIZE)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
-    x = tl.div_rn(groups, tl.broadcast_to(scale[:, None], [BLOCK // SIZE, SIZE]))
-    x = tl.reshape(x, [BLOCK])
+    x = tl.reshape(_quotient(groups, scale[:, None], tl.div_rn(1.0, scale)[:, None]), [BLOCK])
     codes = _nearest_int8(x) if tl.int8 == CODE else e4m3(x)
     k = tl.arange(0, BLOCK)
     tl.store(codes_ptr + row * WIDTH + k, codes, mask=k < WIDTH)
+
+
+@triton.jit
+def _quotient(x, y, inverse):
+    """x / y to the last bit, given 1 / y likewise: a third of the instructions of a division."""
+    if _INTERPRET:  # which rounds twice where a GPU rounds once
+        return tl.div_rn(x, tl.broadcast_to(y, x.shape))
+    guess = x * inverse
+    return tl.fma(tl.fma(-guess, y, x), inverse, guess)
 
 
 @triton.jit

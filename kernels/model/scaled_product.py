@@ -21,7 +21,7 @@ from .row_codes import RowCodes
 from .silu_mul import silu
 
 _BLOCK_N, _BLOCK_K = 64, 128
-_MANY_ROWS = 512
+_MANY_ROWS = 256
 _NEIGHBOURS = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
 
@@ -86,14 +86,19 @@ def _tile(
     num_rows: int, matrix: NarrowMatrix, num_splits: int, *, has_two_sums: bool
 ) -> dict[str, int]:
     """Block sizes, warps, and how many blocks a program loads ahead; no sum depends on these."""
-    block_m, block_n, num_warps, num_stages = 128, 128, 8, 4  # measured on an H200
-    if num_rows <= 64:
-        block_m, block_n, num_warps = max(16, triton.next_power_of_2(num_rows)), _BLOCK_N, 4
-        # With fewer programs than multiprocessors, each must load further ahead.
-        num_programs_ = triton.cdiv(len(matrix.codes), block_n) * num_splits
-        few = num_programs_ <= num_programs(matrix.codes.device, 1)
-        num_stages = 6 if block_m < 64 else 5 if few else 4
-    elif num_rows > _MANY_ROWS and not has_two_sums:  # registers hold just one sum of this size
+    # Measured on an H200.
+    block_m, block_n, num_warps, num_stages = 128, 128, 8, 5
+    if num_rows <= 128:
+        at_once = num_programs(matrix.codes.device, 1)  # with so many, each loads far ahead
+        programs = triton.cdiv(len(matrix.codes), _BLOCK_N) * num_splits
+        if num_rows <= 64:
+            block_m, block_n, num_warps = max(16, triton.next_power_of_2(num_rows)), _BLOCK_N, 4
+            num_stages = 8 if programs <= at_once else 6 if block_m < 64 else 4
+        elif programs <= at_once:
+            block_n, num_warps, num_stages = _BLOCK_N, 4, 6
+        elif programs <= 4 * at_once and not has_two_sums:  # registers hold one of this size
+            block_n, num_stages = 4 * _BLOCK_N, 4
+    elif num_rows > _MANY_ROWS and not has_two_sums:
         block_m, num_stages = 256, 3
     return {
         "BLOCK_M": block_m,
