@@ -5,12 +5,29 @@ import os
 
 import torch
 
+from .triton_or_none import triton
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
     """CUDA tensors go to the kernels; so do CPU tensors if Triton's interpreter is switched on."""
     return tensor.is_cuda or INTERPRET
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory that a program can take: 227 KB on an H200, 99 KB on an RTX 4090."""
+    if device.type != "cuda":
+        return 1 << 20
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"])
+
+
+def num_stages_of(most: int, stage_bytes: int, device: torch.device) -> int:
+    """How many blocks a program loads ahead: `most`, or as many as shared memory holds."""
+    return max(1, min(most, shared_bytes(device) // stage_bytes))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
+from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .narrow_matrix import NarrowMatrix, has_4_bits
@@ -34,12 +35,14 @@ def _tiling(x: Tensor, matrix: NarrowMatrix, num_splits: int) -> dict[str, int]:
         block_m, block_n, num_warps = 128, 128, 8
     if matrix.codes.shape[1] // num_splits % (steps * matrix.half):
         steps = 1
+    num_inputs = steps * matrix.half * (2 if has_4_bits(matrix.kind) else 1)
+    stage_bytes = block_m * num_inputs * x.element_size()
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "STEPS": steps,
         "num_warps": num_warps,
-        "num_stages": num_stages,
+        "num_stages": num_stages_of(num_stages, stage_bytes, x.device),
     }
 
 

@@ -22,7 +22,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .._dispatch import num_programs
+from .._dispatch import num_programs, shared_bytes
 from ..dependent_launch import (
     dependent_launch,
     start_next_kernel,
@@ -151,7 +151,9 @@ def _tiling(
     if num_blocks <= num_sms // 4:
         if is_short and num_rows == 1 and num_heads * head_dim >= _MANY_OUTPUTS:
             return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "EARLY": True}
-        return {"BLOCK_N": 256, "num_warps": 8, "num_stages": 1, "EARLY": True}
+        fits = (256 + items.block_m) * bytes_per_token <= shared_bytes(k_cache.device)
+        block_n = 256 if fits else 128
+        return {"BLOCK_N": block_n, "num_warps": 8, "num_stages": 1, "EARLY": True}
     if is_short and num_blocks <= num_sms:
         return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
     if items.block_m > 32 or num_blocks < 4 * num_sms:

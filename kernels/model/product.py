@@ -11,7 +11,7 @@ weight alone. `split_product` adds the parts.
 import torch
 from torch import Tensor
 
-from .._dispatch import num_programs
+from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import (
     dependent_launch,
     start_next_kernel,
@@ -108,12 +108,13 @@ def _tile(x: Tensor, weight: Tensor, share: int, num_splits: int) -> dict[str, i
         block_m, num_stages = 128, 4
     else:
         block_m, block_n, num_warps, num_stages = 128, 128, 8, 3
+    stage_bytes = (block_m + block_n) * block_k * x.element_size()
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "num_warps": num_warps,
-        "num_stages": num_stages,
+        "num_stages": num_stages_of(num_stages, stage_bytes, x.device),
     }
 
 

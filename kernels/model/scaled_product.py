@@ -9,7 +9,7 @@ library does for speed: an error of 0.3% of a result, a tenth of what rounding i
 
 from torch import Tensor
 
-from .._dispatch import num_programs
+from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import (
     dependent_launch,
     start_next_kernel,
@@ -100,12 +100,13 @@ def _tile(
             block_n, num_stages = 4 * _BLOCK_N, 4
     elif num_rows > _MANY_ROWS and not has_two_sums:
         block_m, num_stages = 256, 3
+    stage_bytes = (block_m + block_n) * _BLOCK_K
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": _BLOCK_K,
         "num_warps": num_warps,
-        "num_stages": num_stages,
+        "num_stages": num_stages_of(num_stages, stage_bytes, matrix.codes.device),
     }
 
 
