@@ -43,9 +43,7 @@ FEATURES["everything"] = {name: value for of in FEATURES.values() for name, valu
 
 def request(slot: int, prompt: list[int], asked: dict[str, object]) -> Request:
     params = SamplingParams(max_tokens=4000, **asked)  # type: ignore[arg-type]
-    made = Request(
-        NewRequest(request_id=str(slot), prompt_token_ids=prompt, params=params), page_size=16
-    )
+    made = Request(NewRequest(request_id=str(slot), prompt_token_ids=prompt, params=params))
     made.slot = slot
     if params.logits_processors:
         made.logits_processors = [("no_repeat", NoRepeatNGramLogitsProcessor(3))]

@@ -190,7 +190,7 @@ class Engine:
                 raise InvalidRequestError(
                     "grammar: the engine was given no token table or no eos token ids"
                 )
-        queued = [Request(new, pair.page_size, self._config.eos_token_ids) for new in requests]
+        queued = [Request(new, self._config.eos_token_ids) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
         was_idle = not self.has_work()

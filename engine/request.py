@@ -1,8 +1,6 @@
 """What the host knows of one sequence, from submission to its last token."""
 
-import hashlib
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -27,9 +25,7 @@ class Request:
     plainly; the proposer computes what it missed before it drafts again.
     """
 
-    def __init__(
-        self, new: NewRequest, page_size: int, eos_token_ids: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, new: NewRequest, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.request_id = new.request_id
         self.params: SamplingParams = new.params
         self.stop_token_ids = frozenset(new.params.stop_token_ids)
@@ -54,12 +50,10 @@ class Request:
         self.num_drafts_in_flight: int | None = None
         self.epoch = 0  # incremented to make void what is in flight
         self.page_hashes: list[bytes] = []  # of the leading full pages; kept through preemption
-        self._first_parent_hash = _salt_hash(new.cache_salt)
-        self.is_salted = bool(new.cache_salt)
+        self.cache_salt = new.cache_salt
         self.tells_drafts = new.tells_drafts
         self.num_recorded_pages = 0  # leading pages that the prefix cache was told of
         self.num_recorded_draft_pages = 0
-        self._page_size = page_size
 
         self.compiling: Future[Grammar] | None = None  # its grammar, until the first step
         self.grammar: Grammar | None = None  # from then on
@@ -165,19 +159,6 @@ class Request:
             draft_token_ids=draft_token_ids,
         )
 
-    def extend_page_hashes(
-        self, num_pages: int, lookahead: int, hash_page: Callable[[bytes, list[int]], bytes]
-    ) -> None:
-        """Hash the first `num_pages` pages.
-
-        A hash covers the page's tokens, `lookahead` tokens after it and, by chaining, all before.
-        """
-        for i in range(len(self.page_hashes), num_pages):
-            parent = self.page_hashes[-1] if self.page_hashes else self._first_parent_hash
-            end = (i + 1) * self._page_size + lookahead
-            page_tokens = self.token_ids[i * self._page_size : end]
-            self.page_hashes.append(hash_page(parent, page_tokens))
-
     def follow_grammar(self) -> None:
         """Advance the grammar over all known tokens."""
         if self.compiling is not None:
@@ -196,10 +177,3 @@ class Request:
         """Make void what is in flight for it: it continues from the tokens the host knows."""
         self.num_drafts_in_flight = None
         self.epoch += 1
-
-
-def _salt_hash(cache_salt: str) -> bytes:
-    """Empty without a salt; otherwise as long as a page's hash, but never equal to one."""
-    if not cache_salt:
-        return b""
-    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()

@@ -145,7 +145,7 @@ class KVCacheManager:
             if self._hash[page] is None and page_hash not in self._page_of_hash:
                 self._hash[page] = page_hash
                 self._page_of_hash[page_hash] = page
-                if self._keeps_events and not request.is_salted:
+                if self._keeps_events and not request.cache_salt:
                     self._tell_stored(request, i)
         request.num_recorded_pages = max(request.num_recorded_pages, num_full)
 
@@ -205,8 +205,18 @@ class KVCacheManager:
         self.events.append(PageStored(page_hash, parent_hash, token_ids))
 
     def _hash_pages(self, request: Request, num_pages: int) -> None:
-        request.extend_page_hashes(num_pages, self._lookahead, self._hash_page)
+        """Hash the first `num_pages` pages; each hash also covers, by its parent, all before."""
+        hashes = request.page_hashes
+        for i in range(len(hashes), num_pages):
+            parent = hashes[-1] if hashes else _salt_hash(request.cache_salt)
+            end = (i + 1) * self.page_size + self._lookahead
+            tokens = array("q", request.token_ids[i * self.page_size : end]).tobytes()
+            # Cryptographic, so that no tenant can construct two prefixes with the same hash.
+            hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
 
-    def _hash_page(self, parent: bytes, token_ids: list[int]) -> bytes:
-        # Cryptographic, so that no tenant can construct two prefixes with the same hash.
-        return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+def _salt_hash(cache_salt: str) -> bytes:
+    """Empty without a salt; otherwise as long as a page's hash, but never equal to one."""
+    if not cache_salt:
+        return b""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()

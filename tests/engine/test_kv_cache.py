@@ -18,7 +18,7 @@ def request(token_ids: list[int], cache_salt: str = "") -> Request:
         params=SamplingParams(max_tokens=1),
         cache_salt=cache_salt,
     )
-    return Request(new, PAGE)
+    return Request(new)
 
 
 def compute(cache: KVCacheManager, r: Request, draft: bool = False) -> None:

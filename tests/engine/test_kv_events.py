@@ -41,7 +41,7 @@ def request(token_ids: list[int], cache_salt: str = "", max_tokens: int = 1) -> 
 
 
 def compute(cache: KVCacheManager, token_ids: list[int], cache_salt: str = "") -> Request:
-    one = Request(request(token_ids, cache_salt), PAGE)
+    one = Request(request(token_ids, cache_salt))
     cache.attach_prefix(one)
     assert cache.allocate(one, one.num_tokens)
     one.num_computed_tokens = one.num_tokens

@@ -198,7 +198,7 @@ def test_bfloat16_rounds_no_penalty_away() -> None:
     edits = LogitEdits(token_ids, torch.tensor([0, 3]), VOCAB)
     params = replace(GREEDY, presence_penalty=0.05)
     new = NewRequest(request_id="0", prompt_token_ids=[3], params=params)
-    request = Request(new, page_size=16)
+    request = Request(new)
     request.token_ids += [4, 4]
     request.slot = 1
     edits.seat(request)
