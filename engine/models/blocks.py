@@ -6,7 +6,7 @@ A part gets the residual stream x and adds its output to it, in place:
 
 If the part before has already applied this norm, the result is passed as `normed`. In the same way
 a part applies the norm of the next part if that is cheap, and returns the result, or else None. A
-new kind of layer is a class of this form, built in `families.py`.
+new kind of layer is a class of this form, which a subclass of `LlamaReader` builds.
 """
 
 from collections.abc import Callable

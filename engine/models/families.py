@@ -1,12 +1,9 @@
 """The model families whose structure we know, and how a checkpoint of each becomes a `Decoder`.
 
-To add a family that is a Llama under another name, enter it in FAMILIES. If it differs in a part of
-its layers, write a subclass of LlamaReader, as in `gpt_oss.py`. For any other, write a function
-from a checkpoint to a decoder, as `_llama` is, and the parts that it needs in `blocks.py`.
+To add a family that is a Llama under another name, enter it in FAMILIES. If its layers differ,
+write a subclass of LlamaReader, as in `gpt_oss.py`, and the parts that it needs in `blocks.py`.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,16 +104,7 @@ def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
 
     Raises KeyError naming a tensor that the checkpoint lacks.
     """
-    return FAMILIES[config.model_type].build(config, checkpoint, rope)
-
-
-def _llama(
-    config: Any,
-    checkpoint: AnyCheckpoint,
-    rope: Rope,
-    reader_of: type[LlamaReader] = LlamaReader,
-) -> Decoder:
-    reader = reader_of(checkpoint, config)
+    reader = FAMILIES[config.model_type].reader(checkpoint, config)
     no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # rotates by 0 at every position
     has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = [
@@ -140,15 +128,15 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 class Family(NamedTuple):
-    """How models of a type are built."""
+    """What is special to models of a type."""
 
-    build: Callable[[Any, AnyCheckpoint, Rope], Decoder]
+    reader: type[LlamaReader] = LlamaReader  # of their layers
     fields: frozenset[str] = frozenset()  # of its configuration alone that the code implements
 
 
-_LLAMA = Family(_llama)
+_LLAMA = Family()
 _GPT_OSS = Family(
-    partial(_llama, reader_of=GptOssReader),
+    GptOssReader,
     frozenset(
         {
             "experts_per_token",  # repeated in num_experts_per_tok
