@@ -66,8 +66,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
             else:
                 y = self._advance(integers[:batch_len], batch_shape, y)
                 integers = integers[batch_len:]
-            kind = bool(filters), bool(samples)
-            drawn = self._draws.draw(draws, kind, self._logits(y))
+            drawn = self._draw(draws, (size, filters, samples), self._logits(y))
         return drawn
 
     def _pack(
@@ -79,7 +78,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
         parts = []
         for j in range(k):
             slots_np = slots_np[: np.count_nonzero(num_drafts_np > j)]
-            parts.append(self._draws.pack(slots_np, j, size).ravel())
+            parts.append(self._pack_draws(slots_np, j, size).ravel())
             if j > 0:
                 batch = self._rows_of(slots_np, j)
                 parts.append(batch.packed((size, size, size), self._slots.dummy))

@@ -5,10 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from outrider.kernels.verify.sampling import STATE_WIDTH
 
 from ..api import ReportProgress
 from ..scheduling.plan import Plan, ScheduledRequest
@@ -33,15 +30,6 @@ class DraftDistributions(NamedTuple):
     logits: Tensor
     # [num_slots, K, 4] row states of the draft sampler
     state: Tensor
-
-    @staticmethod
-    def empty(
-        num_slots: int, num_drafts: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> "DraftDistributions":
-        return DraftDistributions(
-            torch.empty(num_slots, num_drafts, width, dtype=dtype, device=device),
-            torch.empty(num_slots, num_drafts, STATE_WIDTH, device=device),
-        )
 
 
 class Proposer(ABC):

@@ -73,14 +73,14 @@ class BlockDrafting(HeadProposer[AnyHead]):
         batch_len = packed_len(batch_shape)
         block = self._computed(integers[:batch_len], batch_shape, k)
         draws = integers[batch_len:].view(2, -1)
-        kind = bool(filters), bool(samples)
         if self._draws_at_once:
-            return self._draws.draw(draws, kind, self._widened(block.logits.flatten(0, 1)))
+            logits = self._widened(block.logits.flatten(0, 1))
+            return self._draw(draws, (k * size, filters, samples), logits)
         told, last, width = [], None, aligned(size)
         for j in range(k):
             logits, confidence = block.at(j, last)
             its_draws = draws[:, j * width : (j + 1) * width]
-            last = self._draws.draw(its_draws, kind, self._widened(logits))
+            last = self._draw(its_draws, (size, filters, samples), self._widened(logits))
             told.append(last if confidence is None else confidence)
         return torch.stack(told)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.verify import greedy
+from outrider.kernels.verify.sampling import STATE_WIDTH
 from outrider.kernels.verify.slot_rows import read_slots, write_draft
 from outrider.kernels.verify.verify import draft_sample
 
@@ -15,6 +16,7 @@ from ..logit_edits import LogitEdits, RequestRows
 from ..models.paged_layers import PagedLayers
 from ..scheduling.plan import ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
+from ..state.phase import Shape
 from ..state.ragged import aligned
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, DraftDistributions, Proposer
@@ -24,69 +26,10 @@ from .base import SAMPLING_KINDS, DraftDistributions, Proposer
 # to 0.11 of the target.
 MIN_LIKELIHOOD = 0.1
 
-Kind = tuple[bool, bool]  # an entry of SAMPLING_KINDS
 # (j, slots, rows, last drafts) -> logits of draft j for these slots and, from a confidence head,
 # how likely it stands if the drafts before it do: [N]. `rows` says which rows of the call before go
 # on, and the last drafts are theirs; None for the first draft.
 LogitsOf = Callable[[int, np.ndarray, np.ndarray, Tensor | None], tuple[Tensor, Tensor | None]]
-
-
-class Draws:
-    """Draws with each request's own sampling parameters, and keeps the distributions."""
-
-    def __init__(self, slots: Slots, vocab_size: int, width: int, dtype: torch.dtype) -> None:
-        """Logits are `width` wide; ids from `vocab_size` on are never drawn."""
-        self._slots = slots
-        self._vocab_size = vocab_size
-        self.distributions = DraftDistributions.empty(
-            slots.max_num_seqs + 1, slots.max_drafts, width, dtype, slots.device
-        )
-
-    def pack(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
-        """The integers of `draw` for draft `offset` of these slots, padded with dummy rows.
-
-        Shape: [B] -> [2, size or more].
-        """
-        packed = np.zeros((2, aligned(size)), dtype=np.int64)
-        packed[0] = self._slots.dummy
-        packed[0, : len(slots_np)] = slots_np
-        packed[1, : len(slots_np)] = offset
-        return packed
-
-    def draw(self, integers: Tensor, kind: Kind, logits: Tensor) -> Tensor:
-        """Draw one draft for each row, write it into its slot, and keep its distribution.
-
-        Shape: integers [2, N or more], for each row its slot and the number of drafts before this
-        one; logits [N, V] -> [N].
-        """
-        filters, samples = kind
-        slot, offset = integers[:, : len(logits)].unbind()
-        if not samples and greedy.takes(logits):
-            vocab_size = min(self._vocab_size, logits.shape[1])
-            return greedy.draft_greedy(self._slots.state, slot, offset, logits, vocab_size)
-        rows = read_slots(self._slots.state, slot, 0, offset)
-        drawn = draft_sample(
-            logits,
-            rows.sampling,
-            rows.position,
-            rows.anchor,
-            self._vocab_size,
-            filters=filters,
-            samples=samples,
-        )
-        # Verifying greedy drafts does not need their distributions.
-        kept = self.distributions if samples else None
-        write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
-        return drawn.token_ids
-
-    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
-        """Dummy draws that together launch every sampling kernel."""
-        kept = self.distributions
-        device = self._slots.device
-        logits = torch.zeros(2, kept.logits.shape[2], dtype=kept.logits.dtype, device=device)
-        integers = uploaded(self.pack(np.zeros(0, dtype=np.int64), 0, 2), device)
-        for kind in SAMPLING_KINDS:
-            yield partial(self.draw, integers, kind, logits)
 
 
 class DrawingProposer(Proposer):
@@ -109,13 +52,58 @@ class DrawingProposer(Proposer):
         """`source` computes the logits; ids from `vocab_size` on are never drawn."""
         self._slots = slots
         self._edits = edits
+        self._vocab_size = vocab_size
         self._adaptive = adaptive
         self._stops_early = adaptive and slots.device.type == "cpu"
-        self._draws = Draws(slots, vocab_size, source.vocab_size, source.dtype)
-        self.distributions: DraftDistributions = self._draws.distributions
+        shape, device = (slots.max_num_seqs + 1, slots.max_drafts), slots.device
+        self.distributions: DraftDistributions = DraftDistributions(
+            torch.empty(*shape, source.vocab_size, dtype=source.dtype, device=device),
+            torch.empty(*shape, STATE_WIDTH, device=device),
+        )
+
+    def _pack_draws(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
+        """The integers of `_draw` for draft `offset` of these slots, padded with dummy rows.
+
+        Shape: [B] -> [2, size or more].
+        """
+        packed = np.zeros((2, aligned(size)), dtype=np.int64)
+        packed[0] = self._slots.dummy
+        packed[0, : len(slots_np)] = slots_np
+        packed[1, : len(slots_np)] = offset
+        return packed
+
+    def _draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
+        """Draw one draft for each row, write it into its slot, and keep its distribution.
+
+        `shape` is (rows, filters, samples). Shape: integers [2, N or more], for each row its slot
+        and the number of drafts before this one; logits [N or more, V] -> [N].
+        """
+        size, filters, samples = shape
+        (slot, offset), logits = integers[:, :size].unbind(), logits[:size]
+        if not samples and greedy.takes(logits):
+            vocab_size = min(self._vocab_size, logits.shape[1])
+            return greedy.draft_greedy(self._slots.state, slot, offset, logits, vocab_size)
+        rows = read_slots(self._slots.state, slot, 0, offset)
+        drawn = draft_sample(
+            logits,
+            rows.sampling,
+            rows.position,
+            rows.anchor,
+            self._vocab_size,
+            filters=bool(filters),
+            samples=bool(samples),
+        )
+        # Verifying greedy drafts does not need their distributions.
+        kept = self.distributions if samples else None
+        write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
+        return drawn.token_ids
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
-        return self._draws.warm_ups()
+        """Dummy draws that together launch every sampling kernel."""
+        logits = torch.zeros_like(self.distributions.logits[:2, 0])
+        integers = uploaded(self._pack_draws(np.zeros(0, dtype=np.int64), 0, 2), logits.device)
+        for kind in SAMPLING_KINDS:
+            yield partial(self._draw, integers, (2, *kind), logits)
 
     def _rehearse_edits(self, logits: Tensor) -> None:
         """Edit these rows of logits for the dummy slot. Shape: [N, V]."""

@@ -167,8 +167,9 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         kind = sampling_kind(scheduled)
 
         def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
-            draws = uploaded(self._draws.pack(slots_np, j, len(slots_np)), device)
-            return self._draws.draw(draws, kind, logits)
+            size = len(slots_np)
+            draws = uploaded(self._pack_draws(slots_np, j, size), device)
+            return self._draw(draws, (size, *kind), logits)
 
         self._draw_in_turn(scheduled, line, draw)
 

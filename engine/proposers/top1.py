@@ -12,7 +12,7 @@ from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
-from ..state.phase import Phase, Shape, padded_sizes
+from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, sampling_kind
 from .draws import DrawingProposer
@@ -55,7 +55,7 @@ class Top1Proposer(DrawingProposer):
         none_np = np.zeros(0, dtype=np.int64)
         for size in padded_sizes(self._slots.max_num_seqs):
             for kind in SAMPLING_KINDS:
-                integers_np = self._draws.pack(none_np, 0, size)
+                integers_np = self._pack_draws(none_np, 0, size)
                 self._phase.capture(integers_np, (size, *kind), (logits[:size],))
 
     def _propose(self, plan: Plan) -> None:
@@ -119,16 +119,11 @@ class Top1Proposer(DrawingProposer):
 
         def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
             size = self._phase.padded_size(len(slots_np))
-            integers_np = self._draws.pack(slots_np, j, size)
+            integers_np = self._pack_draws(slots_np, j, size)
             drawn = self._phase(integers_np, (size, *kind), logits)
             return drawn[: len(slots_np)]
 
         self._draw_in_turn(scheduled, logits_of, draw)
-
-    def _draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
-        """`Draws.draw` as a phase; the shape is (rows, filters, samples)."""
-        size, filters, samples = shape
-        return self._draws.draw(integers, (bool(filters), bool(samples)), logits[:size])
 
     def _forward(
         self,
