@@ -3,6 +3,8 @@
 import pytest
 import torch
 from grids import pairwise
+from products import FUSED, Fused, inputs_of
+from random_tensors import normals
 from verification import HAS_KERNELS
 
 from outrider.kernels.model.linear import add_linear, linear, linear_reference
@@ -13,49 +15,23 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's
 
 @pytest.mark.parametrize(
     ("fused", "num_rows", "size"),
-    pairwise(
-        [
-            (False, False, False, False),
-            (True, False, False, True),
-            (True, True, False, False),
-            (True, True, False, True),
-            (False, False, True, False),
-            (False, False, True, True),
-        ],
-        [1, 2, 5, 17, 33],
-        [(96, 50), (1100, 17)],
-    ),
+    pairwise(FUSED, [1, 2, 5, 17, 33], [(96, 50), (1100, 17)]),
 )
-def test_kernel_equals_reference(
-    fused: tuple[bool, bool, bool, bool],
-    num_rows: int,
-    size: tuple[int, int],
-    device: torch.device,
-) -> None:
-    with_norm, gated, with_residual, with_bias = fused
+def test_kernel_equals_reference(fused: Fused, num_rows: int, size: tuple[int, int]) -> None:
     num_in, num_out = size
-    generator = torch.Generator().manual_seed(num_rows)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    halves = 2 if gated else 1
-    x = randn(num_rows, num_in + 3)[:, :num_in]  # rows need not follow each other
-    weight = randn(halves * num_out, num_in) / num_in**0.5
-    bias = randn(halves * num_out) if with_bias else None
-    norm = Norm(randn(num_in), 1e-5) if with_norm else None
-    residual = randn(num_rows, num_out) if with_residual else None
-    expected = linear_reference(
-        x,
-        weight,
-        bias,
-        norm=norm,
-        gated=gated,
-        residual=residual.clone() if residual is not None else None,
-    )
-    out = linear(x, weight, bias, norm=norm, gated=gated, residual=residual)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    assert residual is None or out.data_ptr() == residual.data_ptr()
+    x, bias, norm, residual = inputs_of(fused, num_rows, *size)
+    weight = normals(num_out)(fused.num_outputs(num_out), num_in) / num_in**0.5
+    if not fused.residual:
+        expected = linear_reference(x, weight, bias, norm=norm, gated=fused.gated)
+        out = linear(x, weight, bias, norm=norm, gated=fused.gated)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        return
+    expected = residual + linear_reference(x, weight, bias)
+    normed = add_linear(residual, x, weight, bias, norm=norm)
+    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+    if normed is not None:
+        assert norm is not None
+        torch.testing.assert_close(normed, rms_norm_reference(expected, norm), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +39,10 @@ def test_kernel_equals_reference(
     pairwise([(True, False), (True, True), (False, False)], [256, 300, 384], [3, 20]),
 )
 def test_weights_in_half_precision_are_multiplied_the_same(
-    fused: tuple[bool, bool], num_in: int, num_rows: int, device: torch.device
+    fused: tuple[bool, bool], num_in: int, num_rows: int
 ) -> None:
     with_norm, gated = fused
-    generator = torch.Generator().manual_seed(num_rows)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).half().to(device)
-
+    randn = normals(num_rows, torch.float16)
     x, weight = randn(num_rows, num_in), randn(2 * 70 if gated else 70, num_in) / 16
     norm = Norm(randn(num_in), 1e-5) if with_norm else None
     expected = linear_reference(
@@ -90,14 +62,10 @@ def test_weights_in_half_precision_are_multiplied_the_same(
     ),
 )
 def test_a_product_is_added_to_the_residual_and_normalised(
-    size: tuple[int, int], with_norm: bool, dtype: torch.dtype, device: torch.device
+    size: tuple[int, int], with_norm: bool, dtype: torch.dtype
 ) -> None:
     num_rows, num_in = size
-    generator = torch.Generator().manual_seed(num_rows)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
+    randn = normals(num_rows, dtype)
     x, residual = randn(num_rows, num_in + 8)[:, :num_in], randn(num_rows, 70)
     weight = randn(70, num_in) / num_in**0.5
     norm = Norm(randn(70), 1e-5) if with_norm else None

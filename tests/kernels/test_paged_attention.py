@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from grids import pairwise
+from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import attention_items
@@ -125,11 +126,7 @@ def check(
     in_fp8: bool = False,
     causal: bool = True,
 ) -> None:
-    generator = torch.Generator().manual_seed(num_heads)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
+    randn = normals(num_heads, dtype)
     num_rows = sum(rows for rows, _ in batch)
     seq_lens = [rows + context for rows, context in batch]
     # What is past a sequence's end holds NaN, as a page of a broken sequence may; so does page 0,
@@ -137,7 +134,7 @@ def check(
     k_cache = randn(96, PAGE, num_kv_heads, head_dim)
     v_cache = randn(96, PAGE, num_kv_heads, value_dim)
     k_cache[0] = v_cache[0] = float("nan")
-    pages = (torch.randperm(95, generator=generator) + 1).int()
+    pages = (torch.randperm(95, generator=torch.Generator().manual_seed(num_heads)) + 1).int()
     table = torch.zeros(len(batch), 40, dtype=torch.int32)
     for i, seq_len in enumerate(seq_lens):
         count = -(-seq_len // PAGE)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from random_tensors import normals
 from verification import HAS_KERNELS
 
 from outrider.kernels.model.rms_norm import Norm
@@ -23,11 +24,7 @@ def test_kernel_equals_reference(
     in_fp8: bool,
     device: torch.device,
 ) -> None:
-    generator = torch.Generator().manual_seed(num_heads)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
+    randn = normals(num_heads)
     num_rows, page_size = 5, 4
     qkv = randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
     cos, sin = randn(num_rows, head_dim), randn(num_rows, head_dim)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from random_tensors import normals
 from torch import Tensor
 from verification import HAS_KERNELS
 
@@ -52,11 +53,7 @@ def test_attention(
     with_sinks: bool,
     dtype: torch.dtype,
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
+    randn = normals(dtype=dtype, device=CPU)
     num_pages = 34
     query = randn(num_pages * PAGE, num_heads, head_dim)
     keys, values = (randn(num_pages, PAGE, num_kv_heads, head_dim) for _ in range(2))

@@ -1,10 +1,10 @@
 """Products of rounded rows with matrices of 8 bits against the numbers that the codes stand for."""
 
-from itertools import count
-
 import pytest
 import torch
 from grids import pairwise
+from products import ALL, FUSED, NUM_ROWS, SIZES, Fused, check_rows_keep_bits, inputs_of
+from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import scaled_linear as module
@@ -32,7 +32,6 @@ from outrider.kernels.model.scaled_product import num_splits_of
 from outrider.kernels.model.split_product import add_parts
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
-ALL = 1 << 20  # inputs: one scale for all of an output's
 # Kind, group, outputs of a scale.
 FORMATS: list[tuple[Kind, int, int]] = [
     ("fp8", ALL, 1),
@@ -43,24 +42,18 @@ FORMATS: list[tuple[Kind, int, int]] = [
 ]
 # Tensor cores add products of e4m3 with 14 bits.
 _MAX_ERROR = 5e-3 if DEVICE.type == "cuda" else 2e-4
-_seeds = count()
 
 
-def randn(*shape: int, device: torch.device) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(next(_seeds))).to(device)
-
-
-def make(
-    format_: tuple[Kind, int, int], num_out: int, num_in: int, device: torch.device
-) -> NarrowMatrix:
+def make(format_: tuple[Kind, int, int], num_out: int, num_in: int) -> NarrowMatrix:
     kind, group, rows = format_
+    randn = normals(num_out)
     group, rows = min(group, num_in), min(rows, num_out)
-    plain = randn(num_out, num_in, device=device).clamp(-4, 4)
+    plain = randn(num_out, num_in).clamp(-4, 4)
     if kind == "fp8":
         codes = (plain * 80).to(torch.float8_e4m3fn)
     else:
         codes = (plain * 30).round().to(torch.int8)
-    scale = randn(-(-num_in // group), -(-num_out // rows), device=device).abs() / 1000 + 1e-4
+    scale = randn(-(-num_in // group), -(-num_out // rows)).abs() / 1000 + 1e-4
     return narrow_matrix(kind, codes, scale, group=group, rows=rows, rounds_inputs=True)
 
 
@@ -70,11 +63,9 @@ def format_of(matrix: NarrowMatrix) -> RowFormat:
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_rows_are_rounded_to_the_nearest(
-    format_: tuple[Kind, int, int], device: torch.device
-) -> None:
-    matrix = make(format_, 16, 300, device)
-    x = randn(7, 300, device=device) * torch.logspace(-3, 3, 7, device=device)[:, None]
+def test_rows_are_rounded_to_the_nearest(format_: tuple[Kind, int, int]) -> None:
+    matrix = make(format_, 16, 300)
+    x = normals()(7, 300) * torch.logspace(-3, 3, 7, device=DEVICE)[:, None]
     x[4] = 0
     got = rounded_rows(x, format_of(matrix))
     largest = torch.cat([part.abs().amax(1, keepdim=True) for part in x.split(matrix.group, 1)], 1)
@@ -89,13 +80,12 @@ def test_rows_are_rounded_to_the_nearest(
 @needs_kernels
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("num_in", [16, 300, 512])
-def test_the_kernel_rounds_as_the_reference(
-    format_: tuple[Kind, int, int], num_in: int, device: torch.device
-) -> None:
-    matrix = make(format_, 16, num_in, device)
-    x = (randn(7, num_in + 3, device=device) * 30).bfloat16()[:, :num_in]
+def test_the_kernel_rounds_as_the_reference(format_: tuple[Kind, int, int], num_in: int) -> None:
+    matrix = make(format_, 16, num_in)
+    randn = normals(dtype=torch.bfloat16)
+    x = (randn(7, num_in + 3) * 30)[:, :num_in]
     x[4] = 0
-    norm = Norm(randn(num_in, device=device).bfloat16(), 1e-5)
+    norm = Norm(randn(num_in), 1e-5)
     for rows, expected in (
         (round_rows(x, format_of(matrix)), round_rows_reference(x, format_of(matrix))),
         (
@@ -107,49 +97,25 @@ def test_the_kernel_rounds_as_the_reference(
         assert torch.equal(rows.codes.float(), expected.codes.float())
 
 
-CASES = pairwise(
-    FORMATS,
-    [
-        (False, False, False, False),
-        (True, True, False, False),
-        (True, False, False, True),
-        (False, True, False, True),
-        (False, False, True, False),
-        (True, False, True, False),
-        (True, False, True, True),
-    ],
-    [1, 2, 17, 70, 300],
-    [(256, 80), (544, 48), (1024, 40)],
-)
-
-
 @needs_kernels
-@pytest.mark.parametrize(("format_", "fused", "num_rows", "size"), CASES)
+@pytest.mark.parametrize(
+    ("format_", "fused", "num_rows", "size"), pairwise(FORMATS, FUSED, NUM_ROWS, SIZES)
+)
 def test_kernel_equals_the_plain_product(
-    format_: tuple[Kind, int, int],
-    fused: tuple[bool, bool, bool, bool],
-    num_rows: int,
-    size: tuple[int, int],
-    device: torch.device,
+    format_: tuple[Kind, int, int], fused: Fused, num_rows: int, size: tuple[int, int]
 ) -> None:
-    with_norm, gated, with_residual, with_bias = fused
     num_in, num_out = size
-    num_weight_rows = 2 * num_out if gated else num_out
-    matrix = make(format_, num_weight_rows, num_in, device)
-    x = randn(num_rows, num_in + 3, device=device)[:, :num_in]  # rows need not follow each other
-    bias = randn(num_weight_rows, device=device) if with_bias else None
-    width = num_out if with_residual else num_in
-    norm = Norm(randn(width, device=device), 1e-5) if with_norm else None
+    matrix = make(format_, fused.num_outputs(num_out), num_in)
+    x, bias, norm, residual = inputs_of(fused, num_rows, num_in, num_out)
     plain = dequantise(matrix, torch.float64)
     wide = bias.double() if bias is not None else None
-    if not with_residual:
+    if not fused.residual:
         given = x if norm is None else rms_norm(x, norm)
         rows = rounded_rows(given, format_of(matrix)).double()
-        expected = linear_reference(rows, plain, wide, gated=gated)
-        got = scaled_linear(x, matrix, bias, norm=norm, gated=gated)
+        expected = linear_reference(rows, plain, wide, gated=fused.gated)
+        got = scaled_linear(x, matrix, bias, norm=norm, gated=fused.gated)
         assert (got - expected).norm() < _MAX_ERROR * expected.norm()
         return
-    residual = randn(num_rows, num_out, device=device)
     expected = residual.double() + linear_reference(
         rounded_rows(x, format_of(matrix)).double(), plain, wide
     )
@@ -160,10 +126,10 @@ def test_kernel_equals_the_plain_product(
         torch.testing.assert_close(normed, rms_norm(residual, norm))
 
 
-def test_the_reference_rounds_inputs(device: torch.device) -> None:
-    matrix = make(FORMATS[0], 24, 96, device)
-    x = randn(5, 96, device=device)
-    norm = Norm(torch.full((96,), 2.0, device=device), 1e-6)
+def test_the_reference_rounds_inputs() -> None:
+    matrix = make(FORMATS[0], 24, 96)
+    x = normals()(5, 96)
+    norm = Norm(torch.full((96,), 2.0, device=DEVICE), 1e-6)
     got = scaled_linear_reference(x, matrix, norm=norm)
     exact = linear_reference(x, dequantise(matrix, x.dtype), norm=norm)
     assert 1e-3 < (got - exact).norm() / exact.norm() < 0.1
@@ -172,35 +138,28 @@ def test_the_reference_rounds_inputs(device: torch.device) -> None:
 @needs_kernels
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_row_comes_out_the_same_in_any_company(
-    format_: tuple[Kind, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    format_: tuple[Kind, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE.type == "cpu" and format_[0] == "fp8":
         pytest.skip("the interpreter's products are numpy's")
     monkeypatch.setattr(module, "num_splits_of", lambda matrix: 2)
     monkeypatch.setattr(module, "_MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
-    matrix = make(format_, 96, 1024, device)
-    x, bias = randn(300, 1024, device=device).bfloat16(), randn(96, device=device).bfloat16()
-    residual = randn(300, 96, device=device).bfloat16()
-    outs, sums = scaled_linear(x, matrix, bias), residual.clone()
-    gates = scaled_linear(x, matrix, gated=True)
-    add_scaled_linear(sums, x, matrix)
-    for first, last in ((0, 1), (3, 20), (7, 40), (70, 130), (0, 257)):
-        some = slice(first, last)
-        assert torch.equal(scaled_linear(x[some], matrix, bias), outs[some])
-        assert torch.equal(scaled_linear(x[some], matrix, gated=True), gates[some])
-        added = residual[some].clone()
-        add_scaled_linear(added, x[some], matrix)
-        assert torch.equal(added, sums[some])
+    check_rows_keep_bits(
+        scaled_linear,
+        add_scaled_linear,
+        make(format_, 96, 1024),
+        300,
+        [(0, 1), (3, 20), (7, 40), (70, 130), (0, 257)],
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("format_", FORMATS)
-def test_adding_parts_may_round_the_norm_of_the_sum(
-    format_: tuple[Kind, int, int], device: torch.device
-) -> None:
-    row_format = format_of(make(format_, 16, 300, device))
-    residual, parts = randn(9, 300, device=device).bfloat16(), randn(3, 9, 300, device=device)
-    norm, same = Norm(randn(300, device=device).bfloat16(), 1e-5), residual.clone()
+def test_adding_parts_may_round_the_norm_of_the_sum(format_: tuple[Kind, int, int]) -> None:
+    row_format = format_of(make(format_, 16, 300))
+    randn = normals(dtype=torch.bfloat16)
+    residual, norm, parts = randn(9, 300), Norm(randn(300), 1e-5), normals(1)(3, 9, 300)
+    same = residual.clone()
     normed = add_parts(same, parts, norm)
     assert isinstance(normed, torch.Tensor)
     expected = round_rows(normed, row_format)
@@ -209,12 +168,12 @@ def test_adding_parts_may_round_the_norm_of_the_sum(
     assert torch.equal(residual, same)
     assert torch.equal(got.scale, expected.scale)
     assert torch.equal(got.codes.float(), expected.codes.float())
-    matrix = make(format_, 48, 300, device)
+    matrix = make(format_, 48, 300)
     assert torch.equal(scaled_linear(got, matrix), scaled_linear(normed, matrix))
 
 
-def test_splits_are_whole_blocks(device: torch.device) -> None:
+def test_splits_are_whole_blocks() -> None:
     for num_in in (96, 512, 1024, 1536):
-        matrix = make(FORMATS[0], 32, num_in, device)
+        matrix = make(FORMATS[0], 32, num_in)
         splits = num_splits_of(matrix)
         assert splits == 1 or matrix.codes.shape[1] % (128 * splits) == 0
