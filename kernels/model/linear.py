@@ -24,9 +24,9 @@ from .rms_norm import Norm, rms_norm, rms_norm_reference
 from .row_codes import Normed
 from .silu_mul import silu_mul, silu_mul_reference
 from .split_product import add_split_product, can_split
+from .tiles import MAX_SPLIT_ROWS
 
 # Measured on an H200.
-_MAX_SPLIT_ROWS = 256
 _MAX_PAIR_WEIGHTS = 1 << 23  # up to this size, two rows take the single launch too
 
 
@@ -99,7 +99,7 @@ def add_linear(
     Shape: residual [T, N], x [T, K], weight [N, K] -> [T, N]
     """
     if uses_triton(x) and bias is None:
-        is_short = len(x) <= _MAX_SPLIT_ROWS and not _takes_one_launch(x, weight)
+        is_short = len(x) <= MAX_SPLIT_ROWS and not _takes_one_launch(x, weight)
         if is_short and can_split(x, weight):
             return add_split_product(residual, x, weight, norm)
     linear(x, weight, bias, residual=residual)

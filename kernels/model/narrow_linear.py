@@ -14,8 +14,7 @@ unless the bits must be the same.
 import torch
 from torch import Tensor
 
-from .._dispatch import num_programs, uses_triton
-from ..triton_or_none import triton
+from .._dispatch import uses_triton
 from .linear import add_linear, linear, linear_reference
 from .narrow_matrix import NarrowMatrix, dequantise, has_4_bits
 from .narrow_numbers import unpack
@@ -23,6 +22,7 @@ from .narrow_product import narrow_product
 from .rms_norm import Norm, rms_norm
 from .row_codes import Normed
 from .split_product import add_parts
+from .tiles import MAX_SPLIT_ROWS, num_splits_of
 
 # Measured on an H200.
 _MAX_ROWS = 256  # beyond this the library is faster, although the matrix must be unpacked
@@ -30,8 +30,6 @@ _MAX_SPLITS = 8
 _PROGRAMS_PER_SM = 5  # into which a product is split at most
 _FEW_PROGRAMS_PER_SM = 3  # if it is gated, or has half the bytes
 _MIN_STEPS = 2  # of a split
-_MAX_SPLIT_ROWS = 256
-_BLOCK_N = 64
 
 
 def narrow_linear(
@@ -62,7 +60,7 @@ def narrow_linear(
     x = _ordered(x, matrix, norm)
     num_splits = _num_splits(matrix, gated=gated)
     parts = None
-    if num_splits > 1 and len(x) <= _MAX_SPLIT_ROWS:
+    if num_splits > 1 and len(x) <= MAX_SPLIT_ROWS:
         parts = x.new_empty(num_splits, len(x), matrix.shape[0], dtype=torch.float32)
     narrow_product(out, x, matrix, bias, num_splits, parts, gated=gated)
     return out
@@ -91,7 +89,7 @@ def add_narrow_linear(
         return add_linear(residual, x, unpack(matrix, x.dtype), bias, norm=norm)
     x = _ordered(x, matrix)
     num_splits = _num_splits(matrix)
-    if bias is None and len(x) <= _MAX_SPLIT_ROWS:
+    if bias is None and len(x) <= MAX_SPLIT_ROWS:
         parts = x.new_empty(num_splits, *residual.shape, dtype=torch.float32)
         narrow_product(None, x, matrix, None, num_splits, parts)
         return add_parts(residual, parts, norm)
@@ -108,12 +106,12 @@ def _ordered(x: Tensor, matrix: NarrowMatrix, norm: Norm | None = None) -> Tenso
 
 def _num_splits(matrix: NarrowMatrix, *, gated: bool = False) -> int:
     """How many partial sums an output is split into, so that few outputs keep a GPU busy."""
-    per_sm = _FEW_PROGRAMS_PER_SM if gated or has_4_bits(matrix.kind) else _PROGRAMS_PER_SM
-    num_tiles = triton.cdiv(matrix.shape[0], _BLOCK_N)
-    most = min(_MAX_SPLITS, num_programs(matrix.codes.device, per_sm) // num_tiles)
-    splits, share = 1, matrix.codes.shape[1]
-    while 2 * splits <= most and share % (2 * matrix.half) == 0:
-        if share // 2 < _MIN_STEPS * matrix.half:
-            break
-        splits, share = 2 * splits, share // 2
-    return splits
+    splits = num_splits_of(
+        matrix.shape[0],
+        matrix.codes.shape[1],
+        matrix.codes.device,
+        multiple=matrix.half,
+        least=_MIN_STEPS * matrix.half,
+        per_sm=_FEW_PROGRAMS_PER_SM if gated or has_4_bits(matrix.kind) else _PROGRAMS_PER_SM,
+    )
+    return min(splits, _MAX_SPLITS)

@@ -15,6 +15,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import bytes_of, in_order_by_warp, numbers, output_by_warp
+from .tiles import tile_of_program
 
 _TILES_TOGETHER = 8  # tiles of rows that share weights in the L2 cache
 
@@ -148,7 +149,7 @@ def _narrow_kernel(
     """
     start_next_kernel(DEPENDENT)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    tile_m, tile_n = _tile(num_rows, tl.cdiv(num_out, OUTS), BLOCK_M, TOGETHER)
+    tile_m, tile_n = tile_of_program(tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_out, OUTS), TOGETHER)
     row = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     i = tl.arange(0, BLOCK_N)
     n = tile_n * OUTS + i % OUTS
@@ -327,14 +328,3 @@ def _of_groups(
         value = tl.load(at + group * stride, mask=mask, other=0.0)
         values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
     return values
-
-
-@triton.jit
-def _tile(num_rows, num_tiles_n, BLOCK_M: tl.constexpr, TOGETHER: tl.constexpr):
-    """The rows and outputs of this program; neighbouring programs share weights."""
-    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    program = tl.program_id(0)
-    first = program // (TOGETHER * num_tiles_n) * TOGETHER
-    together = tl.minimum(num_tiles_m - first, TOGETHER)
-    program = program % (TOGETHER * num_tiles_n)
-    return first + program % together, program // together

@@ -19,12 +19,13 @@ from ..dependent_launch import (
 )
 from ..triton_or_none import tl, triton
 from .silu_mul import silu
+from .tiles import BLOCK_N, num_splits_of, tile_of_program
 
 # Measured on an H200.
 _MAX_ROWS = 32
-_BLOCK_N, _BLOCK_K = 64, 128
+_BLOCK_K = 128
 _AT_ONCE = (64, 128, 256)  # with so many inputs a program loads all its weights before x is there
-_GROUP = tl.constexpr(8)  # blocks of outputs whose programs run close together and share rows of x
+_TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
 
 def is_ahead(x: Tensor, weight: Tensor) -> bool:
@@ -56,14 +57,10 @@ def product_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:
     return _launch(out, x, weight, None, num_splits, False)
 
 
-def num_splits_of(weight: Tensor) -> int:
-    """How many parts a product is split into: the most that leave one program a multiprocessor."""
+def parts_of(weight: Tensor) -> int:
+    """How many parts a product is split into."""
     num_out, num_in = weight.shape
-    most = num_programs(weight.device, 1) // triton.cdiv(num_out, _BLOCK_N)
-    splits, share = 1, num_in
-    while 2 * splits <= most and share % 16 == 0 and share >= 2 * _BLOCK_K:
-        splits, share = 2 * splits, share // 2
-    return splits
+    return num_splits_of(num_out, num_in, weight.device, multiple=8, least=_BLOCK_K)
 
 
 def _launch(
@@ -98,7 +95,7 @@ def _tile(x: Tensor, weight: Tensor, share: int, num_splits: int) -> dict[str, i
     """Block sizes, warps, and how many blocks a program loads ahead."""
     num_rows = len(x)
     block_m = max(16, triton.next_power_of_2(num_rows))
-    block_n, block_k, num_warps = _BLOCK_N, 64, 4
+    block_n, block_k, num_warps = BLOCK_N, 64, 4
     if num_rows <= 2 * _MAX_ROWS:
         block_k = share if share in _AT_ONCE else _BLOCK_K
         # With fewer programs than multiprocessors, each must load further ahead.
@@ -143,12 +140,9 @@ def _product_kernel(
     start_next_kernel(DEPENDENT)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     EVEN: tl.constexpr = SHARE % BLOCK_K == 0
-    # Order the programs so that those running at the same time share rows and weights in the L2.
-    num_blocks, row_blocks = tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M)
-    first_block = tl.program_id(0) // (_GROUP * row_blocks) * _GROUP
-    in_group = tl.program_id(0) % (_GROUP * row_blocks)
-    group = tl.minimum(num_blocks - first_block, _GROUP)
-    block, row_block = first_block + in_group % group, in_group // group
+    block, row_block = tile_of_program(
+        tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M), _TOGETHER
+    )
     split = tl.program_id(1)
     m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     i = tl.arange(0, BLOCK_N)[:, None]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .product import num_splits_of, product, product_parts
+from .product import parts_of, product, product_parts
 from .rms_norm import Norm, rms_norm
 from .silu_mul import silu_mul
 from .split_product import add_parts, library_parts
@@ -62,7 +62,7 @@ def _library_rows(
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     weight, bias = randn(num_out, num_in), randn(num_out) if has_bias else None
-    splits = num_splits_of(weight)
+    splits = parts_of(weight)
     # With another alignment of the rows, the library might run another kernel.
     is_aligned = num_out % 8 == num_in % (8 * splits) == 0
     counts = [n for n in _LIBRARY_ROWS if is_aligned and n * num_out * splits <= _MAX_OUTPUTS]
@@ -117,7 +117,7 @@ def add_same_bits_linear(
     """Like `add_linear`: add x W^T + b to the residual in place; returns norm(residual), or None
     without a norm, or if the norm rounds.
     """
-    num_splits = num_splits_of(weight)
+    num_splits = parts_of(weight)
     if norm is not None and norm.rounds is not None:
         norm = None  # the next layer applies it: blocks would each have rows of their own
     normed = torch.empty_like(residual) if norm is not None else None

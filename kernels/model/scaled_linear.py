@@ -14,10 +14,9 @@ from .linear import linear_reference
 from .narrow_matrix import NarrowMatrix, dequantise
 from .rms_norm import Norm
 from .row_codes import Normed, RowCodes, round_rows, rounded_rows
-from .scaled_product import num_splits_of, scaled_product
+from .scaled_product import parts_of, scaled_product
 from .split_product import add_parts
-
-_MAX_SPLIT_ROWS = 256  # beyond this, programs without splits fill a GPU
+from .tiles import MAX_SPLIT_ROWS
 
 
 def scaled_linear(
@@ -64,8 +63,8 @@ def add_scaled_linear(
     if not uses_triton(x):
         scaled_linear_reference(x, matrix, bias, residual=residual)
         return None
-    rows, num_splits = _rounded(x, matrix), num_splits_of(matrix)
-    if bias is None and len(x) <= _MAX_SPLIT_ROWS:
+    rows, num_splits = _rounded(x, matrix), parts_of(matrix)
+    if bias is None and len(x) <= MAX_SPLIT_ROWS:
         parts = x.new_empty(num_splits, *residual.shape, dtype=torch.float32)
         scaled_product(parts, rows, matrix, num_splits=num_splits)
         return add_parts(residual, parts, norm)

@@ -19,20 +19,18 @@ from ..triton_or_none import tl, triton
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
+from .tiles import BLOCK_N, num_splits_of, tile_of_program
 
-_BLOCK_N, _BLOCK_K = 64, 128
+_BLOCK_K = 128
 _MANY_ROWS = 256
-_NEIGHBOURS = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
+_TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
 
-def num_splits_of(matrix: NarrowMatrix) -> int:
-    """How many parts a product is split into: the most that leave one program a multiprocessor."""
-    share = matrix.codes.shape[1]
-    most = num_programs(matrix.codes.device, 1) // triton.cdiv(len(matrix.codes), _BLOCK_N)
-    splits = 1
-    while 2 * splits <= most and share % (4 * _BLOCK_K) == 0:
-        splits, share = 2 * splits, share // 2
-    return splits
+def parts_of(matrix: NarrowMatrix) -> int:
+    """How many parts a product is split into."""
+    num_out, width = matrix.codes.shape
+    least = 2 * _BLOCK_K
+    return num_splits_of(num_out, width, matrix.codes.device, multiple=least, least=least)
 
 
 def scaled_product(
@@ -90,14 +88,14 @@ def _tile(
     block_m, block_n, num_warps, num_stages = 128, 128, 8, 5
     if num_rows <= 128:
         at_once = num_programs(matrix.codes.device, 1)  # with so many, each loads far ahead
-        programs = triton.cdiv(len(matrix.codes), _BLOCK_N) * num_splits
+        programs = triton.cdiv(len(matrix.codes), BLOCK_N) * num_splits
         if num_rows <= 64:
-            block_m, block_n, num_warps = max(16, triton.next_power_of_2(num_rows)), _BLOCK_N, 4
+            block_m, block_n, num_warps = max(16, triton.next_power_of_2(num_rows)), BLOCK_N, 4
             num_stages = 8 if programs <= at_once else 6 if block_m < 64 else 4
         elif programs <= at_once:
-            block_n, num_warps, num_stages = _BLOCK_N, 4, 6
+            block_n, num_warps, num_stages = BLOCK_N, 4, 6
         elif programs <= 4 * at_once and not has_two_sums:  # registers hold one of this size
-            block_n, num_stages = 4 * _BLOCK_N, 4
+            block_n, num_stages = 4 * BLOCK_N, 4
     elif num_rows > _MANY_ROWS and not has_two_sums:
         block_m, num_stages = 256, 3
     stage_bytes = (block_m + block_n) * _BLOCK_K
@@ -137,11 +135,9 @@ def _scaled_kernel(
     """Each program: BLOCK_N outputs of BLOCK_M rows, over SPLITS shares of the inputs in turn."""
     start_next_kernel(DEPENDENT)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_blocks, row_blocks = tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M)
-    first_block = tl.program_id(0) // (_NEIGHBOURS * row_blocks) * _NEIGHBOURS
-    in_group = tl.program_id(0) % (_NEIGHBOURS * row_blocks)
-    neighbours = tl.minimum(num_blocks - first_block, _NEIGHBOURS)
-    block, row_block = first_block + in_group % neighbours, in_group // neighbours
+    block, row_block = tile_of_program(
+        tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M), _TOGETHER
+    )
     split = tl.program_id(1)
     m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_N)

@@ -17,7 +17,7 @@ from ..dependent_launch import (
     wait_for_inputs,
 )
 from ..triton_or_none import tl, triton
-from .product import is_ahead, num_splits_of, product_parts
+from .product import is_ahead, parts_of, product_parts
 from .rms_norm import Norm
 from .row_codes import Normed, empty_rows, store_codes
 
@@ -36,7 +36,7 @@ def add_split_product(
     Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K]; `can_split` must hold.
     """
     if is_ahead(x, weight):
-        return add_parts(residual, product_parts(x, weight, num_splits_of(weight)), norm)
+        return add_parts(residual, product_parts(x, weight, parts_of(weight)), norm)
     return add_parts(residual, library_parts(x, weight, _num_library_splits(weight)), norm)
 
 

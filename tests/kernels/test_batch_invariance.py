@@ -252,7 +252,7 @@ def test_narrow_products(
 ) -> None:
     """With parts, whose last program merges, and with programs that take all splits themselves."""
     monkeypatch.setattr(narrow_linear, "_num_splits", lambda matrix, gated=False: num_splits)
-    monkeypatch.setattr(narrow_linear, "_MAX_SPLIT_ROWS", 20)
+    monkeypatch.setattr(narrow_linear, "MAX_SPLIT_ROWS", 20)
     num_out, num_in, num_rows = 64, 1024, 70
     generator = torch.Generator().manual_seed(0)
     end = 16 if kind in ("int4", "fp4") else 120

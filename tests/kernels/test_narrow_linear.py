@@ -104,7 +104,7 @@ def test_a_row_comes_out_the_same_in_any_company(
     format_: tuple[Kind, int, int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_num_splits", lambda matrix, gated=False: 2)
-    monkeypatch.setattr(module, "_MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
+    monkeypatch.setattr(module, "MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
     check_rows_keep_bits(
         partial(narrow_linear, same_bits=True),
         partial(add_narrow_linear, same_bits=True),

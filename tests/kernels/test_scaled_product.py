@@ -28,7 +28,7 @@ from outrider.kernels.model.scaled_linear import (
     scaled_linear,
     scaled_linear_reference,
 )
-from outrider.kernels.model.scaled_product import num_splits_of
+from outrider.kernels.model.scaled_product import parts_of
 from outrider.kernels.model.split_product import add_parts
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -142,8 +142,8 @@ def test_a_row_comes_out_the_same_in_any_company(
 ) -> None:
     if DEVICE.type == "cpu" and format_[0] == "fp8":
         pytest.skip("the interpreter's products are numpy's")
-    monkeypatch.setattr(module, "num_splits_of", lambda matrix: 2)
-    monkeypatch.setattr(module, "_MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
+    monkeypatch.setattr(module, "parts_of", lambda matrix: 2)
+    monkeypatch.setattr(module, "MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
     check_rows_keep_bits(
         scaled_linear,
         add_scaled_linear,
@@ -175,5 +175,5 @@ def test_adding_parts_may_round_the_norm_of_the_sum(format_: tuple[Kind, int, in
 def test_splits_are_whole_blocks() -> None:
     for num_in in (96, 512, 1024, 1536):
         matrix = make(FORMATS[0], 32, num_in)
-        splits = num_splits_of(matrix)
+        splits = parts_of(matrix)
         assert splits == 1 or matrix.codes.shape[1] % (128 * splits) == 0
