@@ -34,7 +34,7 @@ def head_checkpoint(
     rounds = config.quantization is not None
     folder = Path(config.path)
     return Checkpoint(
-        folder, target.dtype, target.device, progress, read=read, rounds=rounds, is_draft=True
+        folder, target.dtype, target.device, progress, read=read, rounds=rounds, rounds_logits=True
     )
 
 

@@ -50,15 +50,17 @@ class Checkpoint(AnyCheckpoint):
         *,
         read: Read | None = None,
         rounds: bool = False,
-        is_draft: bool = False,
+        rounds_inputs: bool = True,
+        rounds_logits: bool = False,
     ) -> None:
-        """`read` reads quantised layers. `rounds` rounds the others to FP8: a draft's weights, its
-        head included, or weights and inputs of a target but for its head.
+        """`read` reads quantised layers. `rounds` rounds the others to FP8: their weights, and
+        their inputs if `rounds_inputs`; the layer that gives logits only if `rounds_logits`.
 
         Raises FileNotFoundError if the folder holds no weights.
         """
         super().__init__(dtype, device, progress)
-        self._read, self._rounds, self._is_draft = read, rounds, is_draft
+        self._read, self._rounds = read, rounds
+        self._rounds_inputs, self._rounds_logits = rounds_inputs, rounds_logits
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self._keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False
@@ -170,10 +172,9 @@ class Checkpoint(AnyCheckpoint):
         return self._plain(embedding, is_head=True)
 
     def _plain(self, matrix: Tensor, *, is_head: bool) -> Weight:
-        if not self._rounds or (is_head and not self._is_draft):
+        if not self._rounds or (is_head and not self._rounds_logits):
             return Dense(matrix)
-        # A draft has few rows and small layers: rounding inputs costs more than it gains.
-        return self._narrow(round_to_fp8(matrix, rounds_inputs=not self._is_draft))
+        return self._narrow(round_to_fp8(matrix, rounds_inputs=self._rounds_inputs))
 
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
         if self._keeps_narrow:

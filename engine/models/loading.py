@@ -161,7 +161,9 @@ class _Loader:
                     self.progress,
                     read=quantised[1] if quantised else None,
                     rounds=rounds,
-                    is_draft=self.is_draft,
+                    # A draft model's layers are small: rounding inputs costs more than it gains.
+                    rounds_inputs=not self.is_draft,
+                    rounds_logits=self.is_draft,
                 )
             decoder = build(self.hf_config, checkpoint, original.rope)
             if quantised and not checkpoint.has_quantised:

@@ -45,9 +45,9 @@ class TargetSettings(_ModelSettings):
     quantization: Quantization | None = Field(
         default=None,
         description="fp8: round the linear layers of a plain checkpoint to FP8 while loading, all "
-        "but the head, and their inputs as they come: half of the bytes on a GPU, and another "
-        "model than the checkpoint's. Unset: the weights as they are; what quantised checkpoints "
-        "hold is found out.",
+        "but the one that gives logits, and their inputs as they come: half of the bytes on a "
+        "GPU, and another model than the checkpoint's. Unset: the weights as they are; what "
+        "quantised checkpoints hold is found out.",
     )
     device: Device = Field(
         default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
@@ -76,8 +76,8 @@ class DraftSettings(_ModelSettings):
     )
     quantization: Quantization | None = Field(
         default=None,
-        description="fp8: round the weights as target.quantization does, the head included; inputs "
-        "stay as they are. Whatever the draft proposes, the target decides.",
+        description="fp8: round as target.quantization does, also the layer that gives logits; but "
+        "of a draft model only the weights. Whatever the draft proposes, the target decides.",
     )
     device: Device | None = Field(
         default=None, description="The target's, which it must equal: both share one page table."

@@ -121,6 +121,7 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     assert torch.equal(network.embedding, embedding)
     same = torch.equal(network.head.weight.dequantised(), embedding)
     assert same != is_draft
+    assert network.blocks[0].mlp.down.weight.rounds_inputs != is_draft
 
 
 @pytest.mark.parametrize(
