@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.experts import ExpertMatrix
+from outrider.kernels.model.expert_matrix import ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8, stack
 
 from .any_checkpoint import AnyCheckpoint, Progress

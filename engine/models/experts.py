@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.experts import ExpertMatrix, Experts, add_experts
+from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts
+from outrider.kernels.model.experts import add_experts
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing, route
 from outrider.kernels.model.row_codes import Normed

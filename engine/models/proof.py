@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from outrider.kernels.model.experts import Experts, expert_of
+from outrider.kernels.model.expert_matrix import Experts, expert_of
 from outrider.kernels.model.rms_norm import rms_norm
 from outrider.kernels.model.routing import route, routing_of
 

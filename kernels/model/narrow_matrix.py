@@ -8,8 +8,8 @@ nibbles to the next `half`. So a block of bytes unpacks into two adjacent blocks
 The bytes of a row are reordered within chunks of 64 (or 32), so that the bytes which one thread
 passes to the tensor cores are adjacent. Tensor cores take 16 inputs at a time, of which thread t of
 four holds 2t, 2t + 1, 2t + 8 and 2t + 9. So a thread reads 16 bytes at once, and threads need not
-exchange any. If inputs are rounded too, tensor cores take codes from shared memory, and the bytes
-keep their order.
+exchange any. The bits of words of e2m1 are reordered as well (see `e2m1.py`). If inputs are rounded
+too, tensor cores take codes from shared memory, and the bytes keep their order.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import e2m1
 from .fp8 import MAX_E4M3, to_e4m3
 
 Kind = Literal["fp8", "int8", "fp4", "int4"]
@@ -28,7 +29,6 @@ STEP = 128
 # Sizes of groups of inputs that share a scale: these, multiples of STEP, or all inputs.
 SMALL_GROUPS = (32, 64)
 _NO_ZERO = {"fp8": 0, "int8": 0, "fp4": 0, "int4": 8}
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ROWS_AT_ONCE = 4096
 
 
@@ -137,7 +137,10 @@ def narrow_matrix(
         return NarrowMatrix(kind, codes, scale, None, num_in, group, rows, rounds_inputs=True)
     # [N, chunks, tensor core steps, halves of 16 inputs, threads, inputs of a pair]
     turns = plain.view(num_out, -1, chunk // 16, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
-    codes = turns.reshape(num_out, -1).view(codes.dtype)
+    turned = turns.reshape(num_out, -1)
+    if kind == "fp4":
+        turned = e2m1.pack(turned.view(torch.int32)).view(torch.uint8)
+    codes = turned.view(codes.dtype)
     return NarrowMatrix(kind, codes, scale, zero, num_in, group, rows, order)
 
 
@@ -224,6 +227,8 @@ def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
     if matrix.rounds_inputs:
         return matrix.codes[part, : matrix.num_in].float()
     bytes_ = matrix.codes[part].view(torch.uint8)
+    if matrix.kind == "fp4":
+        bytes_ = e2m1.unpack(bytes_.view(torch.int32)).view(torch.uint8)
     threads = bytes_.view(len(bytes_), -1, 4, chunk // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
     codes = threads.reshape(len(bytes_), -1)
     if not has_4_bits(matrix.kind):
@@ -232,5 +237,4 @@ def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
     nibbles = torch.cat((codes & 15, codes >> 4), 2).flatten(1)[:, : matrix.num_in]
     if matrix.kind == "int4":
         return nibbles.float()
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
-    return table[nibbles.int()]
+    return torch.tensor(e2m1.VALUES, device=codes.device)[nibbles.int()]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..triton_or_none import tl, triton
+from .e2m1 import from_e2m1, plain_nibbles
 from .fp8 import from_e4m3
 from .narrow_matrix import NarrowMatrix
 
@@ -45,46 +46,6 @@ _BFLOAT16_E4M3 = tl.constexpr("""{
     cvt.f32.f16 g, q;
     cvt.rn.bf16x2.f32 $1, g, f;
     }""")
-# Sign, exponent and digit of e2m1 go to the places that they have in the wider format. Its exponent
-# counts from another number, and a factor makes up for that, exactly, also for 0.5 and 0. It is the
-# product of an fma because sm_80 has no mul of bfloat16.
-_E2M1_PAIR = """
-    shr.b32 u, t, SHIFT;
-    and.b32 u, u, MASK;
-    and.b32 s, t, 0x80008000;
-    or.b32 u, u, s;
-    FMA {OUT}, u, f, z;"""
-_E2M1_NUMBERS = (
-    """{
-    .reg .b32 t, u, s, h, f, z;
-    mov.b32 f, FACTOR;
-    mov.b32 z, 0x80008000;
-    prmt.b32 h, $4, 0, 0x1404;"""
-    + _E2M1_PAIR.replace("{OUT}", "$2").replace(" t,", " h,")
-    + """
-    shl.b32 t, h, 4;"""
-    + _E2M1_PAIR.replace("{OUT}", "$0")
-    + """
-    prmt.b32 h, $4, 0, 0x3424;"""
-    + _E2M1_PAIR.replace("{OUT}", "$3").replace(" t,", " h,")
-    + """
-    shl.b32 t, h, 4;"""
-    + _E2M1_PAIR.replace("{OUT}", "$1")
-    + """
-    }"""
-)
-_BFLOAT16_E2M1 = tl.constexpr(
-    _E2M1_NUMBERS.replace("SHIFT", "6")
-    .replace("MASK", "0x01c001c0")
-    .replace("FACTOR", "0x7e807e80")  # 2^126
-    .replace("FMA", "fma.rn.bf16x2")
-)
-_FLOAT16_E2M1 = tl.constexpr(
-    _E2M1_NUMBERS.replace("SHIFT", "3")
-    .replace("MASK", "0x0e000e00")
-    .replace("FACTOR", "0x74007400")  # 2^14
-    .replace("FMA", "fma.rn.f16x2")
-)
 
 
 def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
@@ -94,7 +55,7 @@ def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
     width = matrix.codes.shape[1]
     _unpack_kernel[triton.cdiv(num_out, _BLOCK_N), triton.cdiv(width, matrix.half)](
         out,
-        matrix.codes.view(torch.uint8),
+        matrix.codes.view(torch.int32),
         matrix.scale,
         matrix.zero,
         num_out,
@@ -127,10 +88,8 @@ def numbers(
     elif KIND == "int8":
         low = codes.to(tl.int8, bitcast=True).to(DTYPE)
         high = low
-    elif KIND == "fp4" and IN_PAIRS:
-        low, high = _e2m1_pairs(codes, DTYPE)
     elif KIND == "fp4":
-        low, high = _e2m1(codes & 15, DTYPE), _e2m1(codes >> 4, DTYPE)
+        low, high = from_e2m1(codes, DTYPE, IN_PAIRS)
     elif IN_PAIRS:
         low, high = _nibbles(codes, DTYPE)
         if not HAS_ZERO:
@@ -145,11 +104,15 @@ def numbers(
 
 
 @triton.jit
-def bytes_of(words, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+def bytes_of(
+    words, KIND: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
+):
     """A block of words of 4 bytes as bytes. Shape: [BLOCK_N, WIDTH / 4] -> [BLOCK_N, WIDTH].
 
     Words that stay in registers from step to step are kept as words, bytes each by itself.
     """
+    if KIND == "fp4" and not IN_PAIRS:
+        words = plain_nibbles(words)
     first, second = (words & 255).to(tl.uint8), ((words >> 8) & 255).to(tl.uint8)
     third, fourth = ((words >> 16) & 255).to(tl.uint8), ((words >> 24) & 255).to(tl.uint8)
     return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [BLOCK_N, WIDTH])
@@ -182,14 +145,6 @@ def output_by_warp(i, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(nibble, DTYPE: tl.constexpr):
-    # Doubled: 0, 1, 2, 3, 4, 6, 8, 12.
-    digit, exponent = (nibble & 1).to(tl.int16), ((nibble >> 1) & 3).to(tl.int16)
-    doubled = tl.where(exponent == 0, digit, (digit + 2) << tl.maximum(exponent - 1, 0))
-    return tl.where(nibble >= 8, -doubled, doubled).to(DTYPE) * 0.5
-
-
-@triton.jit
 def _e4m3(codes, DTYPE: tl.constexpr):
     if tl.bfloat16 == DTYPE:
         x = tl.inline_asm_elementwise(
@@ -200,30 +155,6 @@ def _e4m3(codes, DTYPE: tl.constexpr):
             _FLOAT16_E4M3, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         )
     return x
-
-
-@triton.jit
-def _e2m1_pairs(codes, DTYPE: tl.constexpr):
-    """The numbers of the low and of the high nibbles."""
-    if tl.bfloat16 == DTYPE:
-        low, high = tl.inline_asm_elementwise(
-            _BFLOAT16_E2M1,
-            "=r,=r,=r,=r,r",
-            [codes],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        low, high = tl.inline_asm_elementwise(
-            _FLOAT16_E2M1,
-            "=r,=r,=r,=r,r",
-            [codes],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
-    return low, high
 
 
 @triton.jit
@@ -253,7 +184,7 @@ def _nibbles(codes, DTYPE: tl.constexpr):
 @triton.jit
 def _unpack_kernel(
     out_ptr,  # [num_out, NUM_IN]
-    codes_ptr,  # [num_out, WIDTH] bytes
+    codes_ptr,  # [num_out, WIDTH / 4] words of 4 bytes
     scale_ptr,  # [groups, num_out / ROWS]
     zero_ptr,  # [groups, num_out] or None
     num_out,
@@ -273,9 +204,11 @@ def _unpack_kernel(
     k = tl.arange(0, STEP)
     start = tl.program_id(1) * STEP
     is_out = n < num_out
-    codes_at = codes_ptr + n.to(tl.int64)[:, None] * WIDTH + start + k[None, :]
-    inside = is_out[:, None] & (start + k < WIDTH)[None, :]
-    codes = in_order(tl.load(codes_at, mask=inside, other=0), BLOCK_N, STEP, CHUNK)
+    word = start // 4 + tl.arange(0, STEP // 4)
+    inside = is_out[:, None] & (word < WIDTH // 4)[None, :]
+    words_at = codes_ptr + n.to(tl.int64)[:, None] * (WIDTH // 4) + word[None, :]
+    words = tl.load(words_at, mask=inside, other=0)
+    codes = in_order(bytes_of(words, KIND, False, BLOCK_N, STEP), BLOCK_N, STEP, CHUNK)
     low, high = numbers(codes, zero_ptr is not None, KIND, tl.float32, False)
     for half in tl.static_range(HALVES):
         first = start * HALVES + half * STEP

@@ -241,7 +241,7 @@ def _share(
     CHUNKS: tl.constexpr = STEP // CHUNK
     PARTS: tl.constexpr = STEPS * HALVES
     begin = split * SHARE
-    codes = _codes(codes_at, is_read, begin, WIDTH, STEP, STEPS, CHUNK)
+    codes = codes_of_steps(codes_at, is_read, begin, WIDTH, STEP, STEPS, CHUNK)
     x_at = x_ptr + row * x_stride + tl.arange(0, CHUNK)[:, None]
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scales = _of_groups(scale_at, scale_stride, is_out, begin * HALVES, NUM_IN, GROUP, STEP, PARTS)
@@ -253,7 +253,7 @@ def _share(
         now, scales_now, zeros_now = codes, scales, zeros
         after = start + STEPS * STEP
         in_share = is_read & (after < begin + SHARE)
-        codes = _codes(codes_at, in_share, after, WIDTH, STEP, STEPS, CHUNK)
+        codes = codes_of_steps(codes_at, in_share, after, WIDTH, STEP, STEPS, CHUNK)
         if not ONE_GROUP:
             scales = _of_groups(
                 scale_at, scale_stride, is_out, after * HALVES, NUM_IN, GROUP, STEP, PARTS
@@ -267,7 +267,7 @@ def _share(
             if not ONE_GROUP:
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for chunk in tl.static_range(CHUNKS):
-                block = bytes_of(now[i // HALVES * CHUNKS + chunk], BLOCK_N, CHUNK)
+                block = bytes_of(now[i // HALVES * CHUNKS + chunk], KIND, IN_PAIRS, BLOCK_N, CHUNK)
                 low, high = numbers(
                     in_order_by_warp(block, BLOCK_N, CHUNK, WARPS),
                     zero_at is not None,
@@ -299,7 +299,7 @@ def _share(
 
 
 @triton.jit
-def _codes(
+def codes_of_steps(
     codes_at, mask, start, WIDTH: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -308,6 +308,8 @@ def _codes(
     for chunk in tl.static_range(STEPS * STEP // CHUNK):
         at = start + chunk * CHUNK
         words_at = codes_at + at // 4 + tl.arange(0, CHUNK // 4)[None, :]
+        # A thread reads what it multiplies, a quarter of a chunk.
+        words_at = tl.multiple_of(words_at, (1, CHUNK // 4))
         if WIDTH % STEP == 0:
             words = tl.load(words_at, mask=mask)
         else:

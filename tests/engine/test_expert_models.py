@@ -154,6 +154,11 @@ EXPERTS = "model.layers.1.mlp.experts."
             "down_proj_blocks is 4 x 64 x 4 x 16; by its config it must be 6 x 64 x 4 x 16",
         ),
         ("down_proj_blocks", torch.zeros(6, 64, 4, 16), "down_proj_blocks is not of dtype uint8"),
+        (
+            "down_proj_scales",
+            torch.full((6, 64, 4), 193, dtype=torch.uint8),
+            "down_proj_scales has an exponent of 193; up to 192 are served",
+        ),
         ("gate_up_proj_blocks", None, "only experts in MXFP4 have a decoder here"),
     ],
 )

@@ -6,15 +6,10 @@ import pytest
 import torch
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model import experts as module
 from outrider.kernels.model import routing as routing_module
-from outrider.kernels.model.experts import (
-    ExpertMatrix,
-    Experts,
-    add_experts,
-    add_experts_reference,
-    expert_of,
-)
+from outrider.kernels.model.e2m1 import MOST_EXPONENT
+from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts, expert_of
+from outrider.kernels.model.experts import add_experts, add_experts_reference
 from outrider.kernels.model.narrow_matrix import narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 from outrider.kernels.model.routing import Routing, choose_reference, route, tiles_of
@@ -32,7 +27,7 @@ def make_matrix(num_experts: int, num_out: int, num_in: int, device: torch.devic
     rows = num_experts * num_out
     codes = torch.randint(0, 16, (rows, num_in), generator=generator, dtype=torch.uint8)
     exponent = torch.randint(118, 123, (rows, num_in // 32), generator=generator).to(torch.uint8)
-    scale = exponent.to(device).view(torch.float8_e8m0fnu).t()
+    scale = exponent.to(device).t().contiguous().view(torch.float8_e8m0fnu)
     matrix = narrow_matrix("fp4", codes.to(device), scale.float(), group=32)._replace(scale=scale)
     return ExpertMatrix(matrix, randn(rows, device=device), num_experts)
 
@@ -99,19 +94,8 @@ def test_every_pair_is_in_one_tile_of_its_expert(
 @needs_kernels
 @pytest.mark.parametrize("num_rows", [1, 7, 60])
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("most_part_pairs", [0, 1024])
-def test_kernel_equals_the_formulas(
-    num_rows: int,
-    with_norm: bool,
-    most_part_pairs: int,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_MIN_STEPS", 1)
-    monkeypatch.setattr(module, "num_programs", lambda device, per_sm: 6)
-    monkeypatch.setattr(module, "_MOST_PART_PAIRS", most_part_pairs)
+def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, device: torch.device) -> None:
     experts = make(device)
-    assert module._num_splits(experts.down) == 3
     x = randn(num_rows, 131, device=device)[:, :128]  # rows need not follow each other
     residual = randn(num_rows, 128, device=device)
     norm = Norm(randn(128, device=device), 1e-5) if with_norm else None
@@ -146,14 +130,18 @@ def test_tiles_of_every_size(
 
 @needs_kernels
 def test_scales_of_every_exponent(device: torch.device) -> None:
-    """2^-127 is subnormal; the largest make sums that no float32 holds, so they are not here."""
+    """2^-127 is subnormal; 2^65 is the largest that is served."""
     experts = make(device, 1, 64, 64)
     exponent = experts.down.matrix.scale.view(torch.uint8)
-    exponent[0], exponent[1] = 0, 128
+    exponent[0], exponent[1] = 0, MOST_EXPONENT
     x, routing = randn(3, 64, device=device), route(randn(3, 1, device=device), 1)
     residual = torch.zeros_like(x)
     add_experts(residual, x, routing, experts)
-    torch.testing.assert_close(residual.double(), by_row(x, routing, experts), rtol=1e-4, atol=1e-4)
+    expected = by_row(x, routing, experts)
+    # Of the largest: sums of such numbers may cancel out.
+    torch.testing.assert_close(
+        residual.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+    )
 
 
 @needs_kernels

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.model.experts import GROUP, ExpertMatrix
+from outrider.kernels.model.e2m1 import MOST_EXPONENT
+from outrider.kernels.model.expert_matrix import GROUP, ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from .base import Read, Tensors, UnsupportedFormatError
@@ -49,6 +50,10 @@ def read_experts(
             pairs = torch.cat((pairs[::2], pairs[1::2]))
             exponent = torch.cat((exponent[::2], exponent[1::2]))
         numbers = torch.stack((pairs & 15, pairs >> 4), 3).view(num_out, num_in)
+        if (most := int(exponent.max())) > MOST_EXPONENT:
+            raise UnsupportedFormatError(
+                f"{scales} has an exponent of {most}; up to {MOST_EXPONENT} are served"
+            )
         plain = exponent.view(torch.float8_e8m0fnu).float()
         packed = narrow_matrix("fp4", numbers, plain.t(), group=GROUP).codes
         if codes is None or scale is None:
@@ -60,7 +65,7 @@ def read_experts(
     matrix = NarrowMatrix(
         kind="fp4",
         codes=codes.flatten(0, 1),
-        scale=scale.flatten(0, 1).view(torch.float8_e8m0fnu).t(),
+        scale=scale.flatten(0, 1).t().contiguous().view(torch.float8_e8m0fnu),
         zero=None,
         num_in=num_in,
         group=GROUP,

@@ -1,0 +1,96 @@
+"""Time the experts of a layer in MXFP4, beside the time that their bytes take.
+
+    python benchmarks/experts.py [--experts 32] [--top-k 4] [--hidden 2880] [--intermediate 2880]
+
+Microseconds, medians of CUDA-graph replays over batches whose experts together do not fit the L2
+cache. The floor is the bytes of the experts that some row takes, at --tb-per-s.
+"""
+
+import argparse
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import DEVICE, time_us
+from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts
+from outrider.kernels.model.experts import add_experts, combine
+from outrider.kernels.model.experts_product import experts_product
+from outrider.kernels.model.narrow_matrix import NarrowMatrix
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.routing import route
+
+ROWS = (1, 8, 32, 64, 256, 4096)
+PARTS = ("route", "gate and up", "down", "sum, norm", "in all")
+NUM_BATCHES = 8
+
+
+def make_matrix(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
+    """Random codes, in any order of a row's bytes."""
+    rows = num_experts * num_out
+    codes = torch.randint(0, 256, (rows, num_in // 2), dtype=torch.uint8, device=DEVICE)
+    exponent = torch.randint(118, 123, (num_in // 32, rows), dtype=torch.uint8, device=DEVICE)
+    scale = exponent.view(torch.float8_e8m0fnu)
+    matrix = NarrowMatrix("fp4", codes, scale, None, num_in, 32)
+    return ExpertMatrix(matrix, torch.randn(rows, device=DEVICE).bfloat16(), num_experts)
+
+
+def make_experts(num_experts: int, hidden: int, intermediate: int) -> Experts:
+    gate_up = make_matrix(num_experts, 2 * intermediate, hidden)
+    return Experts(gate_up, make_matrix(num_experts, hidden, intermediate), 1.702, 7.0)
+
+
+def make_logits(num_rows: int, num_experts: int, top_k: int) -> list[Tensor]:
+    """Of each of some batches; one row's experts are others in every batch."""
+    logits = torch.randn(NUM_BATCHES, num_rows, num_experts, device=DEVICE)
+    for i, row in enumerate(logits[:, 0]):
+        row[torch.arange(i * top_k, (i + 1) * top_k) % num_experts] += 20
+    return list(logits.bfloat16())
+
+
+def run_layer(
+    residual: Tensor, x: Tensor, logits: Tensor, top_k: int, experts: Experts, norm: Norm
+) -> None:
+    add_experts(residual, x, route(logits, top_k), experts, norm)
+
+
+def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> list[float]:
+    """The floor, then the time of each of PARTS."""
+    num_experts, hidden = experts.down.num_experts, experts.down.num_out
+    logits = make_logits(num_rows, num_experts, top_k)
+    x = torch.randn(num_rows, hidden, device=DEVICE).bfloat16()
+    residual = torch.zeros_like(x)
+    norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
+    routings = [route(each, top_k) for each in logits]
+    gated = experts_product(x, routings[0], experts.gate_up, experts)
+    outputs = experts_product(gated, routings[0], experts.down, None)
+    calls = (
+        [partial(route, each, top_k) for each in logits],
+        [partial(experts_product, x, each, experts.gate_up, experts) for each in routings],
+        [partial(experts_product, gated, each, experts.down, None) for each in routings],
+        [partial(combine, residual, outputs, each, experts.down, norm) for each in routings],
+        [partial(run_layer, residual, x, each, top_k, experts, norm) for each in logits],
+    )
+    num_taken = sum(len(each.ids.unique()) for each in routings) / len(routings)
+    num_bytes = (experts.gate_up.num_bytes + experts.down.num_bytes) * num_taken / num_experts
+    return [num_bytes / tb_per_s / 1e6, *(time_us(each, replays=7) for each in calls)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=2880)
+    parser.add_argument("--intermediate", type=int, default=2880)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--tb-per-s", type=float, default=4.3)
+    args = parser.parse_args()
+    experts = make_experts(args.experts, args.hidden, args.intermediate)
+    print(f"{'rows':>5}" + "".join(f"{name:>13}" for name in ("floor", *PARTS)))
+    for num_rows in args.rows:
+        times = time_parts(experts, num_rows, args.top_k, args.tb_per_s)
+        print(f"{num_rows:5d}" + "".join(f"{time:13.1f}" for time in times), flush=True)
+
+
+if __name__ == "__main__":
+    main()
