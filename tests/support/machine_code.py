@@ -1,0 +1,98 @@
+"""Compiles what host functions launch for an H100 (sm_90), without a GPU, and reads the result."""
+
+import re
+import subprocess
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, MockTensor
+
+DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+_TARGET = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: -1,  # of whose kernels nobody else keeps any
+    get_current_stream=lambda device: 0,
+)
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """Inside, tensors are made up, and launches compile only. Gives their machine code."""
+    found: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        def mock(value: Any) -> Any:
+            return MockTensor(value.dtype, [1]) if isinstance(value, torch.Tensor) else value
+
+        options = {name: mock(value) for name, value in options.items()}
+        kernel = run(self, *map(mock, args), grid=grid, warmup=True, **options)
+        found.append(_disassemble(kernel.asm["cubin"]))
+
+    with (
+        patch.object(driver, "_active", _TARGET),
+        patch.object(JITFunction, "run", compile_only),
+        FakeTensorMode(),
+    ):
+        yield found
+
+
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [DISASSEMBLER, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def overwritten_factors(code: str) -> tuple[int, list[str]]:
+    """How many wgmmas of loops take a factor from registers, and what writes one too early.
+
+    A wgmma reads its registers until the program waits for it, maybe in the next turn of a loop.
+    """
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif match := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@\S+ )?(.*?) *;", line):
+            instructions.append(match[1])
+            if jump := re.match(r"BRA `\((\.L_\w+)\)", match[1]):
+                loops += [(labels[jump[1]], len(instructions))] if jump[1] in labels else []
+    num_products, early = 0, []
+    for first, end in loops:
+        body = instructions[first:end]
+        products = [line for line in body if re.match(r"HGMMA\S* R\d+, R\d", line)]
+        num_products += len(products)
+        under_way: deque[set[int]] = deque()
+        for line in body + body:
+            if line in products:
+                factor = int(line.split(", R")[1].split(",")[0].removesuffix(".reuse"))
+                under_way.append(set(range(factor, factor + 4)))
+            elif line.startswith("WARPGROUP.DEPBAR"):
+                while len(under_way) > int(line.split()[-1], 16):
+                    under_way.popleft()
+            elif any(registers & _written(line) for registers in under_way):
+                early.append(line)
+    return num_products, early
+
+
+def _written(instruction: str) -> set[int]:
+    match = re.match(r"(\S+) R(\d+)", instruction)
+    if match is None:
+        return set()
+    four, two = re.search(r"\.128|\.M88\.4", match[1]), re.search(r"\.64$|WIDE|^CS2R$", match[1])
+    first = int(match[2])
+    return set(range(first, first + (4 if four else 2 if two else 1)))
