@@ -48,6 +48,11 @@ from outrider.engine.config import (
     SpeculationConfig,
 )
 from outrider.engine.engine import Engine
+from outrider.engine.models.block_head import BlockHead
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.eagle3 import Eagle3Head
+from outrider.engine.models.mtp import MtpHead
+from outrider.engine.models.paged_model import PagedModel
 
 PARTS = ("draft", "target", "verify")
 MTP = "mtp"
@@ -207,6 +212,34 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
             spent_s[part] = [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
+def bytes_read(engine: Engine, k: int) -> int:
+    """Bytes of weights that the target's pass reads, and k drafts after it."""
+    pair = engine.worker.pair
+    num_bytes = weight_bytes(pair.target)
+    if pair.draft is not None:
+        return num_bytes + k * weight_bytes(pair.draft)
+    head = pair.head
+    if head is None or k == 0:
+        return num_bytes
+    if isinstance(head, MtpHead):
+        return num_bytes + k * head.weight_bytes
+    drafting = head.weight_bytes - head.fc.weight.num_bytes  # which is for the target's states
+    if isinstance(head, Eagle3Head):
+        return num_bytes + (k if head.mask is None else 1) * drafting
+    markov = head.markov if isinstance(head, BlockHead) else None
+    return num_bytes + drafting + (k * markov.output.weight.num_bytes if markov else 0)
+
+
+def weight_bytes(model: PagedModel) -> int:
+    """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
+    if isinstance(network := model.network, Decoder):
+        return network.weight_bytes
+    inner: Any = network.model
+    num_bytes = sum(parameter.nbytes for parameter in inner.parameters())
+    is_tied = inner.config.get_text_config().tie_word_embeddings
+    return num_bytes - (0 if is_tied else inner.get_input_embeddings().weight.nbytes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target")
@@ -230,15 +263,6 @@ def main() -> None:
     if args.tokens_a_step:
         set_acceptance(args.tokens_a_step, max(*args.k, args.best_of))
     engine = build(args)
-    target_bytes = engine.worker.scorer._model.network.weight_bytes
-    draft, head = engine.worker.pair.draft, engine.worker.pair.head
-
-    def bytes_of(k: int) -> int:
-        """What so many drafts read of the weights."""
-        if head is not None:
-            return head.bytes_read(k)
-        return k * draft.network.weight_bytes if draft else 0
-
     info = engine.info
     if args.tokens_a_step:
         print(f"SET ACCEPTANCE: {args.tokens_a_step} tokens a step, whatever the models say")
@@ -263,7 +287,7 @@ def main() -> None:
                 measure[k].decode(args.new_tokens)
                 parts = measure[k].parts(args.new_tokens)
                 step_s = measure[k].step_s
-                floor_ms = (target_bytes + bytes_of(k)) / args.tb_per_s / 1e9
+                floor_ms = bytes_read(engine, k) / args.tb_per_s / 1e9
                 spent = "  ".join(f"{1e3 * parts[part]:7.2f}" for part in PARTS)
                 print(
                     f"{batch:5d} {temperature:4.1f}  {k:2d}{' best' if k in best else '     '}"

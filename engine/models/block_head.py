@@ -109,17 +109,6 @@ class BlockHead(Head):
         self.markov = markov
         self.confidence = confidence
 
-    @property
-    def weight_bytes(self) -> int:
-        markov = 0 if self.markov is None else self.markov.output.weight.num_bytes
-        return super().weight_bytes + markov
-
-    def bytes_read(self, num_drafts: int) -> int:
-        if num_drafts == 0:
-            return 0
-        again = 0 if self.markov is None else self.markov.output.weight.num_bytes
-        return self.weight_bytes + (num_drafts - 1) * again
-
     def pack(self, *, rounds: bool) -> None:
         super().pack(rounds=rounds)
         change = partial(packed, rounds=rounds)

@@ -59,9 +59,6 @@ class Eagle3Head(AutoregressiveHead):
         self.mask = None if mask_hidden is None else self.fused(mask_hidden[None])  # [1, hidden]
         self.kind = "eagle3" if mask_hidden is None else "p-eagle"
 
-    def bytes_read(self, num_drafts: int) -> int:
-        return (num_drafts if self.mask is None else min(num_drafts, 1)) * self.weight_bytes
-
     def fused(self, taps: Tensor) -> Tensor:
         if len(self.fc_norms) == 1:
             return self.fc(rms_norm(taps.flatten(1), self.fc_norms[0]))

@@ -11,7 +11,7 @@ from outrider.kernels.model.rms_norm import Norm
 from .attention import PassContext
 from .blocks import Block
 from .stack import Stack
-from .weights import Linear, packed
+from .weights import Kept, Linear, packed
 
 
 class Head(Stack):
@@ -45,13 +45,8 @@ class Head(Stack):
         return len(self.norm.weight)
 
     @property
-    def weight_formats(self) -> str:
-        formats = {weight.format for weight in (*self.weights, self.fc.weight)}
-        return ", ".join(sorted(formats - {""}))
-
-    @abstractmethod
-    def bytes_read(self, num_drafts: int) -> int:
-        """Bytes of weights that are read for this many drafts."""
+    def weights(self) -> list[Kept]:
+        return [*super().weights, self.fc.weight]
 
     def pack(self, *, rounds: bool) -> None:
         """Convert the weights to the fastest format for a CPU; `rounds` allows 8 bits."""

@@ -72,13 +72,6 @@ class HuggingFaceModel(Network):
         super().tap(layers)
 
     @property
-    def weight_bytes(self) -> int:
-        model: Any = self.model
-        num_bytes = sum(int(parameter.nbytes) for parameter in model.parameters())
-        is_tied = model.config.get_text_config().tie_word_embeddings
-        return num_bytes - (0 if is_tied else int(model.get_input_embeddings().weight.nbytes))
-
-    @property
     def products_keep_bits(self) -> bool:
         """True if all layers are packed, and so have no parameters left; experts never are."""
         return not any(

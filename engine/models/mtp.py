@@ -22,7 +22,6 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from .attention import PassContext
 from .head import AutoregressiveHead
-from .weights import Kept
 
 
 class MtpHead(AutoregressiveHead):
@@ -45,13 +44,6 @@ class MtpHead(AutoregressiveHead):
         self.hidden_norm = hidden_norm
         self.hidden_first = hidden_first
         self.zeroes_first = zeroes_first
-
-    @property
-    def weights(self) -> list[Kept]:
-        return [*super().weights, self.fc.weight]  # every draft goes through the projection
-
-    def bytes_read(self, num_drafts: int) -> int:
-        return num_drafts * self.weight_bytes
 
     def fused(self, taps: Tensor) -> Tensor:
         return taps.flatten(1)

@@ -40,11 +40,6 @@ class Network(PagedLayers):
 
     @property
     @abstractmethod
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
-
-    @property
-    @abstractmethod
     def products_keep_bits(self) -> bool:
         """Whether in every product the bits of a row do not depend on the batch."""
 
