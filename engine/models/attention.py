@@ -160,16 +160,6 @@ class PagedAttention:
             self.sinks is not None,
         )
 
-    def cache_dtype(
-        self, dtype: torch.dtype, device: torch.device, wanted: torch.dtype | None
-    ) -> torch.dtype:
-        """The dtype of keys and values in a model of this dtype, unless another is wanted."""
-        if wanted is not None:
-            return wanted
-        # Measured: with one query head a KV head, bfloat16 takes five times as long on a CPU.
-        is_slow = device.type == "cpu" and self.num_heads == self.num_kv_heads
-        return torch.float32 if is_slow else dtype
-
     def bind_pages(
         self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -54,7 +54,7 @@ def _prove(network: Network, max_len: int) -> None:
         raise ValueError(_why_products_vary(network))
     for attention in network.attentions:
         heads, dtype, device = attention.heads, network.dtype, network.device
-        of_pages = attention.cache_dtype(dtype, device, network.cache_dtype)
+        of_pages = network.dtype_of_pages(attention)
         if device.type == "cpu":
             attention.rows_at_once = rows_at_once(heads, dtype, of_pages)
         elif not sums_alike(heads, dtype, of_pages, device, max_len):
