@@ -11,7 +11,6 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 
 from abc import abstractmethod
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -61,7 +60,6 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         )
         # By slot: the sequence that can be drafted for there, and its epoch.
         self._holders: list[tuple[Request, int] | None] = [None] * (slots.max_num_seqs + 1)
-        self._gaps: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # epochs with a gap
         self._reads = Phase(self._read, slots.device)
         self._drafts = Phase(self._draft, slots.device)
 
@@ -140,13 +138,12 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         try:
             self._read_last_pass()
         except Exception:
-            self._gaps.update((s.request, s.epoch) for s in plan.scheduled)
-            raise
-        finally:
             for scheduled in plan.scheduled:
-                request, epoch = scheduled.request, scheduled.epoch
-                is_held = scheduled.samples and self._gaps.get(request) != epoch
-                self._holders[scheduled.slot or 0] = (request, epoch) if is_held else None
+                scheduled.request.speculates = False
+            raise
+        for scheduled in plan.scheduled:
+            holder = (scheduled.request, scheduled.epoch) if scheduled.samples else None
+            self._holders[scheduled.slot or 0] = holder
 
     def _read_last_pass(self) -> None:
         assert self._target.last_pass is not None
