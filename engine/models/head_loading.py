@@ -1,4 +1,4 @@
-"""Loads a head for the target that it was made for."""
+"""Reads the heads that have a directory of their own."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,46 +10,43 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .any_checkpoint import AnyCheckpoint, Progress, no_progress
-from .any_head import check_settings, errors_told, head_checkpoint
+from .any_checkpoint import AnyCheckpoint, Progress
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .blocks import Block
 from .checkpoint import Checkpoint
 from .eagle3 import Eagle3Head
+from .formats import Read
 from .head import Head
 from .head_config import BlockConfig, HeadConfig, HeadError
 from .head_vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids
 from .llama import LlamaReader, check_shape
-from .loading import rounds_weights
 from .network import Network
 from .weights import Dense, Linear
 
 
-def load_head(
-    config: ModelConfig,
-    target: Network,
-    target_path: str,
-    progress: Progress = no_progress,
-) -> Head:
-    """Load the head in a directory; from now on the target hands out the states that it reads.
+def read_head(config: ModelConfig, target: Network, progress: Progress) -> tuple[Head, list[int]]:
+    """The head in a directory, and the layers of the target whose states it reads.
 
-    The head computes in the target's dtype. Raises HeadError naming both models.
+    Raises KeyError naming a tensor that is missing, HeadError naming what does not fit.
     """
-    with errors_told(f"the head {config.path} cannot draft for {target_path}"):
-        check_settings(config, target)
-        head_config = HeadConfig.load(Path(config.path))
-        if config.head_layers:
-            head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
-        boundaries = head_config.boundaries_of(len(target.attentions))
-        checkpoint = head_checkpoint(config, target, progress)
-        head = _build(head_config, checkpoint, target, len(boundaries))
-        try:
-            target.tap([boundary - 1 for boundary in boundaries])
-        except ValueError as error:
-            raise HeadError(str(error)) from None
-    if target.device.type == "cpu":
-        head.pack(rounds=rounds_weights(config, is_draft=True))
-    return head
+    head_config = HeadConfig.load(Path(config.path))
+    if config.head_layers:
+        head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
+    boundaries = head_config.boundaries_of(len(target.attentions))
+    checkpoint = head_checkpoint(config, target, progress)
+    head = _build(head_config, checkpoint, target, len(boundaries))
+    return head, [boundary - 1 for boundary in boundaries]
+
+
+def head_checkpoint(
+    config: ModelConfig, target: Network, progress: Progress, *, read: Read | None = None
+) -> Checkpoint:
+    """The checkpoint of a head, which computes in its target's dtype; `read` as in Checkpoint."""
+    rounds = config.quantization is not None
+    folder = Path(config.path)
+    return Checkpoint(
+        folder, target.dtype, target.device, progress, read=read, rounds=rounds, rounds_logits=True
+    )
 
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:

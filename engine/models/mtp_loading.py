@@ -1,4 +1,4 @@
-"""Loads the MTP head in a target's own checkpoint."""
+"""Reads the MTP head in a target's own checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -6,43 +6,35 @@ from typing import Any
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .any_checkpoint import Progress, no_progress
-from .any_head import check_settings, errors_told, head_checkpoint
+from .any_checkpoint import Progress
 from .architectures import load_config
 from .checkpoint import Checkpoint
 from .families import window_of
 from .head_config import HeadError
+from .head_loading import head_checkpoint
 from .llama import LlamaReader
-from .loading import quantised_format, rounds_weights
+from .loading import quantised_format
 from .mtp import MtpHead
 from .mtp_config import MtpDialect, mtp_dialect
 from .network import Network
 
 
-def load_mtp_head(
-    config: ModelConfig,
-    target: Network,
-    progress: Progress = no_progress,
-) -> MtpHead:
-    """Load the MTP head of the target in this directory, which from now on hands out its states.
+def read_mtp_head(
+    config: ModelConfig, target: Network, progress: Progress
+) -> tuple[MtpHead, list[int]]:
+    """The MTP head of the target in this directory, and the states that it reads: the last.
 
-    The head computes in the target's dtype. Raises HeadError naming the model.
+    Raises KeyError naming a tensor that is missing, HeadError naming what does not fit.
     """
+    if config.head_layers is not None:
+        raise HeadError("it reads the last layer's states: leave draft.head_layers out")
     folder = Path(config.path)
-    with errors_told(f"the MTP head of {config.path} cannot draft for it"):
-        check_settings(config, target)
-        if config.head_layers is not None:
-            raise HeadError("it reads the last layer's states: leave draft.head_layers out")
-        dialect = mtp_dialect(folder)
-        hf_config: Any = load_config(folder)
-        quantised = quantised_format(config, hf_config)
-        read = quantised[1] if quantised else None
-        checkpoint = head_checkpoint(config, target, progress, read=read)
-        head = _build(dialect, hf_config, checkpoint, target)
-        target.tap([len(target.attentions)])
-    if target.device.type == "cpu":
-        head.pack(rounds=rounds_weights(config, is_draft=True))
-    return head
+    dialect = mtp_dialect(folder)
+    hf_config: Any = load_config(folder)
+    quantised = quantised_format(config, hf_config)
+    read = quantised[1] if quantised else None
+    checkpoint = head_checkpoint(config, target, progress, read=read)
+    return _build(dialect, hf_config, checkpoint, target), [len(target.attentions)]
 
 
 def _build(dialect: MtpDialect, config: Any, checkpoint: Checkpoint, target: Network) -> MtpHead:

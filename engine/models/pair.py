@@ -10,10 +10,9 @@ from outrider.kernels._dispatch import uses_triton
 from ..api import ReportProgress
 from ..config import EngineConfig
 from ..state.slots import Slots
+from .any_head import load_head
 from .head import Head
 from .head_config import HeadError, head_kind
-from .head_loading import load_head
-from .mtp_loading import load_mtp_head
 from .paged_layers import PagedLayers
 from .paged_model import PagedModel
 
@@ -64,16 +63,13 @@ class ModelPair:
         if proposer == "draft_model" and config.draft is not None:
             progress = partial(report, "loading the draft")
             network = self.target.network
-            if config.draft.is_mtp:
-                self.head = load_mtp_head(config.draft, network, progress)
-            elif head_kind(config.draft.path):
+            if config.draft.is_mtp or head_kind(config.draft.path):
                 self.head = load_head(config.draft, network, config.target.path, progress)
                 _check_num_drafts(self.head, config)
+                self._layers["head"] = self.head
             else:
                 self.draft = PagedModel(config.draft, device, progress, is_draft=True)
                 self._layers["draft"] = self.draft.network
-            if self.head is not None:
-                self._layers["head"] = self.head
         for layers in self._layers.values():
             layers.cache_dtype = cache_dtype
         self.vocab_size = config.vocab_size or self.target.vocab_size

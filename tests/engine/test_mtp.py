@@ -20,11 +20,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models.any_head import load_head
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.head_config import HeadError
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.mtp_loading import load_mtp_head
 
 Tiny = Callable[..., Path]
 K = 3
@@ -85,7 +85,7 @@ def test_nothing_but_the_head_need_be_named(target: Path) -> None:
 def test_the_projection_is_one_of_its_weights(target: Path) -> None:
     network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)[0]
     config = ModelConfig(path=str(target), dtype="float32", is_mtp=True)
-    head = load_mtp_head(config, network)
+    head = load_head(config, network, config.path)
     parts = (*head.blocks[0].linears, head.head, head.fc)
     assert head.weight_bytes == sum(linear.weight.num_bytes for linear in parts)
 
@@ -143,7 +143,7 @@ def test_a_bad_tensor_is_told_at_load(name: str, value: Any, says: str, target: 
     change(target, f"{LAYER}.{name}", value)
     with pytest.raises(HeadError, match=says) as raised:
         Engine(engine_config(target, target))
-    assert f"the MTP head of {target} cannot draft for it" in str(raised.value)
+    assert f"the MTP head of {target} cannot draft for {target}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_quantised_checkpoint_keeps_its_head(leave: tuple[str, ...], tmp_path:
     meant = PlainMtp(tmp_path / "meant").w
     config = ModelConfig(path=str(path), dtype="float32")
     network = load_network(config, DEVICE)[0]
-    head = load_mtp_head(replace(config, is_mtp=True), network)
+    head = load_head(replace(config, is_mtp=True), network, config.path)
     for linear, name in (
         (head.fc, "input_proj"),
         (head.blocks[0].mlp.down, "mlp.down_proj"),
@@ -198,7 +198,7 @@ def test_a_quantised_checkpoint_keeps_its_head(leave: tuple[str, ...], tmp_path:
 def test_a_head_can_be_rounded_to_fp8(target: Path) -> None:
     config = ModelConfig(path=str(target), dtype="float32")
     network = load_network(config, DEVICE)[0]
-    head = load_mtp_head(replace(config, is_mtp=True, quantization="fp8"), network)
+    head = load_head(replace(config, is_mtp=True, quantization="fp8"), network, config.path)
     plain = PlainMtp(target).w
     for linear, name in ((head.fc, "input_proj"), (head.blocks[0].mlp.down, "mlp.down_proj")):
         meant = plain[f"{LAYER}.{name}.weight"].to(DEVICE)
