@@ -19,11 +19,10 @@ from rich.table import Table
 from step_parts import PARTS, timed_parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.api import NewRequest, SamplingParams, ignore_progress
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.gguf_file import transformers_arguments
-from outrider.server.cli.progress import ignore_progress
 from outrider.server.models.builtin import BUILTINS, obtain
 
 QUESTIONS = [

@@ -26,10 +26,9 @@ from rich.table import Table
 from serving import Serving, serving
 from transformers import AutoTokenizer
 
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.config import EngineConfig
 from outrider.engine.processes.process_engine import ProcessEngine
-from outrider.server.cli.progress import ignore_progress
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.evaluation.measure import held_out_prompts, run
 from outrider.server.models.pair import engine_config, prepare_pair

@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.api import NewRequest, SamplingParams, ignore_progress
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar import compute_masks
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.logit_edits.grammars import Grammars
-from outrider.server.cli.progress import ignore_progress
 from outrider.server.grammar.structured_outputs import lark_of_schema
 from outrider.server.models.builtin import BUILTINS, obtain
 from outrider.server.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.engine.api import ReportProgress
+from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.models.admission import resolve_dtype
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.gguf_file import transformers_arguments
@@ -129,7 +129,7 @@ def _train_replica(
     rank: int,
 ) -> tuple[HeldOut, Extent]:
     device, world = torch.device(devices[rank]), len(devices)
-    report = report or (lambda stage, done, total: None)
+    report = report or ignore_progress
     if world > 1:
         torch.cuda.set_device(device)
         dist.init_process_group(

@@ -19,6 +19,10 @@ MAX_REPETITION_PENALTY = 1e6
 ReportProgress = Callable[[str, int, int], None]
 
 
+def ignore_progress(*progress: object) -> None:
+    """A ReportProgress for callers that show nothing."""
+
+
 class QueueFullError(RuntimeError):
     """The queue has no room for these sequences at the moment."""
 

@@ -21,6 +21,7 @@ from .api import (
     NewRequest,
     ReportProgress,
     RequestOutput,
+    ignore_progress,
 )
 from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
@@ -50,7 +51,7 @@ class Engine:
         start_s = time.perf_counter()
         # First, so that a bad spec fails before minutes of loading.
         self._processors = ProcessorRegistry(config.logits_processors)
-        report = progress or (lambda stage, done, total: None)
+        report = progress or ignore_progress
         self._config = config
         self.worker = worker = Worker(config, report)
         pair = worker.pair

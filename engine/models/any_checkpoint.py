@@ -11,10 +11,6 @@ from .weights import Linear, Weight
 Progress = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
 
 
-def no_progress(done: int, total: int) -> None:
-    """A Progress for callers that report none."""
-
-
 class AnyCheckpoint(ABC):
     """Tensors and layers, read by transformers' names when they are asked for."""
 

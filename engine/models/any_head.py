@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
+from ..api import ignore_progress
 from ..config import ModelConfig
 from .admission import DTYPES
-from .any_checkpoint import Progress, no_progress
+from .any_checkpoint import Progress
 from .head import Head
 from .head_config import HeadError
 from .head_loading import read_head
@@ -21,7 +22,7 @@ def load_head(
     config: ModelConfig,
     target: Network,
     target_path: str,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
 ) -> Head:
     """Load the head in a directory; from now on the target hands out the states that it reads.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from ..api import ignore_progress
 from ..config import ModelConfig
 from .admission import (
     UnsupportedModelError,
@@ -23,7 +24,7 @@ from .admission import (
     max_positions,
     resolve_dtype,
 )
-from .any_checkpoint import AnyCheckpoint, Progress, no_progress
+from .any_checkpoint import AnyCheckpoint, Progress
 from .architectures import load_config
 from .checkpoint import Checkpoint
 from .compiled_decoder import CompiledDecoder, can_compile
@@ -49,7 +50,7 @@ DRAFTED_TOKENS = "draft_tokens.json"
 def load_network(
     config: ModelConfig,
     device: torch.device,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     *,
     is_draft: bool = False,
     same_bits: bool | None = False,

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from outrider.kernels.model.packed_linear import padded_rows
 
+from ..api import ignore_progress
 from ..config import ModelConfig
 from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
-from .any_checkpoint import Progress, no_progress
+from .any_checkpoint import Progress
 from .attention import PassContext
 from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
@@ -31,7 +32,7 @@ class PagedModel:
         self,
         config: ModelConfig,
         device: torch.device,
-        progress: Progress = no_progress,
+        progress: Progress = ignore_progress,
         *,
         is_draft: bool = False,
         batch_invariant: bool | None = None,

@@ -8,10 +8,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
-def ignore_progress(stage: str, done: int, total: int) -> None:
-    """A ReportProgress for callers that show nothing."""
-
-
 class ProgressDisplay:
     """A ReportProgress that shows one bar, or without a terminal one line, for each stage."""
 

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.api import ReportProgress
+from outrider.engine.api import ReportProgress, ignore_progress
 
-from ..cli.progress import ignore_progress
 from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from . import store, wheel
 from .convert import TOKENIZER_FILES, gguf_to_directory

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.api import ReportProgress
+from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import (
     CacheConfig,
     EngineConfig,
@@ -20,7 +20,6 @@ from outrider.engine.config import (
 from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.mtp_config import mtp_dialect
 
-from ..cli.progress import ignore_progress
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, without_draft

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from outrider.engine.api import ReportProgress
+from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import EngineConfig
 from outrider.engine.processes.child_process import (
     ChildProcess,
@@ -24,7 +24,6 @@ from outrider.engine.processes.child_process import (
 )
 from outrider.engine.processes.messages import Failed, Loading
 
-from ..cli.progress import ignore_progress
 from ..config.settings import Settings
 from ..text.tokenizer import TokenizerData
 from .store import ModelError

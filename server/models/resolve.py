@@ -6,10 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from outrider.engine.api import ReportProgress
+from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.models.head_config import head_kind
 
-from ..cli.progress import ignore_progress
 from . import builtin, hub, store
 from .convert import gguf_to_directory
 from .store import ModelError

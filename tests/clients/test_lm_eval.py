@@ -9,8 +9,8 @@ import torch
 from running_server import RunningServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.engine.api import ignore_progress
 from outrider.engine.models.gguf_file import transformers_arguments
-from outrider.server.cli.progress import ignore_progress
 from outrider.server.config.settings import DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from running_server import RunningServer
 
-from outrider.server.cli.progress import ignore_progress
+from outrider.engine.api import ignore_progress
 from outrider.server.config.settings import DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
 

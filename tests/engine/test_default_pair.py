@@ -7,9 +7,9 @@ import pytest
 from engines import GREEDY, engine_config, is_greedy, run, tokens
 from transformers import AutoTokenizer
 
+from outrider.engine.api import ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models.decoder import Decoder
-from outrider.server.cli.progress import ignore_progress
 from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
 

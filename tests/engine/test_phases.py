@@ -14,7 +14,7 @@ from tiny_models import DEVICE, VOCAB
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models.paged_model import captured_shapes
 from outrider.engine.state import phase
@@ -90,7 +90,7 @@ def test_padding_changes_nobodys_output(
         replace(GREEDY, logprobs=2),
     ]
     plain, padded = Engine(config), Engine(config)
-    padded.worker.capture(lambda stage, done, total: None)
+    padded.worker.capture(ignore_progress)
     plain.scheduler.lag = padded.scheduler.lag = int(is_ahead)
     for batch in (slice(0, 5), slice(0, 3)):
         expected = [tokens(o) for o in run(plain, mixed[batch], params[batch])]
@@ -110,7 +110,7 @@ def test_padding_stays_at_the_beginning_beside_edited_rows(
     edited = replace(GREEDY, max_tokens=40, repetition_penalty=1.3)
     mixed, params = prompts([60, 3, 4, 5], VOCAB), [edited, *[GREEDY] * 3]
     plain, padded = Engine(config), Engine(config)
-    padded.worker.capture(lambda stage, done, total: None)
+    padded.worker.capture(ignore_progress)
     padded.scheduler.lag = 1
     expected = [tokens(o) for o in run(plain, mixed, params)]
     assert [tokens(o) for o in run(padded, mixed, params)] == expected
@@ -137,7 +137,7 @@ def test_a_step_of_all_its_rows_runs_captured(tiny_model: Tiny, recorded: type[_
     target = tiny_model("llama", seed=0)
     config = engine_config(target, target, k=4, max_num_seqs=7, max_num_batched_tokens=12)
     plain, padded = Engine(config), Engine(config)
-    padded.worker.capture(lambda stage, done, total: None)
+    padded.worker.capture(ignore_progress)
     asked, params = prompts([5, 3, 4, 1, 1], VOCAB), SamplingParams(max_tokens=20, seed=3)
     expected = [tokens(o) for o in run(plain, asked, params)]
     assert [tokens(o) for o in run(padded, asked, params)] == expected
@@ -150,7 +150,7 @@ def test_logprobs_are_raw_beside_edits(tiny_model: Tiny, recorded: type[_Recorde
     config = engine_config(target, target, k=2, max_num_seqs=2)
     params = SamplingParams(max_tokens=12, seed=1, allowed_token_ids=(3, 5, 8), logprobs=2)
     plain, padded = Engine(config), Engine(config)
-    padded.worker.capture(lambda stage, done, total: None)
+    padded.worker.capture(ignore_progress)
     expected, got = (
         [
             [o.logprobs for o in of_prompt]
@@ -168,7 +168,7 @@ def test_prompts_run_captured_too(tiny_model: Tiny, recorded: type[_Recorded]) -
     config = engine_config(target, target, k=2, max_num_seqs=3)
     engine = Engine(config)
     expected = [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)]
-    engine.worker.capture(lambda stage, done, total: None)
+    engine.worker.capture(ignore_progress)
     phase_of_target = engine.worker.scorer._model._phase
     phase_of_target._captured = _Complete(phase_of_target._captured)
     assert [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)] == expected

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
+from outrider.engine.api import ignore_progress
 
 from outrider.server.cli import app
-from outrider.server.cli.progress import ignore_progress
 from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP, Settings
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models import known_drafts

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny_pairs import write_tiny_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.server.cli.progress import ignore_progress
+from outrider.engine.api import ignore_progress
 from outrider.server.models.convert import gguf_to_directory
 from outrider.server.models.store import ModelError
 

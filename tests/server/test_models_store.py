@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.server.cli.progress import ignore_progress
+from outrider.engine.api import ignore_progress
 from outrider.server.models import store
 from outrider.server.models.store import ModelError
 
@@ -34,7 +34,7 @@ BUILD_ELSEWHERE = """
 import sys, time
 from pathlib import Path
 from outrider.server.models import store
-from outrider.server.cli.progress import ignore_progress
+from outrider.engine.api import ignore_progress
 home, sleep_s = Path(sys.argv[1]), float(sys.argv[2])
 def make(folder):
     (folder / "weights").write_text("half")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.server.cli.progress import ignore_progress
+from outrider.engine.api import ignore_progress
 from outrider.server.models import store, wheel
 from outrider.server.models.store import ModelError
 from outrider.server.models.wheel import Wheel

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.distill import train
 from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.run import distill
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 
 DRAFT = Recipe(
@@ -77,12 +77,12 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Distilled:
 
 def distilled(target: Path, recipe: Recipe, out: Path) -> Distilled:
     recipe = replace(recipe, target=str(target), out=str(out))
-    held_out = distill(recipe, lambda stage, done, total: None)
+    held_out = distill(recipe, ignore_progress)
     return Distilled(out, load_file(out / "model.safetensors"), held_out)
 
 
 def run(recipe: Recipe) -> dict[str, torch.Tensor]:
-    distill(recipe, lambda stage, done, total: None)
+    distill(recipe, ignore_progress)
     return load_file(Path(recipe.out) / "model.safetensors")
 
 
