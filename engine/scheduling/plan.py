@@ -101,7 +101,3 @@ class StepResult:
     is_bad: list[bool]  # its logits have a NaN, or none that is finite
     logprobs: list[list[TokenLogprobs] | None]
     draft_token_ids: list[list[int] | None]  # None unless the request `tells_drafts`
-
-    @staticmethod
-    def nothing() -> "StepResult":
-        return StepResult([], [], [], [])

@@ -147,7 +147,7 @@ class Verifier:
         """Wait for what `verify` drew and for the step's prompt logprobs."""
         read_prompt_logprobs(plan)
         if drawn is None:
-            return StepResult.nothing()
+            return StepResult([], [], [], [])
         host_np, *logprobs = drawn.copy.arrays()
         drawn_np = host_np[:, :-1]  # padded with -1
         lens = (drawn_np >= 0).sum(1).tolist()
