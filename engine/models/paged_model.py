@@ -71,7 +71,6 @@ class PagedModel:
         """Look up the rows of batches in these slots; drops all captured passes."""
         self._slots = slots
         self._phase.drop()
-        self._shapes: list[tuple[int, int, int]] = []
         self.captured, self.last_pass = {}, None
 
     def capture(
@@ -106,28 +105,30 @@ class PagedModel:
                     f"{self._name} in {self.dtype} cannot be captured as a CUDA "
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
-        self._shapes = shapes[::-1]
         return self.captured[shapes[0]].logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
         """Run a pass of dummy sequences, as long as they can be; returns its logits."""
         longest = min(self.max_positions, self._slots.max_model_len)
         lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)]
-        return self.forward(HostBatch.dummies(self._slots.dummy, lens, num_logits)).logits
+        return self.forward(HostBatch.dummies(self._slots.dummy, lens, num_logits))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
         """Run a pass of dummy sequences of `num_rows` rows each."""
         self.forward(HostBatch.dummies(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
 
-    def forward(self, batch: HostBatch) -> Pass:
-        """Compute the batch's rows, and store their KV in the pages."""
-        shape = next((s for s in self._shapes if _holds(s, batch.shape)), self._padded(batch.shape))
+    def forward(self, batch: HostBatch) -> Tensor:
+        """Compute the batch's rows, and store their KV in the pages; returns the logits, which are
+        valid until the next pass.
+        """
+        smallest_first = reversed(self.captured)
+        shape = next((s for s in smallest_first if _holds(s, batch.shape)), None)
+        shape = shape or self._padded(batch.shape)
         computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
         if computed.taps is not None:
             self.last_pass = shape, computed
-        _, num_rows, num_logits = batch.shape
-        taps = None if computed.taps is None else computed.taps[:num_rows]
-        return Pass(computed.logits[:num_logits], taps)
+        _, _, num_logits = batch.shape
+        return computed.logits[:num_logits]
 
     def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """The shape to pad an uncaptured pass to so that it is fastest."""

@@ -90,12 +90,13 @@ class Top1Proposer(DrawingProposer):
         drafting = [scheduled for scheduled in reading if scheduled.num_drafts > 0]
         if not reading:
             return drafting, torch.empty(0)
-        logits = self._forward(
+        batch = HostBatch.build(
             slots_of(reading),
             np.array(starts),
             np.array(lens),
             np.array([int(scheduled.num_drafts > 0) for scheduled in reading]),
         )
+        logits = self._draft.forward(batch)
         for scheduled, first, num_unseen in zip(reading, starts, lens, strict=True):
             request = scheduled.request
             if not request.num_drafts_in_flight:  # otherwise it depends on how many of them stand
@@ -115,7 +116,8 @@ class Top1Proposer(DrawingProposer):
             if j == 0:
                 return logits, None
             ones_np = np.ones_like(slots_np)
-            return self._forward(slots_np, (j - 1) * ones_np, ones_np, ones_np), None
+            batch = HostBatch.build(slots_np, (j - 1) * ones_np, ones_np, ones_np)
+            return self._draft.forward(batch), None
 
         def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
             size = self._phase.padded_size(len(slots_np))
@@ -124,16 +126,6 @@ class Top1Proposer(DrawingProposer):
             return drawn[: len(slots_np)]
 
         self._draw_in_turn(scheduled, logits_of, draw)
-
-    def _forward(
-        self,
-        slots_np: np.ndarray,
-        starts_np: np.ndarray,
-        query_lens_np: np.ndarray,
-        num_logits_np: np.ndarray,
-    ) -> Tensor:
-        batch = HostBatch.build(slots_np, starts_np, query_lens_np, num_logits_np)
-        return self._draft.forward(batch).logits
 
 
 def _first_unseen(request: Request) -> int:

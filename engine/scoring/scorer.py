@@ -63,7 +63,7 @@ class Scorer:
             query_lens_np,
             num_logits_np,
         )
-        logits = self._model.forward(batch).logits
+        logits = self._model.forward(batch)
         if scores_prompts:
             logits = score_prompts(plan, logits, num_logits_np, self._vocab_size)
         return logits
