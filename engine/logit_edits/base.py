@@ -1,8 +1,7 @@
 """The interface of a logit edit, and the rows that it is applied to."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from ..state.host_copy import uploaded
 from ..state.ragged import aligned, ragged_arange
 
 
-@dataclass(slots=True)
-class RequestRows:
+class RequestRows(NamedTuple):
     """Rows of logits of B requests. All fields: [B].
 
     Request i has `num_rows[i]` consecutive rows, the first at row `first_rows[i]`, after
@@ -40,17 +38,12 @@ class RequestRows:
         return RequestRows.one_each(np.full(num_rows, slot), np.zeros(num_rows, dtype=np.int64))
 
     def take(self, index_np: np.ndarray) -> "RequestRows":
-        return RequestRows(
-            self.slots_np[index_np],
-            self.first_rows_np[index_np],
-            self.num_rows_np[index_np],
-            self.first_drafts_np[index_np],
-        )
+        return RequestRows(*(of_each[index_np] for of_each in self))
 
     def packed(self) -> "RequestRows":
         """The same rows in a tensor that holds no others."""
         ends_np = np.cumsum(self.num_rows_np)
-        return replace(self, first_rows_np=ends_np - self.num_rows_np)
+        return self._replace(first_rows_np=ends_np - self.num_rows_np)
 
     def each_np(self) -> np.ndarray:
         """For each row: its number, its slot, and how many drafts come before it. Shape: [3, M]."""

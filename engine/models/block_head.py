@@ -23,7 +23,7 @@ A confidence head estimates how likely draft i stands if those before it do:
 sigmoid(w . [h_i; e] + b).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,9 +60,6 @@ class MarkovHead(NamedTuple):
         gate, candidate, output = self.joint(torch.cat((state, previous, h), -1)).chunk(3, -1)
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
-
-    def changed(self, change: Callable[[Linear], Linear]) -> "MarkovHead":
-        return self._replace(output=change(self.output))
 
 
 class ConfidenceHead(NamedTuple):
@@ -114,7 +111,7 @@ class BlockHead(Head):
         change = partial(packed, rounds=rounds)
         self.context_kv = [change(linear) for linear in self.context_kv]
         if self.markov is not None:
-            self.markov = self.markov.changed(change)
+            self.markov = self.markov._replace(output=change(self.markov.output))
 
     def read(self, taps: Tensor, context: PassContext) -> None:
         """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""

@@ -43,18 +43,17 @@ class Narrow(Weight):
         return Narrow(self._matrix, self._dtype, same_bits=True)
 
 
-class Scaled(Weight):
+class Scaled(Narrow):
     """A matrix of 8 bits whose inputs are rounded to 8 bits too, each row by itself (W8A8)."""
 
-    same_bits = rounds_inputs = True
+    rounds_inputs = True
 
     def __init__(self, matrix: NarrowMatrix, dtype: torch.dtype) -> None:
         """`dtype` is the model's."""
         assert matrix.row_format is not None
-        self._matrix, self._dtype, self._row_format = matrix, dtype, matrix.row_format
-        self.shape = matrix.shape
-        self.num_bytes = matrix.num_bytes
+        super().__init__(matrix, dtype, same_bits=True)
         self.format = f"{matrix.kind} (inputs too)"
+        self._row_format = matrix.row_format
 
     def before(self, norm: Norm) -> Norm:
         return norm._replace(rounds=self._row_format)
@@ -69,9 +68,6 @@ class Scaled(Weight):
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
         return add_scaled_linear(residual, x, self._matrix, bias, norm=norm)
-
-    def dequantised(self) -> Tensor:
-        return dequantise(self._matrix, self._dtype)
 
     def taken(self, x: Tensor, output: int) -> Tensor:
         return rounded_rows(x, self._row_format)

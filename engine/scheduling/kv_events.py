@@ -39,9 +39,12 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
     """Nothing is cached: the engine has just started."""
 
 
+Message = BlockStored | BlockRemoved | AllBlocksCleared
+
+
 class EventBatch(msgspec.Struct, array_like=True):
     ts: float  # seconds since the epoch
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[Message]
     data_parallel_rank: int | None = 0
 
 
@@ -76,17 +79,15 @@ class Publisher:
         if batch := to_messages(events, self._page_size):
             self._send(batch)
 
-    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+    def _send(self, events: list[Message]) -> None:
         number = next(self._sequence).to_bytes(8, "big")
         payload = self._encoder.encode(EventBatch(time.time(), events))
         self._socket.send_multipart([self._topic, number, payload])
 
 
-def to_messages(
-    events: Iterable[PageEvent], page_size: int
-) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+def to_messages(events: Iterable[PageEvent], page_size: int) -> list[Message]:
     """Messages for these events; consecutive pages share one."""
-    messages: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+    messages: list[Message] = []
     for event in events:
         last = messages[-1] if messages else None
         page_hash = _short(event.page_hash)
