@@ -1,15 +1,13 @@
 """Tiny models, made once a session."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import save_tiny_model
+from tiny_models import Tiny, save_tiny_model
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_model(architecture, seed=…)` -> model directory."""
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     made: dict[str, Path] = {}
 
     def get(architecture: str = "llama", **settings: object) -> Path:
@@ -20,3 +18,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def target(tiny_model: Tiny) -> Path:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="session")
+def draft(tiny_model: Tiny) -> Path:
+    """Shares most of the target's weights, so that some drafts are accepted and some are not."""
+    return tiny_model("llama", seed=0, num_hidden_layers=1)

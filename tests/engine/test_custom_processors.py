@@ -1,6 +1,5 @@
 """Custom logits processors: exact under speculation, and no danger to anyone else."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.api import InvalidRequestError, NewRequest, ProcessorChoice, SamplingParams
 from outrider.engine.engine import Engine
 
-Tiny = Callable[..., Path]
 PROMPTS = prompts([3, 21, 9], VOCAB, seed=4)
 SPECS = (
     "no_repeat_ngram = transformers:NoRepeatNGramLogitsProcessor",
@@ -22,16 +20,6 @@ SPECS = (
     "fail_on = logits_processors:FailOn",
     "wrong_shape = logits_processors:WrongShape",
 )
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0, num_hidden_layers=1)
 
 
 def engine_with_processors(target: Path, draft: Path | None = None, **settings: int) -> Engine:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +10,7 @@ import pytest
 import torch
 from paged import check_against_eager
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, TINY, VOCAB
+from tiny_models import DEVICE, TINY, VOCAB, Tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
@@ -30,7 +29,6 @@ from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.model import linear as linear_module
 from outrider.kernels.model.rms_norm import rms_norm_reference
 
-Tiny = Callable[..., Path]
 OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
 NUM_TOKENS = 40
 

@@ -1,17 +1,15 @@
 """Outputs of sequences that ask for it say what was drafted: accepted and rejected drafts alike."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engines import GREEDY, engine_config, generate, prompts, tokens
-from tiny_models import VOCAB
+from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
 
-Tiny = Callable[..., Path]
 K = 3
 PROMPTS = prompts([7, 20, 3], VOCAB)
 EDITED = replace(GREEDY, repetition_penalty=1.5)

@@ -7,7 +7,7 @@ company of the others; each set's outputs are held to exact enumeration of its p
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from mtp import save_tiny_mtp_model
 from target_distribution import DEAD_END, joint
+from tiny_models import Tiny
 
 from outrider.engine.api import (
     InvalidRequestError,
@@ -33,7 +34,6 @@ from outrider.engine.api import (
 from outrider.engine.engine import Engine
 from outrider.engine.validation import check_request
 
-Tiny = Callable[..., Path]
 VOCAB, EOS = 4, 3
 PROMPT = [2, 0, 3]
 K = 3

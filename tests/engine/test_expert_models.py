@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from heads import save_tiny_head
 from paged import check_against_eager, run_prompt
 from quantised import quantise_experts
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
@@ -25,7 +24,6 @@ from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.paged_model import PagedModel
 
-Tiny = Callable[..., Path]
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,

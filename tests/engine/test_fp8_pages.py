@@ -1,6 +1,5 @@
 """Keys and values in FP8: half the bytes, and the answers of a model that rounds them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
 from paged import run_prompt
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from verification import HAS_KERNELS
@@ -25,7 +24,6 @@ from outrider.engine.models.paged_model import PagedModel
 
 ON_GPU = DEVICE.type == "cuda"
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
-Tiny = Callable[..., Path]
 
 
 @torch.inference_mode()

@@ -13,15 +13,13 @@ from block_heads import save_tiny_block_head
 from engines import engine_config
 from heads import save_tiny_head, tensors_of
 from safetensors.torch import save_file
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.any_head import load_head
 from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.loading import load_network
-
-Tiny = Callable[..., Path]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Heads: their formulas, and what they leave behind of every kind of step."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from heads import PlainHead, save_tiny_head, tensors_of
 from mtp import OTHER, PlainMtp, save_tiny_mtp_model
 from safetensors.torch import save_file
-from tiny_models import VOCAB
+from tiny_models import VOCAB, Tiny
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +23,6 @@ from outrider.engine.proposers import block, draws
 from outrider.engine.proposers.block import BlockProposer
 from outrider.engine.proposers.head import HeadProposer
 
-Tiny = Callable[..., Path]
 K = 3
 VARIANTS: dict[str, dict[str, Any]] = {
     "flat": {},

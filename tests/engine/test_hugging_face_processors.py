@@ -29,21 +29,17 @@ from transformers import (
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
 
-Tiny = Callable[..., Path]
 PROMPTS = prompts([3, 21, 9, 40], VOCAB, seed=4)
 ALLOWED = tuple(range(0, VOCAB, 3))
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Tiny) -> PreTrainedModel:
-    path = tiny_model("llama", seed=0)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
+def model(target: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval().to(DEVICE)
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_model: Tiny) -> list[Engine]:
-    target = tiny_model("llama", seed=0)
-    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+def engines(target: Path, draft: Path) -> list[Engine]:
     configs = (engine_config(target, draft, k=4), engine_config(target, proposer="ngram", k=3))
     return [Engine(replace(config, eos_token_ids=(5,))) for config in configs]
 

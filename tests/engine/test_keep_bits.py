@@ -1,12 +1,12 @@
 """A target proves at load that its rounding does not depend on the batch, or is told or refused."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import Tiny
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
@@ -20,8 +20,6 @@ from outrider.kernels.model.attention_reference import RowBlock, row_blocks
 from outrider.kernels.model.packed_linear import has_products
 
 pytestmark = pytest.mark.skipif(HAS_KERNELS, reason="a CPU's own path; GPUs: test_same_bits")
-
-Tiny = Callable[..., Path]
 
 
 def loaded(path: Path, wanted: bool | None, dtype: str = "auto") -> Network:

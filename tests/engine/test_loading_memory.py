@@ -2,21 +2,19 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantised import quantise, quantise_experts
-from tiny_models import DEVICE
+from tiny_models import DEVICE, Tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.loading import load_network
 
-Tiny = Callable[..., Path]
 NUM_LAYERS = 8
 SHAPE = {
     "hidden_size": 128,

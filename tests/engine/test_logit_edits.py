@@ -1,6 +1,5 @@
 """Edits of logits under speculation: the output is the target's own, edited token by token."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +16,7 @@ from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
 from outrider.engine.validation import check_request
 
-Tiny = Callable[..., Path]
 PROMPTS = prompts([3, 21, 9], VOCAB, seed=4)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from outrider.engine.engine import Engine
 from outrider.engine.scoring import prompt_logprobs, verifier
 from outrider.engine.state.host_copy import HostCopy
 
-Tiny = Callable[..., Path]
 ASKS = [
     GREEDY,
     replace(GREEDY, logprobs=2),
@@ -24,9 +23,7 @@ ASKS = [
 
 
 @pytest.fixture
-def engine(tiny_model: Tiny) -> Engine:
-    target = tiny_model("llama", seed=0)
-    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+def engine(target: Path, draft: Path) -> Engine:
     engine = Engine(engine_config(target, draft, k=3))
     engine.scheduler.lag = 1
     return engine

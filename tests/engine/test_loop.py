@@ -7,25 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError, SamplingParams
 from outrider.engine.engine import Engine
 
-Tiny = Callable[..., Path]
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_model: Tiny) -> Path:
-    """Shares most of the target's weights, so that some drafts are accepted and some are not."""
-    return tiny_model("llama", seed=0, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

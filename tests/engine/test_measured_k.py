@@ -3,17 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from engines import GREEDY, engine_config, prompts
-from tiny_models import VOCAB
+from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.scheduling.plan import Plan
 
-Tiny = Callable[..., Path]
 MAX_K = 1  # further drafts would end where the draft model grows unsure
 
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from engines import GREEDY, engine_config, prompts, run
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
@@ -17,7 +16,6 @@ from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes
 
-Tiny = Callable[..., Path]
 GIB = 2**30
 
 

@@ -15,7 +15,7 @@ from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from mtp import PlainMtp, save_tiny_mtp_model
 from quantised import quantise
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from outrider.engine.config import EngineConfig, ModelConfig
@@ -26,7 +26,6 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.head_config import HeadError
 from outrider.engine.models.loading import load_network
 
-Tiny = Callable[..., Path]
 K = 3
 LAYER = "model.mtp_layers.0"
 

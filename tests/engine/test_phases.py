@@ -10,7 +10,7 @@ import torch
 from block_heads import save_tiny_block_head
 from engines import GREEDY, engine_config, prompts, run, tokens
 from heads import save_tiny_head
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -19,8 +19,6 @@ from outrider.engine.engine import Engine
 from outrider.engine.models.paged_model import captured_shapes
 from outrider.engine.state import phase
 from outrider.engine.state.phase import Shape, padded_sizes, record_graph
-
-Tiny = Callable[..., Path]
 
 
 class _Recorded:
@@ -68,10 +66,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_Recorded]:
     "proposer", ["draft_model", "ngram", "head", "head, ahead", "dflash", "dspark"]
 )
 def test_padding_changes_nobodys_output(
-    tiny_model: Tiny, recorded: type[_Recorded], proposer: str, tmp_path: Path
+    target: Path, draft: Path, recorded: type[_Recorded], proposer: str, tmp_path: Path
 ) -> None:
-    target = tiny_model("llama", seed=0)
-    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
     is_ahead = proposer == "head, ahead"
     if proposer.startswith("head"):
         draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=60)
@@ -133,8 +129,7 @@ def test_no_captured_pass_has_more_rows_than_a_step(
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
-def test_a_step_of_all_its_rows_runs_captured(tiny_model: Tiny, recorded: type[_Recorded]) -> None:
-    target = tiny_model("llama", seed=0)
+def test_a_step_of_all_its_rows_runs_captured(target: Path, recorded: type[_Recorded]) -> None:
     config = engine_config(target, target, k=4, max_num_seqs=7, max_num_batched_tokens=12)
     plain, padded = Engine(config), Engine(config)
     padded.worker.capture(ignore_progress)
@@ -145,8 +140,7 @@ def test_a_step_of_all_its_rows_runs_captured(tiny_model: Tiny, recorded: type[_
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
-def test_logprobs_are_raw_beside_edits(tiny_model: Tiny, recorded: type[_Recorded]) -> None:
-    target = tiny_model("llama", seed=0)
+def test_logprobs_are_raw_beside_edits(target: Path, recorded: type[_Recorded]) -> None:
     config = engine_config(target, target, k=2, max_num_seqs=2)
     params = SamplingParams(max_tokens=12, seed=1, allowed_token_ids=(3, 5, 8), logprobs=2)
     plain, padded = Engine(config), Engine(config)
@@ -163,8 +157,7 @@ def test_logprobs_are_raw_beside_edits(tiny_model: Tiny, recorded: type[_Recorde
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
-def test_prompts_run_captured_too(tiny_model: Tiny, recorded: type[_Recorded]) -> None:
-    target = tiny_model("llama", seed=0)
+def test_prompts_run_captured_too(target: Path, recorded: type[_Recorded]) -> None:
     config = engine_config(target, target, k=2, max_num_seqs=3)
     engine = Engine(config)
     expected = [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)]

@@ -1,20 +1,17 @@
 """Steps that are launched before the host has read the one before change nobody's output."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
-from tiny_models import VOCAB
+from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import NewRequest, ProcessorChoice, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.scheduling.plan import Plan
 
-Tiny = Callable[..., Path]
 K = 3
 PARAMS = [
     SamplingParams(max_tokens=40, seed=4),

@@ -1,32 +1,20 @@
 """Prompt logprobs: the target's own, through chunks, prefix hits and preemption."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import RequestOutput, TokenLogprobs
 from outrider.engine.engine import Engine
 from outrider.engine.scheduling import scheduler
 
-Tiny = Callable[..., Path]
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
 SCORED = replace(GREEDY, prompt_logprobs=3)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

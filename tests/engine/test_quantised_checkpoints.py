@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from paged import check_against_eager, run_prompt
 from quantised import FORMATS, Format, quantise
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE
+from tiny_models import DEVICE, Tiny
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
@@ -24,7 +23,6 @@ from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.models.weights import Dense, Linear, with_same_bits
 from outrider.kernels.model.narrow_matrix import round_to_fp8
 
-Tiny = Callable[..., Path]
 # Blocks of 128 end within a matrix, and the merged q, k, v begin within one.
 KINDS = ("fp8", "int8", "int4", "fp4")
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32}

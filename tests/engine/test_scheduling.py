@@ -1,7 +1,6 @@
 """Who is seated, and what a refused or finished request leaves behind: nothing."""
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,19 +22,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
 
-Tiny = Callable[..., Path]
 SPECS = ("parity = logits_processors:FavourParity", "keep_to = logits_processors:KeepTo")
 LONG, SHORT, OTHER = prompts([120, 6, 7], VOCAB)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_model: Tiny) -> Path:
-    return tiny_model("llama", seed=0, num_hidden_layers=1)
 
 
 def new(name: str, prompt: list[int], params: SamplingParams = GREEDY) -> NewRequest:

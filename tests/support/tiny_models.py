@@ -1,5 +1,6 @@
 """Tiny random models, saved as real model directories."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import outrider.engine.models.architectures  # noqa: F401 - registers those that
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 97
+Tiny = Callable[..., Path]  # `tiny_model(architecture, seed=…)` -> model directory
 TINY: dict[str, dict[str, object]] = {
     "llama": {"num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
