@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from verification import DEVICE, Batch, equal, mixed_sampling, random_batch
+from verification import DEVICE, Batch, equal, mixed_sampling
 
 from outrider.kernels.verify.sampling import Sampling
 from outrider.kernels.verify.verify import Verified, draft_sample, verify
@@ -21,8 +21,8 @@ RAGGED = [[5, 0, 3, 1] * 3, [0] * 12, [2, 5, 5, 4, 0, 1] * 2, [5] * 11 + [0]]
 
 def make_batch(seed: int, num_drafts: list[int]) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return random_batch(
-        generator, len(num_drafts), num_drafts, VOCAB, torch.bfloat16,
+    return Batch(
+        generator, num_drafts, VOCAB, torch.bfloat16,
         mixed_sampling(len(num_drafts), seed), noise=0.1,
     )  # fmt: skip
 

@@ -9,12 +9,12 @@ from verification import (
     DEVICE,
     DRAWING_ROADS,
     HAS_KERNELS,
+    Batch,
     cu_rows_of,
     equal,
     make_sampling,
     mixed_sampling,
     on_road,
-    random_batch,
 )
 
 from outrider.kernels.verify import finish
@@ -113,7 +113,7 @@ def test_rules_of_a_batch_do_not_mix(road: str) -> None:
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 def test_programs_that_share_a_request_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
-    batch = random_batch(generator, 6, [2] * 6, 5000, torch.bfloat16, mixed_sampling(6, 1))
+    batch = Batch(generator, [2] * 6, 5000, torch.bfloat16, mixed_sampling(6, 1))
     results = []
     for num_programs in (1, 12, 1000):
         monkeypatch.setattr(finish, "num_programs", lambda *_, n=num_programs: n)
@@ -126,7 +126,7 @@ def test_programs_that_share_a_request_change_no_token(monkeypatch: pytest.Monke
 def test_promises_to_the_kernels_change_no_token(temperature: float, road: str) -> None:
     generator = torch.Generator().manual_seed(2)
     sampling = make_sampling(2, temperature=temperature)
-    batch = random_batch(generator, 2, [2, 0], 200, torch.float32, sampling)
+    batch = Batch(generator, [2, 0], 200, torch.float32, sampling)
     with on_road(road):
         promised = verify(
             batch.target_logits, batch.cu_rows, batch.draft_ids, batch.num_drafts,

@@ -10,7 +10,6 @@ from verification import (
     equal,
     make_sampling,
     mixed_sampling,
-    random_batch,
     spread_out,
 )
 
@@ -35,17 +34,13 @@ def test_mixed_batch(
 ) -> None:
     generator = torch.Generator().manual_seed(vocab)
     sampling = mixed_sampling(len(num_drafts), vocab + dtype.itemsize)
-    check(
-        random_batch(
-            generator, len(num_drafts), num_drafts, vocab, dtype, sampling, draft_width=draft_width
-        )
-    )
+    check(Batch(generator, num_drafts, vocab, dtype, sampling, draft_width=draft_width))
 
 
 def test_draft_rows_are_found_where_they_lie(road: str) -> None:
     """Among those of other requests, in another order."""
     generator = torch.Generator().manual_seed(9)
-    batch = random_batch(generator, 4, [2, 1, 0, 2], 97, torch.bfloat16, mixed_sampling(4, 5))
+    batch = Batch(generator, [2, 1, 0, 2], 97, torch.bfloat16, mixed_sampling(4, 5))
     expected = batch.verify("reference")
     draft_rows = torch.tensor([5, 0, 2, 3], device=DEVICE)
     for name in ("draft_logits", "state"):
@@ -67,7 +62,7 @@ def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
     """Models close enough that most drafts stand, past the first tile of rows."""
     generator = torch.Generator().manual_seed(5)
     sampling = make_sampling(2, rule=rule, temperature=0.3)
-    batch = random_batch(generator, 2, [32, 0], 40, torch.float32, sampling, 8.0, noise=0.005)
+    batch = Batch(generator, [32, 0], 40, torch.float32, sampling, 8.0, noise=0.005)
     check(batch)
     assert int(batch.verify("kernel").num_tokens.max()) > 8
 
@@ -75,7 +70,7 @@ def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
 def test_match_looks_past_the_two_likeliest_groups() -> None:
     generator = torch.Generator().manual_seed(4)
     sampling = make_sampling(8, rule=Rule.MATCH)
-    check(random_batch(generator, 8, [0] * 8, 2049, torch.bfloat16, sampling))
+    check(Batch(generator, [0] * 8, 2049, torch.bfloat16, sampling))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +79,7 @@ def test_match_looks_past_the_two_likeliest_groups() -> None:
 def test_large_vocabulary(vocab: int) -> None:
     generator = torch.Generator().manual_seed(6)
     sampling = mixed_sampling(2, 3)
-    check(random_batch(generator, 2, [1, 0], vocab, torch.bfloat16, sampling))
+    check(Batch(generator, [1, 0], vocab, torch.bfloat16, sampling))
 
 
 @pytest.mark.gpu
@@ -101,7 +96,7 @@ def test_large_vocabulary(vocab: int) -> None:
 def test_large_batch(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     num_drafts = [i % 6 for i in range(48)]
-    batch = random_batch(generator, 48, num_drafts, vocab, dtype, mixed_sampling(48, vocab))
+    batch = Batch(generator, num_drafts, vocab, dtype, mixed_sampling(48, vocab))
     check(batch)
 
 
@@ -110,7 +105,7 @@ def test_large_batch(vocab: int, dtype: torch.dtype) -> None:
 def test_a_thousand_requests_of_ragged_drafts() -> None:
     generator = torch.Generator().manual_seed(8)
     num_drafts = [i % 33 for i in range(1024)]
-    batch = random_batch(generator, 1024, num_drafts, 300, torch.bfloat16, mixed_sampling(1024, 4))
+    batch = Batch(generator, num_drafts, 300, torch.bfloat16, mixed_sampling(1024, 4))
     check(batch)
 
 
@@ -119,7 +114,7 @@ def test_a_thousand_requests_of_ragged_drafts() -> None:
 def test_rows_further_apart_than_int32_reaches() -> None:
     """More than 2**31 logits, few of them ever touched; the interpreter's integers do not wrap."""
     generator = torch.Generator().manual_seed(7)
-    batch = random_batch(generator, 3, [5, 5, 5], 97, torch.bfloat16, mixed_sampling(3, 1))
+    batch = Batch(generator, [5, 5, 5], 97, torch.bfloat16, mixed_sampling(3, 1))
     expected = batch.verify("reference")
     batch.target_logits = spread_out(batch.target_logits, 2**27)
     batch.draft_logits = spread_out(batch.draft_logits, 2**30)

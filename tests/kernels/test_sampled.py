@@ -11,7 +11,6 @@ from verification import (
     make_sampling,
     mixed_sampling,
     on_road,
-    random_batch,
 )
 
 from outrider.kernels.verify import sampled
@@ -37,9 +36,7 @@ def test_mixed_batch(dtype: torch.dtype, vocab: int, seed: int) -> None:
     width = [None, vocab + 3, max(1, vocab - 7)][seed % 3]
     sampling = mixed_sampling(len(num_drafts), vocab + seed)
     spread = (0.3, 3.0, 8.0)[seed % 3]
-    check(
-        random_batch(generator, len(num_drafts), num_drafts, vocab, dtype, sampling, spread, width)
-    )
+    check(Batch(generator, num_drafts, vocab, dtype, sampling, spread, width))
 
 
 @pytest.mark.parametrize("rule", list(Rule))
@@ -50,9 +47,8 @@ def test_a_real_vocabulary(rule: Rule, filters: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(7)
     for spread in (1.0, 4.0):
         check(
-            random_batch(
+            Batch(
                 generator,
-                6,
                 [2, 4, 0, 3, 4, 4],
                 49_152,
                 torch.bfloat16,

@@ -115,39 +115,23 @@ def sides_of(edges: list[float]) -> list[float]:
     return [u for u in inside if all(abs(u - edge) > 0.9 * step for edge in edges)]
 
 
-def random_batch(
-    generator: torch.Generator,
-    batch: int,
-    num_drafts: list[int],
-    vocab_size: int,
-    dtype: torch.dtype,
-    sampling: Sampling,
-    spread: float = 3.0,
-    draft_width: int | None = None,
-    noise: float = 0.3,
-) -> "Batch":
-    """Requests with random logits and drafts drawn from draft logits near the target's."""
-    return Batch(
-        generator, batch, num_drafts, vocab_size, dtype, sampling, spread, draft_width, noise
-    )
-
-
 class Batch:
-    """One step of a batch: everything that `verify` takes."""
+    """One step of a batch, everything that `verify` takes: random logits, and drafts drawn from
+    draft logits near them.
+    """
 
     def __init__(
         self,
         generator: torch.Generator,
-        batch: int,
         num_drafts: list[int],
         vocab_size: int,
         dtype: torch.dtype,
         sampling: Sampling,
-        spread: float,
-        draft_width: int | None,
-        noise: float,
+        spread: float = 3.0,
+        draft_width: int | None = None,
+        noise: float = 0.3,
     ) -> None:
-        k_max = max(num_drafts)
+        batch, k_max = len(num_drafts), max(num_drafts)
         self.vocab_size = vocab_size
         self.sampling = sampling
         self.num_drafts = torch.tensor(num_drafts, dtype=torch.int32, device=DEVICE)
