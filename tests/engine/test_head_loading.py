@@ -31,6 +31,14 @@ def load(target: Path, head: Path) -> None:
     Engine(engine_config(target, head))
 
 
+def check_refused(target: Path, head: Path, says: str) -> None:
+    """Assert that the head cannot be loaded, and that the error names both models."""
+    with pytest.raises(HeadError, match=says) as raised:
+        load(target, head)
+    assert str(target) in str(raised.value)
+    assert str(head) in str(raised.value)
+
+
 def edit(head: Path, **changes: Any) -> None:
     told = json.loads((head / "config.json").read_text()) | changes
     (head / "config.json").write_text(json.dumps(told))
@@ -76,10 +84,7 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
     head = save_tiny_head(tmp_path / "head", target, draft_vocab=50, parallel=name == "mask_hidden")
     load(target, head)
     change(head, name, value)
-    with pytest.raises(HeadError, match=says) as raised:
-        load(target, head)
-    assert str(target) in str(raised.value)
-    assert str(head) in str(raised.value)
+    check_refused(target, head, says)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +111,7 @@ def test_a_bad_config_is_told_at_load(
 ) -> None:
     head = save_tiny_head(tmp_path / "head", target)
     edit(head, **changes)
-    with pytest.raises(HeadError, match=says) as raised:
-        load(target, head)
-    assert str(target) in str(raised.value)
+    check_refused(target, head, says)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +131,7 @@ def test_a_bad_tensor_of_a_block_head_is_told_at_load(
     head = save_tiny_block_head(tmp_path / "head", target, markov="gated", confidence="token")
     load(target, head)
     change(head, name, value)
-    with pytest.raises(HeadError, match=says) as raised:
-        load(target, head)
-    assert str(target) in str(raised.value)
-    assert str(head) in str(raised.value)
+    check_refused(target, head, says)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,7 @@ def test_a_head_for_a_wider_target_is_refused(
     target: Path, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path, tiny_model("llama", num_hidden_layers=6, hidden_size=64))
-    with pytest.raises(HeadError, match=r"each 32 wide, it must be 64 x 96"):
-        load(target, head)
+    check_refused(target, head, r"each 32 wide, it must be 64 x 96")
 
 
 def test_a_target_too_shallow_for_the_usual_layers_is_refused(
@@ -195,8 +194,7 @@ def test_a_target_too_shallow_for_the_usual_layers_is_refused(
     target = tiny_model("llama")
     head = save_tiny_head(tmp_path, target)
     edit(head, eagle_aux_hidden_state_layer_ids=None)
-    with pytest.raises(HeadError, match="as heads do whose config names none"):
-        load(target, head)
+    check_refused(target, head, "as heads do whose config names none")
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -204,15 +202,13 @@ def test_a_file_cut_short_is_refused(pickled: bool, target: Path, tmp_path: Path
     head = save_tiny_head(tmp_path, target, pickled=pickled)
     (file,) = (path for path in head.iterdir() if path.name != "config.json")
     file.write_bytes(file.read_bytes()[:-3000])
-    with pytest.raises(HeadError, match="damaged or cut short"):
-        load(target, head)
+    check_refused(target, head, "damaged or cut short")
 
 
 def test_a_head_without_weights_is_refused(target: Path, tmp_path: Path) -> None:
     head = save_tiny_head(tmp_path, target)
     (head / "model.safetensors").unlink()
-    with pytest.raises(HeadError, match=r"model\.safetensors"):
-        load(target, head)
+    check_refused(target, head, r"model\.safetensors")
 
 
 def test_a_model_of_its_own_is_no_head(target: Path, tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """The draft that a target is given if nobody names one."""
 
-import json
 import logging
 from pathlib import Path
 
 import pytest
-from tiny_pairs import save_tiny_model_with_tokenizer
+from tiny_pairs import save_tiny_model_with_other_tokenizer, save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
-from outrider.engine.api import ignore_progress
 
+from outrider.engine.api import ignore_progress
 from outrider.server.cli import app
 from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP, Settings
 from outrider.server.config.settings_loader import load_settings
@@ -115,11 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     save_tiny_model_with_tokenizer(root / "target", num_hidden_layers=3)
     save_tiny_model_with_tokenizer(root / "draft", num_hidden_layers=1)
-    save_tiny_model_with_tokenizer(root / "other", num_hidden_layers=1)
-    tokenizer = json.loads((root / "other/tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (root / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+    save_tiny_model_with_other_tokenizer(root / "other", num_hidden_layers=1)
     return root
 
 

@@ -40,16 +40,6 @@ def saying(serve: Serve, tokenizer: Tokenizer, text: str, **settings: Any) -> Se
     return served
 
 
-def events(reply: Reply) -> list[dict[str, Any]]:
-    """The events of a stream, whose names are their types."""
-    told = []
-    for event in reply.body.decode().split("\n\n")[:-1]:
-        name, data = event.split("\n")
-        told.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {told[-1]['type']}"
-    return told
-
-
 def prompt_of(served: Served, tokenizer: Tokenizer) -> str:
     request = served.client.submitted[-1][0]
     return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
@@ -89,7 +79,7 @@ def test_stream_tells_what_the_whole_answer_has(
     if thinking:
         fields["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     whole = ask(served, **fields).json()
-    start, *rest = events(ask(served, stream=True, **fields))
+    start, *rest = ask(served, stream=True, **fields).named_events
     assert start["type"] == "message_start"
     message = start["message"]
     *blocks, end, stop = rest
@@ -304,7 +294,7 @@ def test_failure_in_mid_stream_is_an_error_event(serve: Serve) -> None:
     served = serve(
         lambda request: [*steps(request, [70, 71])[:1], EngineUnavailableError("it died")]
     )
-    *_, last = events(ask(served, stream=True))
+    *_, last = ask(served, stream=True).named_events
     assert last["type"] == "error"
     assert last["error"] == {"type": "overloaded_error", "message": "it died"}
 

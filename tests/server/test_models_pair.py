@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from heads import save_tiny_head
-from tiny_pairs import save_tiny_model_with_tokenizer
+from tiny_pairs import save_tiny_model_with_other_tokenizer, save_tiny_model_with_tokenizer
 from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.server.config.settings_loader import load_settings
@@ -22,11 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     save_tiny_model_with_tokenizer(root / "target", num_hidden_layers=3)
     save_tiny_model_with_tokenizer(root / "draft", num_hidden_layers=1, vocab_size=512)
-    save_tiny_model_with_tokenizer(root / "other", num_hidden_layers=1)
-    tokenizer = json.loads((root / "other/tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (root / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+    save_tiny_model_with_other_tokenizer(root / "other", num_hidden_layers=1)
     return root
 
 

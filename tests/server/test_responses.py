@@ -51,12 +51,8 @@ def saying(serve: Serve, tokenizer: Tokenizer, *texts: str, **settings: Any) -> 
 
 
 def events(reply: Reply) -> list[dict[str, Any]]:
-    """The events of a stream, whose names are their types and whose numbers go up."""
-    told = []
-    for event in reply.body.decode().split("\n\n")[:-1]:
-        name, data = event.split("\n")
-        told.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {told[-1]['type']}"
+    """The events of a stream, whose numbers go up."""
+    told = reply.named_events
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     return told
 

@@ -33,6 +33,16 @@ class Reply:
         return [line.removeprefix("data: ") for line in lines]
 
     @property
+    def named_events(self) -> list[dict[str, Any]]:
+        """The events of a stream, whose names are their types."""
+        told = []
+        for event in self.body.decode().split("\n\n")[:-1]:
+            name, data = event.split("\n")
+            told.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {told[-1]['type']}"
+        return told
+
+    @property
     def chunks(self) -> list[Any]:
         """The events of a stream that ended well, without its `[DONE]`."""
         *chunks, done = self.events

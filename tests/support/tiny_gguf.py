@@ -1,6 +1,8 @@
-"""A tiny Llama as a GGUF file, in one of its formats."""
+"""Tiny Llamas as GGUF files, and one in each of their formats."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
@@ -9,6 +11,55 @@ from gguf.quants import quantize
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 256, 4, 2, 512, 320
 RNG_SEED = 0
+
+
+class Llama(NamedTuple):
+    """The shape of a model."""
+
+    vocab_size: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    num_layers: int
+
+    def writer(self, path: Path, max_positions: int) -> GGUFWriter:
+        """Of a file that holds the model's configuration so far."""
+        writer = GGUFWriter(path, "llama")
+        writer.add_block_count(self.num_layers)
+        writer.add_context_length(max_positions)
+        writer.add_embedding_length(self.hidden)
+        writer.add_feed_forward_length(self.ffn)
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(self.kv_heads)
+        writer.add_rope_dimension_count(self.hidden // self.heads)
+        writer.add_rope_freq_base(10000.0)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_vocab_size(self.vocab_size)
+        return writer
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes."""
+        hidden, kv = self.hidden, self.hidden // self.heads * self.kv_heads
+        yield "token_embd.weight", (self.vocab_size, hidden)
+        yield "output_norm.weight", (hidden,)
+        for i in range(self.num_layers):
+            yield f"blk.{i}.attn_norm.weight", (hidden,)
+            yield f"blk.{i}.ffn_norm.weight", (hidden,)
+            yield f"blk.{i}.attn_q.weight", (hidden, hidden)
+            yield f"blk.{i}.attn_k.weight", (kv, hidden)
+            yield f"blk.{i}.attn_v.weight", (kv, hidden)
+            yield f"blk.{i}.attn_output.weight", (hidden, hidden)
+            yield f"blk.{i}.ffn_gate.weight", (self.ffn, hidden)
+            yield f"blk.{i}.ffn_up.weight", (self.ffn, hidden)
+            yield f"blk.{i}.ffn_down.weight", (hidden, self.ffn)
+
+
+def write_out(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def random_blocks(type_: GGMLQuantizationType, rows: int, width: int, seed: int = 0) -> np.ndarray:
@@ -37,43 +88,16 @@ def write_llama(
     path: Path, type_: GGMLQuantizationType, head: GGMLQuantizationType, num_layers: int = 2
 ) -> Path:
     """Its matrices are of `type_`, and its embedding, which is its head, too, of `head`."""
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(num_layers)
-    writer.add_context_length(512)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
-    rng = np.random.default_rng(RNG_SEED)
-
-    def plain(name: str, width: int) -> None:
-        writer.add_tensor(name, rng.normal(1, 0.1, width).astype(np.float32))
-
-    def matrix(name: str, rows: int, width: int, of: GGMLQuantizationType = type_) -> None:
-        values = rng.normal(0, 0.1, (rows, width)).astype(np.float32)
-        writer.add_tensor(name, encoded(of, values, seed=rows + len(name)), raw_dtype=of)
-
-    matrix("token_embd.weight", VOCAB, HIDDEN, head)
-    plain("output_norm.weight", HIDDEN)
-    kv = HIDDEN // HEADS * KV_HEADS
-    for i in range(num_layers):
-        plain(f"blk.{i}.attn_norm.weight", HIDDEN)
-        plain(f"blk.{i}.ffn_norm.weight", HIDDEN)
-        matrix(f"blk.{i}.attn_q.weight", HIDDEN, HIDDEN)
-        matrix(f"blk.{i}.attn_k.weight", kv, HIDDEN)
-        matrix(f"blk.{i}.attn_v.weight", kv, HIDDEN)
-        matrix(f"blk.{i}.attn_output.weight", HIDDEN, HIDDEN)
-        matrix(f"blk.{i}.ffn_gate.weight", FFN, HIDDEN)
-        matrix(f"blk.{i}.ffn_up.weight", FFN, HIDDEN)
-        matrix(f"blk.{i}.ffn_down.weight", HIDDEN, FFN)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    shape = Llama(VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, num_layers)
+    writer, rng = shape.writer(path, 512), np.random.default_rng(RNG_SEED)
+    for name, size in shape.tensors():
+        if len(size) == 1:
+            writer.add_tensor(name, rng.normal(1, 0.1, size).astype(np.float32))
+            continue
+        of = head if name == "token_embd.weight" else type_
+        values = rng.normal(0, 0.1, size).astype(np.float32)
+        writer.add_tensor(name, encoded(of, values, seed=size[0] + len(name)), raw_dtype=of)
+    write_out(writer)
     return path
 
 

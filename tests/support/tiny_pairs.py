@@ -1,15 +1,15 @@
 """Tiny models with a tokenizer: whole directories, and GGUF files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter, TokenType
+from gguf import TokenType
 from mtp import save_tiny_mtp_model
+from tiny_gguf import Llama, write_out
 from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_level_wrapper
-
-_LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _FFN = 2, 32, 4, 2, 64
 
 
 def save_tiny_model_with_tokenizer(path: Path, *, has_mtp: bool = False, **overrides: Any) -> Path:
@@ -22,20 +22,21 @@ def save_tiny_model_with_tokenizer(path: Path, *, has_mtp: bool = False, **overr
     return path
 
 
+def save_tiny_model_with_other_tokenizer(path: Path, **overrides: Any) -> Path:
+    """The same, but two letters have exchanged their ids."""
+    save_tiny_model_with_tokenizer(path, **overrides)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
 def write_tiny_gguf(path: Path, pre: str = "smollm") -> Path:
     """A random two-layer llama in float32, with a byte-level tokenizer whose digits can merge."""
     tokens, types, merges = _vocabulary()
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(_LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(_HIDDEN)
-    writer.add_feed_forward_length(_FFN)
-    writer.add_head_count(_HEADS)
-    writer.add_head_count_kv(_KV_HEADS)
-    writer.add_rope_dimension_count(_HIDDEN // _HEADS)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
+    shape = Llama(len(tokens), hidden=32, heads=4, kv_heads=2, ffn=64, num_layers=2)
+    writer = shape.writer(path, 128)
     writer.add_file_type(0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -45,27 +46,9 @@ def write_tiny_gguf(path: Path, pre: str = "smollm") -> Path:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     rng = np.random.default_rng(0)
-
-    def add(name: str, *shape: int) -> None:
-        writer.add_tensor(name, rng.normal(0, 0.3, shape).astype(np.float32))
-
-    add("token_embd.weight", len(tokens), _HIDDEN)
-    add("output_norm.weight", _HIDDEN)
-    head = _HIDDEN // _HEADS
-    for layer in range(_LAYERS):
-        add(f"blk.{layer}.attn_norm.weight", _HIDDEN)
-        add(f"blk.{layer}.ffn_norm.weight", _HIDDEN)
-        add(f"blk.{layer}.attn_q.weight", _HIDDEN, _HIDDEN)
-        add(f"blk.{layer}.attn_k.weight", head * _KV_HEADS, _HIDDEN)
-        add(f"blk.{layer}.attn_v.weight", head * _KV_HEADS, _HIDDEN)
-        add(f"blk.{layer}.attn_output.weight", _HIDDEN, _HIDDEN)
-        add(f"blk.{layer}.ffn_gate.weight", _FFN, _HIDDEN)
-        add(f"blk.{layer}.ffn_up.weight", _FFN, _HIDDEN)
-        add(f"blk.{layer}.ffn_down.weight", _HIDDEN, _FFN)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for name, size in shape.tensors():
+        writer.add_tensor(name, rng.normal(0, 0.3, size).astype(np.float32))
+    write_out(writer)
     return path
 
 
