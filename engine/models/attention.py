@@ -105,7 +105,7 @@ class PassContext:
         window, group = layer.window, layer.num_heads // layer.num_kv_heads
         key = (seq.rows.start, window, group, layer.rows_at_once, layer.causal)
         if key not in self._blocks:
-            assert layer.causal or not self._same_bits, "a row would depend on those behind it"
+            assert layer.causal or not self._same_bits, "a row would depend on those after it"
             query_len = seq.rows.stop - seq.rows.start
             args = (query_len, seq.num_tokens, window, group, like.dtype, like.device)
             if self._same_bits:

@@ -13,7 +13,7 @@ N is the identity, one norm over all states, or a norm for each state. EAGLE 3.1
 recycles normalised outputs. Further layers are ordinary decoder layers.
 
 P-EAGLE recycles nothing. All of a step's drafts but the first are predicted by rows of masks, with
-f = fc(N(mask_hidden)) and the embedding of a mask token, in one pass behind the true rows.
+f = fc(N(mask_hidden)) and the embedding of a mask token, in one pass after the true rows.
 """
 
 from collections.abc import Sequence

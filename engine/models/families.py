@@ -119,7 +119,7 @@ def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """How many tokens a layer attends to, with its own; None: all."""
+    """How many tokens a row of this layer attends to, its own included; None: all."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
         return None

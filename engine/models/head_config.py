@@ -125,7 +125,7 @@ class HeadConfig:
         found = told or tuple(sorted((2, num_layers // 2, num_layers - 3)))
         if not all(0 <= b <= num_layers for b in found) or len(set(found)) < len(found):
             raise HeadError(
-                f"it reads the hidden states behind layers {', '.join(map(str, found))}"
+                f"it reads the hidden states after layers {', '.join(map(str, found))}"
                 f"{'' if told else ', as heads do whose config names none'}, but the target has "
                 f"{num_layers} layers"
             )
@@ -230,7 +230,7 @@ def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfi
         mask_token_id=mask_token_id,
         predicts_from_anchor=bool(from_anchor),
         windows=tuple(window if sliding else None for sliding in is_sliding),
-        # Layers with a window are causal, unless the config says it for all layers.
+        # Layers with a window are causal, unless the config decides for all layers.
         causal=tuple(s if is_causal is None else bool(is_causal) for s in is_sliding),
         embedding_scale=float(own.get("input_embedding_scale") or 1.0),
         markov=markov,

@@ -100,7 +100,7 @@ class HuggingFaceModel(Network):
         )
         taps = None
         if self.tapped_layers:
-            # The last of these states are normalised: what is behind the last layer is not there.
+            # The last of these states are normalised; those of the last layer itself are not there.
             states, last = output.hidden_states, len(output.hidden_states) - 1
             taps = torch.stack([states[min(i + 1, last)][0] for i in self.tapped_layers], 1)
         return output.logits[0], taps

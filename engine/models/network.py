@@ -50,7 +50,7 @@ class Network(PagedLayers):
         """From now on, hand out the residual stream after these layers, for every row, in the order
         of the layers.
 
-        -1 means the embeddings; the number of layers means the states behind the last norm. Raises
+        -1 means the embeddings; the number of layers means the states after the last norm. Raises
         ValueError naming the valid layers.
         """
         num_layers = len(self.attentions)

@@ -92,7 +92,7 @@ def _compare_passes(network: Network, max_len: int) -> None:
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
                 raise ValueError(
-                    f"{end - first} rows came out otherwise than among {ends[-1]}, to the bit"
+                    f"{end - first} rows differ in bits from the same rows among {ends[-1]}"
                 )
     finally:
         network.free_cache()

@@ -33,7 +33,7 @@ class Stack(PagedLayers):
 
     @property
     def linears(self) -> list[Linear]:
-        """All linear layers that a pass computes, but for those of experts."""
+        """All linear layers that a pass computes, except those of experts."""
         return [*(linear for block in self.blocks for linear in block.linears), self.head]
 
     @property

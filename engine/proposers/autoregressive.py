@@ -23,7 +23,7 @@ AnyAutoregressiveHead = TypeVar("AnyAutoregressiveHead", bound=AutoregressiveHea
 
 
 class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
-    """What the head makes of the target's passes, however it drafts behind them."""
+    """What the head makes of the target's passes, however it drafts after them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -27,8 +27,8 @@ from .base import SAMPLING_KINDS, DraftDistributions, Proposer
 MIN_LIKELIHOOD = 0.1
 
 # (j, slots, rows, last drafts) -> logits of draft j for these slots and, from a confidence head,
-# how likely it stands if the drafts before it do: [N]. `rows` says which rows of the call before go
-# on, and the last drafts are theirs; None for the first draft.
+# how likely it stands if the drafts before it do: [N]. `rows` are those of the previous call that
+# continue, with their last drafts; None for the first draft.
 LogitsOf = Callable[[int, np.ndarray, np.ndarray, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
@@ -117,9 +117,9 @@ class DrawingProposer(Proposer):
     ) -> None:
         """Draw up to k_i drafts for each sequence, one after another; sets k_i to their number.
 
-        The host edits the logits of requests that want it. How likely drafts are to stand is said
-        by the head's confidence or else by the draft's own probabilities. `draw(slots, j, logits)`
-        returns the drafts: [N].
+        The host edits the logits of requests that want it. How likely a draft is to stand follows
+        from the head's confidence or else from the draft's own probabilities. `draw(slots, j,
+        logits)` returns the drafts: [N].
         """
         slots_np = slots_of(scheduled)
         wanted_np = np.array([s.num_drafts for s in scheduled])

@@ -15,7 +15,7 @@ class Committer:
     """Advances sequences by what steps compute and draw, and ends those that are done.
 
     Only here does the host learn new tokens. KV is right for a sequence's known tokens and the
-    accepted drafts; the next step overwrites what lies behind them. What a step drew for a sequence
+    accepted drafts; the next step overwrites what lies after them. What a step drew for a sequence
     that was preempted, or started over, after its launch is void: it is skipped.
     """
 

@@ -4,7 +4,7 @@ A page holds the KV of the same token positions for the target and for the draft
 found by the hash of their tokens, also after their sequence has finished, until their room is
 needed (least recently used first). A page that is found is shared, never copied. That is safe
 because nobody writes to it again: only full pages of known tokens are recorded, and a sequence
-only ever writes KV behind its computed tokens.
+only ever writes KV after its computed tokens.
 """
 
 import hashlib
@@ -205,7 +205,7 @@ class KVCacheManager:
         self.events.append(PageStored(page_hash, parent_hash, token_ids))
 
     def _hash_pages(self, request: Request, num_pages: int) -> None:
-        """Hash the first `num_pages` pages; each hash also covers, by its parent, all before."""
+        """Hash the first `num_pages` pages. A hash begins with that of the page before."""
         hashes = request.page_hashes
         for i in range(len(hashes), num_pages):
             parent = hashes[-1] if hashes else _salt_hash(request.cache_salt)

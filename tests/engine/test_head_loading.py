@@ -96,10 +96,10 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 5, 7]},
-            "behind layers 2, 5, 7, but",
+            "after layers 2, 5, 7, but",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [2, "a", 4]}, "they must be integers"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}, "behind layers 2, 2, 4"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}, "after layers 2, 2, 4"),
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "its RoPE is dynamic"),
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
@@ -140,7 +140,7 @@ def test_a_bad_tensor_of_a_block_head_is_told_at_load(
         ({"mask_token_id": None}, "names no mask token"),
         ({"mask_token_id": 97}, "its mask token is 97, but there are 97 embeddings"),
         ({"target_layer_ids": None}, "names no layers of the target"),
-        ({"target_layer_ids": [1, 6]}, "behind layers 2, 7, but the target has 6"),
+        ({"target_layer_ids": [1, 6]}, "after layers 2, 7, but the target has 6"),
         ({"target_layer_ids": [1]}, "for 1 hidden states of this target"),
         ({"block_size": 0}, "its block_size is 0, which leaves no row"),
         ({"block_size": 3}, "num_speculative_tokens is 4, but the dspark head .* drafts 3 tokens"),
@@ -272,7 +272,7 @@ def test_the_layers_that_it_reads_can_be_set(target: Path, tmp_path: Path) -> No
     draft = replace(config.draft, head_layers=(5, 0, 3))
     engine = Engine(replace(config, draft=draft))
     assert engine.worker.pair.target.network.tapped_layers == (-1, 2, 4)
-    with pytest.raises(HeadError, match="behind layers 2, 5, 9"):
+    with pytest.raises(HeadError, match="after layers 2, 5, 9"):
         Engine(replace(config, draft=replace(draft, head_layers=(9, 2, 5))))
 
 

@@ -90,7 +90,7 @@ def test_a_sum_in_another_order_is_found_out(
     network = loaded(tiny_model("llama"), None)
     assert not network.same_bits
     assert all(layer.pages is None for layer in network.attentions)
-    assert "3 rows came out otherwise than among 40" in caplog.text
+    assert "3 rows differ in bits from the same rows among 40" in caplog.text
     with pytest.raises(UnsupportedModelError, match="batch_invariant is on, but 3 rows"):
         loaded(tiny_model("llama"), True)
 

@@ -156,7 +156,7 @@ def test_a_head_may_come_pickled(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("boundaries", "layers", "says"),
-    [((1, 2, 7), None, "behind layers 1, 2, 7"), ((1, 2, 7), "[1,2,3]", None)],
+    [((1, 2, 7), None, "after layers 1, 2, 7"), ((1, 2, 7), "[1,2,3]", None)],
 )
 def test_a_head_of_a_deeper_target_is_refused_before_anything_is_loaded(
     models: Path,
