@@ -1,22 +1,31 @@
-"""What Triton and ptxas make of the kernels for an H100; needs no GPU."""
+"""What Triton and ptxas make of the kernels; needs no GPU."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import INTERPRET
-from outrider.kernels.model import experts_product as experts_module
-from outrider.kernels.model import narrow_product as narrow_module
+from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts
 from outrider.kernels.model.experts_product import experts_product
+from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix
 from outrider.kernels.model.narrow_product import narrow_product
+from outrider.kernels.model.paged_attention import paged_attention
+from outrider.kernels.model.product import product
 from outrider.kernels.model.routing import Routing, Tiles
+from outrider.kernels.model.scaled_linear import scaled_linear
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
-pytestmark = pytest.mark.skipif(
-    INTERPRET or not machine_code.DISASSEMBLER.exists(), reason="needs Triton's compiler"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        INTERPRET or not machine_code.DISASSEMBLER.exists(), reason="needs Triton's compiler"
+    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would forget what graphs use"),
+]
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -36,17 +45,10 @@ def make_experts(num_in: int) -> ExpertMatrix:
     return ExpertMatrix(matrix._replace(scale=scale), empty(8 * 960), 8)
 
 
-@pytest.fixture(autouse=True)
-def dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"DEPENDENT": True, "launch_pdl": True}
-    for module in (experts_module, narrow_module):
-        monkeypatch.setattr(module, "dependent_launch", lambda device: options)
-
-
-def check(codes: list[str]) -> None:
-    assert codes
-    for code in codes:
-        num_products, early = machine_code.overwritten_factors(code)
+def check(kernels: list[Any]) -> None:
+    assert kernels
+    for kernel in kernels:
+        num_products, early = machine_code.overwritten_factors(machine_code.disassembled(kernel))
         assert num_products > 0
         assert early == []
 
@@ -54,14 +56,14 @@ def check(codes: list[str]) -> None:
 # With 7 steps each is a loop's only one, also in small tiles.
 @pytest.mark.parametrize(("size", "num_in"), [(16, 448), (16, 960), (64, 960), (128, 960)])
 def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> None:
-    with machine_code.launches() as codes:
+    with machine_code.launches(machine_code.H100) as kernels:
         layer, int32 = make_experts(num_in), torch.int32
         tiles = Tiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
         routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=torch.float32), tiles)
         experts_product(empty(50, num_in), routing, layer, Experts(layer, layer, 1.7, 7.0))
         experts_product(empty(200, num_in), routing, layer, None)
-    assert len(codes) == 2
-    check(codes)
+    assert len(kernels) == 2
+    check(kernels)
 
 
 @pytest.mark.parametrize("num_rows", [1, 100, 200])
@@ -69,7 +71,51 @@ def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> 
 def test_narrow_products_do_not_overwrite_what_is_multiplied(
     num_rows: int, kind: Kind, group: int
 ) -> None:
-    with machine_code.launches() as codes:
+    with machine_code.launches(machine_code.H100) as kernels:
         matrix = make_matrix(kind, 512, 1024, group)
         narrow_product(empty(num_rows, 512), empty(num_rows, 1024), matrix, None, 1, None)
-    check(codes)
+    check(kernels)
+
+
+def plain(num_rows: int) -> None:
+    product(empty(num_rows, 4096), empty(6144, 4096))
+
+
+def narrow(kind: Kind, num_rows: int) -> None:
+    narrow_linear(empty(num_rows, 4096), make_matrix(kind, 1024, 4096, 128), same_bits=True)
+
+
+def scaled(num_out: int, num_rows: int) -> None:
+    matrix = make_matrix("fp8", num_out, 4096, 4096)
+    scaled_linear(empty(num_rows, 4096), matrix._replace(rounds_inputs=True))
+
+
+def attention(num_seqs: int, rows_each: int, same_bits: bool) -> None:
+    num_rows, page = num_seqs * rows_each, 16
+    begins = empty(num_seqs + 1, dtype=torch.int32)
+    lens, slots = empty(2, num_seqs, dtype=torch.int64)
+    items = list_items(begins, lens, slots, num_rows, 8, 4, 4096, same_bits=same_bits)
+    cache, pages = empty(1, page, 8, 128), empty(num_seqs, 4096 // page, dtype=torch.int32)
+    paged_attention(empty(num_rows, 32, 128), cache, cache, items, pages, 1.0)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("launch", "cases"),
+    [
+        (plain, [(16,), (32,), (64,), (200,), (300,)]),
+        (narrow, [(kind, n) for kind in ("fp8", "int4") for n in (1, 32, 64, 200)]),
+        (scaled, [(6144, 16), (6144, 64), (6144, 128), (24576, 128), (6144, 200), (6144, 300)]),
+        (attention, [(1, 1, False), (1, 4, False), (8, 4, False), (2, 300, False)]),
+        (attention, [(1, 4, True), (2, 300, True)]),
+    ],
+)
+def test_kernels_fit_into_99_kilobytes_of_shared_memory(
+    launch: Callable[..., None], cases: list[tuple[Any, ...]]
+) -> None:
+    gpu = machine_code.RTX_4090
+    with machine_code.launches(gpu) as kernels:
+        for case in cases:
+            launch(*case)
+    assert len(kernels) >= len(cases)
+    assert max(kernel.metadata.shared for kernel in kernels) <= gpu.shared_bytes

@@ -1,14 +1,15 @@
-"""Compiles what host functions launch for an H100 (sm_90), without a GPU, and reads the result."""
+"""Compiles what host functions launch for a GPU that is not there, and reads the result."""
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -19,18 +20,34 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-_TARGET = SimpleNamespace(
-    get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    get_current_device=lambda: -1,  # of whose kernels nobody else keeps any
-    get_current_stream=lambda device: 0,
-)
+
+
+class Gpu(NamedTuple):
+    """What kernels and their launches depend on."""
+
+    capability: tuple[int, int]
+    shared_bytes: int  # that a program may take
+    num_sms: int
+
+
+H100 = Gpu((9, 0), 232_448, 132)
+RTX_4090 = Gpu((8, 9), 101_376, 128)
 
 
 @contextmanager
-def launches() -> Iterator[list[str]]:
-    """Inside, tensors are made up, and launches compile only. Gives their machine code."""
-    found: list[str] = []
+def launches(gpu: Gpu) -> Iterator[list[Any]]:
+    """Inside, tensors are made up, and launches compile only. Gives the compiled kernels."""
+    found: list[Any] = []
     run = JITFunction.run
+    major, minor = gpu.capability
+    target = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
+        get_current_device=lambda: gpu,  # no other has its kernels
+        get_current_stream=lambda device: 0,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": gpu.shared_bytes}
+        ),
+    )
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         def mock(value: Any) -> Any:
@@ -38,19 +55,36 @@ def launches() -> Iterator[list[str]]:
 
         options = {name: mock(value) for name, value in options.items()}
         kernel = run(self, *map(mock, args), grid=grid, warmup=True, **options)
-        found.append(_disassemble(kernel.asm["cubin"]))
+        found.append(kernel)
 
+    _forget()
     with (
-        patch.object(driver, "_active", _TARGET),
+        patch.object(driver, "_active", target),
         patch.object(JITFunction, "run", compile_only),
+        patch.object(torch.cuda, "get_device_capability", lambda device: gpu.capability),
+        patch.object(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(multi_processor_count=gpu.num_sms),
+        ),
         FakeTensorMode(),
     ):
         yield found
+    _forget()
 
 
-def _disassemble(cubin: bytes) -> str:
+def _forget() -> None:
+    """Drop what kernels keep of a device: its properties, and tensors, which are made up here."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("outrider.kernels."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def disassembled(kernel: Any) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(kernel.asm["cubin"])
         file.flush()
         command = [DISASSEMBLER, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
