@@ -79,6 +79,7 @@ class Worker:
         distributions = self.proposer.distributions
         self.verifier = Verifier(self.slots, self.edits, distributions, vocab_size)
         self._cpu_share = CPUShare(self.pair.target.thread_counts)
+        self._newcomers: list[Request] = []  # seated, but not filled
         self._is_compiled = isinstance(self.pair.target.network, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
         if self.device.type == "cuda":
@@ -121,9 +122,20 @@ class Worker:
         self.verifier.capture(logits)
 
     def seat(self, request: Request) -> None:
-        """Give a sequence a slot and fill it; its pages come later, by `slots.write_pages`."""
+        """Give a sequence a slot; `fill` must come before the next launch."""
         self.slots.seat(request)
-        self.edits.seat(request)
+        self._newcomers.append(request)
+
+    def fill(self, grown: list[tuple[Request, int]]) -> None:
+        """Tell the device of the sequences seated since, and of new pages: for each sequence those
+        from the given index on.
+        """
+        seated = [request for request in dict.fromkeys(self._newcomers) if request.slot is not None]
+        self._newcomers.clear()
+        self.slots.fill(seated)
+        self.slots.write_pages(grown)
+        for request in seated:
+            self.edits.seat(request)
 
     def unseat(self, request: Request) -> None:
         """Take a sequence's slot away. Steps in flight still write there; the results are void."""

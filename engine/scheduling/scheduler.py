@@ -76,7 +76,7 @@ class Scheduler:
                 break
             prefilling.append(request)
             budget -= num_rows
-        self._slots.write_pages(self._grown)
+        self._seats.fill(self._grown)
         self._grown.clear()
         return plan
 

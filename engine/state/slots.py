@@ -7,6 +7,7 @@ verifier read the same array, and after a sequence is seated the host sends no m
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.kernels.verify.sampling import Rule, Sampling
 from outrider.kernels.verify.slot_rows import SlotState
@@ -14,6 +15,7 @@ from outrider.kernels.verify.slot_rows import SlotState
 from ..api import SamplingParams, Verification
 from ..request import Request
 from .host_copy import staged, uploaded
+from .ragged import aligned, ragged_arange
 
 RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
 
@@ -42,21 +44,24 @@ class Slots:
         self.device = device
         # [num_slots, width]
         self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
+        # Fields of a slot of the same size are rows of one tensor, so that newcomers take one copy.
+        padded = aligned(num_slots, itemsize=4)
+        self._longs = torch.zeros(2, padded, dtype=torch.int64, device=device)
+        self._words = torch.zeros(5, padded, dtype=torch.int32, device=device)
+        num_tokens, seed = self._longs[:, :num_slots]
+        words = self._words[:, :num_slots]
+        temperature, top_p, min_p = words[:3].view(torch.float32)
+        top_k, rule = words[3:]
+        top_p.fill_(1)
+        rule.fill_(int(Rule.TOKEN))
         # [num_slots] known tokens; verification advances it, a step before the host knows
-        self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.num_tokens = num_tokens
         # [num_slots, pages of width]
         self.block_table = torch.zeros(
             num_slots, -(-width // page_size), dtype=torch.int32, device=device
         )
         # Each field: [num_slots]
-        self.sampling = Sampling(
-            temperature=torch.zeros(num_slots, dtype=torch.float32, device=device),
-            top_k=torch.zeros(num_slots, dtype=torch.int32, device=device),
-            top_p=torch.ones(num_slots, dtype=torch.float32, device=device),
-            min_p=torch.zeros(num_slots, dtype=torch.float32, device=device),
-            seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
-            rule=torch.full((num_slots,), int(Rule.TOKEN), dtype=torch.int32, device=device),
-        )
+        self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
         self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -69,19 +74,29 @@ class Slots:
         return params.temperature <= 0 or (params.verification or self._verification) == "match"
 
     def seat(self, request: Request) -> None:
-        """Give the request a slot, and copy its tokens and sampling parameters there."""
-        slot = self._free.pop()
-        request.slot = slot
-        self.write_tokens(request, 0, request.token_ids)
-        self.rewind(request)
-        params = request.params
-        # Not `field[slot] = value`: assigning a number waits for the GPU.
-        self.sampling.temperature[slot].fill_(params.temperature)
-        self.sampling.top_k[slot].fill_(params.top_k)
-        self.sampling.top_p[slot].fill_(params.top_p)
-        self.sampling.min_p[slot].fill_(params.min_p)
-        self.sampling.seed[slot].fill_(_as_int64(params.seed))
-        self.sampling.rule[slot].fill_(RULES[params.verification or self._verification])
+        """Give the request a slot; `fill` comes before the next step is launched."""
+        request.slot = self._free.pop()
+
+    def fill(self, seated: list[Request]) -> None:
+        """Copy tokens and sampling parameters of seated requests to their slots, all in one go."""
+        if not seated:
+            return
+        params = [request.params for request in seated]
+        slots_np = np.array([request.slot for request in seated])
+        lens_np = np.array([request.num_tokens for request in seated])
+        rules = [RULES[each.verification or self._verification] for each in params]
+        floats_np = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
+        words_np = np.column_stack(
+            (floats_np.view(np.int32), np.array([p.top_k for p in params]), np.array(rules))
+        )
+        longs_np = np.column_stack((lens_np, np.array([_as_int64(p.seed) for p in params])))
+        tokens_np = np.concatenate([request.token_ids for request in seated])
+        slots = uploaded(slots_np, self.device)
+        self._words.index_copy_(1, slots, uploaded(words_np.astype(np.int32), self.device).t())
+        self._longs.index_copy_(1, slots, uploaded(longs_np, self.device).t())
+        self._scatter(
+            self.token_ids, slots_np.repeat(lens_np), ragged_arange(0 * lens_np, lens_np), tokens_np
+        )
 
     def unseat(self, request: Request) -> None:
         assert request.slot is not None
@@ -107,8 +122,14 @@ class Slots:
             for column in range(first, len(request.pages))
         ]
         if entries:
-            slot, column, page = uploaded(np.array(entries), self.device).unbind(1)
-            self.block_table[slot, column] = page.int()
+            self._scatter(self.block_table, *np.array(entries).T)
+
+    def _scatter(
+        self, table: Tensor, slots_np: np.ndarray, columns_np: np.ndarray, values_np: np.ndarray
+    ) -> None:
+        entries_np = np.stack((slots_np, columns_np, values_np))
+        slots, columns, values = uploaded(entries_np, self.device)
+        table[slots, columns] = values.int()
 
     def check_integrity(self, live_requests: list[Request]) -> None:
         """Every slot is free or held by one request; raises RuntimeError otherwise."""

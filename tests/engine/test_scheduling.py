@@ -3,12 +3,14 @@
 import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
 from logits_processors import FavourParity
 from tiny_models import VOCAB
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.engine.api import (
     InvalidRequestError,
@@ -193,3 +195,26 @@ def test_a_match_sequence_gets_the_same_tokens_whatever_cuts_its_drafts(
     monkeypatch.setattr(engine.worker.proposer, "_propose", failing)
     [outputs] = run(engine, [SHORT], seeded)
     assert tokens(outputs) == tokens(alone)
+
+
+class CountOperations(TorchDispatchMode):
+    """How many operations torch is asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_newcomers_are_told_to_the_device_at_once(target: Path) -> None:
+    counts = []
+    for num_newcomers in (1, 8):
+        engine = Engine(engine_config(target, max_num_seqs=8))
+        different = prompts(range(4, 4 + num_newcomers), VOCAB)
+        engine.submit([new(str(i), prompt) for i, prompt in enumerate(different)])
+        with CountOperations() as operations:
+            engine.scheduler.schedule()
+        assert engine.worker.slots.num_free == 8 - num_newcomers
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0
