@@ -27,7 +27,8 @@ def _tiling(size: int, num_steps: int) -> dict[str, int]:
         # With 128 registers a thread, two programs share a multiprocessor.
         return {"BLOCK_N": 128, "STEPS": 1, "num_warps": 8, "num_stages": 4, "maxnreg": 128}
     # Several steps in a loop cost fewer instructions.
-    steps = next(n for n in (5, 4, 3, 2, 1) if num_steps % n == 0) if size < 64 else 1
+    most = 5 if size < 64 else 3
+    steps = next(n for n in range(most, 0, -1) if num_steps % n == 0)
     return {"BLOCK_N": 64, "STEPS": steps, "num_warps": 4, "num_stages": 3}
 
 
