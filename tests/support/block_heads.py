@@ -8,10 +8,10 @@ import torch
 from heads import (
     EPS,
     HEAD_DIM,
-    INNER,
     MASK,
     NUM_HEADS,
     NUM_KV_HEADS,
+    RandomWeights,
     layers_config,
     rotated,
     tensors_of,
@@ -46,40 +46,21 @@ def save_tiny_block_head(
     """A head of random weights for a tiny target: DSpark with a Markov head, else DFlash."""
     told = AutoConfig.from_pretrained(target)
     vocab, width = told.vocab_size, told.hidden_size
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * scale
-
-    def norm(size: int) -> Tensor:
-        return 1 + 0.3 * torch.randn(size, generator=generator)
-
+    random = RandomWeights(seed, scale)
+    matrix, norm = random.matrix, random.norm
     size = draft_vocab or vocab
     tensors = {"fc.weight": matrix(width, len(boundaries) * width)}
     tensors |= {"norm.weight": norm(width), "hidden_norm.weight": norm(width)}
     if draft_vocab is not None:
-        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        ids = random.drafted_ids(vocab, draft_vocab)
         tensors["d2t"] = ids - torch.arange(draft_vocab)
     if draft_vocab is not None or own_head:
         tensors["lm_head.weight"] = matrix(size, width)
     if own_embedding:
         tensors["embed_tokens.weight"] = matrix(vocab, width)
     for i in range(num_layers):
-        shapes = {
-            "self_attn.q_proj": (NUM_HEADS * HEAD_DIM, width),
-            "self_attn.k_proj": (NUM_KV_HEADS * HEAD_DIM, width),
-            "self_attn.v_proj": (NUM_KV_HEADS * HEAD_DIM, width),
-            "self_attn.o_proj": (width, NUM_HEADS * HEAD_DIM),
-            "mlp.gate_proj": (INNER, width),
-            "mlp.up_proj": (INNER, width),
-            "mlp.down_proj": (width, INNER),
-        }
-        tensors |= {f"layers.{i}.{name}.weight": matrix(*s) for name, s in shapes.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"layers.{i}.{name}.weight"] = norm(width)
-        if head_norms:
-            names = ("q_norm", "k_norm")
-            tensors |= {f"layers.{i}.self_attn.{n}.weight": norm(HEAD_DIM) for n in names}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        tensors |= random.layer(f"layers.{i}", width, width, norms, head_norms=head_norms)
     own: dict[str, Any] = {"mask_token_id": MASK}
     if markov is not None:
         tensors["markov_head.markov_w1.weight"] = matrix(vocab, rank) / scale

@@ -1,6 +1,7 @@
 """Tiny random EAGLE-3 heads on disk, and their formulas in plain torch."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,43 @@ def layers_config(model_type: str, width: int, num_layers: int, vocab: int) -> d
     }
 
 
+class RandomWeights:
+    """The tensors of a head, drawn one after the other."""
+
+    def __init__(self, seed: int, scale: float) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._scale = scale
+
+    def matrix(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator) * self._scale
+
+    def norm(self, size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=self._generator)
+
+    def layer(
+        self, name: str, inputs: int, width: int, norms: Sequence[str], *, head_norms: bool
+    ) -> dict[str, Tensor]:
+        """A decoder layer whose attention reads `inputs` numbers."""
+        shapes = {
+            "self_attn.q_proj": (NUM_HEADS * HEAD_DIM, inputs),
+            "self_attn.k_proj": (NUM_KV_HEADS * HEAD_DIM, inputs),
+            "self_attn.v_proj": (NUM_KV_HEADS * HEAD_DIM, inputs),
+            "self_attn.o_proj": (width, NUM_HEADS * HEAD_DIM),
+            "mlp.gate_proj": (INNER, width),
+            "mlp.up_proj": (INNER, width),
+            "mlp.down_proj": (width, INNER),
+        }
+        tensors = {part: self.matrix(*shape) for part, shape in shapes.items()}
+        tensors |= {part: self.norm(width) for part in norms}
+        if head_norms:
+            tensors |= {f"self_attn.{part}": self.norm(HEAD_DIM) for part in ("q_norm", "k_norm")}
+        return {f"{name}.{part}.weight": tensor for part, tensor in tensors.items()}
+
+    def drafted_ids(self, vocab: int, draft_vocab: int) -> Tensor:
+        """The target's ids of the draft's tokens, ascending."""
+        return torch.randperm(vocab, generator=self._generator)[:draft_vocab].sort().values
+
+
 def save_tiny_head(
     path: Path,
     target: Path,
@@ -51,14 +89,8 @@ def save_tiny_head(
     told = AutoConfig.from_pretrained(target)
     vocab, theirs = told.vocab_size, told.hidden_size
     width = hidden_size or theirs
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * scale
-
-    def norm(size: int) -> Tensor:
-        return 1 + 0.3 * torch.randn(size, generator=generator)
-
+    random = RandomWeights(seed, scale)
+    matrix, norm = random.matrix, random.norm
     m, size = len(boundaries), draft_vocab or vocab
     tensors = {"fc.weight": matrix(width, m * theirs), "norm.weight": norm(width)}
     tensors["lm_head.weight"] = matrix(size, width)
@@ -71,31 +103,12 @@ def save_tiny_head(
     for i in range(num_layers):
         layer = f"layers.{i}" if speculators or i > 0 else "midlayer"
         inputs = 2 * width if i == 0 else width
-        for name, shape in {
-            "q": (NUM_HEADS * HEAD_DIM, inputs),
-            "k": (NUM_KV_HEADS * HEAD_DIM, inputs),
-            "v": (NUM_KV_HEADS * HEAD_DIM, inputs),
-            "o": (width, NUM_HEADS * HEAD_DIM),
-        }.items():
-            tensors[f"{layer}.self_attn.{name}_proj.weight"] = matrix(*shape)
-        for name, shape in {
-            "gate": (INNER, width),
-            "up": (INNER, width),
-            "down": (width, INNER),
-        }.items():
-            tensors[f"{layer}.mlp.{name}_proj.weight"] = matrix(*shape)
-        norms = [
-            "input_layernorm",
-            "post_attention_layernorm",
-            *(["hidden_norm"] if i == 0 else []),
-        ]
-        tensors |= {f"{layer}.{name}.weight": norm(width) for name in norms}
-        if head_norms:
-            tensors |= {f"{layer}.self_attn.{name}_norm.weight": norm(HEAD_DIM) for name in "qk"}
+        norms = ["input_layernorm", "post_attention_layernorm", "hidden_norm"][: 2 + (i == 0)]
+        tensors |= random.layer(layer, inputs, width, norms, head_norms=head_norms)
     if parallel:
         tensors["mask_hidden"] = matrix(1, 1, m * theirs) / scale
     if draft_vocab is not None:
-        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        ids = random.drafted_ids(vocab, draft_vocab)
         tensors["d2t"] = ids - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     layers = layers_config("llama", width, num_layers, vocab)
