@@ -13,20 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-# Architectures, and model types of speculators, by a lower-case part of their names.
-_KINDS = {
-    "eagle3": "eagle3",
-    "peagle": "peagle",
-    "dflash2": "dflash2",
-    "domino": "domino",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "eagle": "eagle",
-    "medusa": "medusa",
-    "hydra": "hydra",
-    "mlp_speculator": "mlp_speculator",
-    "mlpspeculator": "mlp_speculator",
-}
+# The first of these that is part of an architecture's name, or of speculators' name for it.
+_NAMED_KINDS = (
+    *("eagle3", "peagle", "dflash2", "domino", "dflash", "dspark"),
+    *("eagle", "medusa", "hydra", "mlpspeculator"),
+)
 KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
@@ -147,8 +138,8 @@ def _kind(told: dict[str, Any]) -> str | None:
     if (projector := _nested(told).get("projector_type")) not in (None, "dflash"):
         return str(projector)
     names = [told.get("speculators_model_type"), *(told.get("architectures") or ())]
-    joined = " ".join(str(name) for name in names if name).lower()
-    return next((kind for part, kind in _KINDS.items() if part in joined), None)
+    joined = " ".join(str(name) for name in names if name).lower().replace("_", "")
+    return next((kind for kind in _NAMED_KINDS if kind in joined), None)
 
 
 def _layers(told: dict[str, Any]) -> "LlamaConfig":
