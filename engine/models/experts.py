@@ -48,10 +48,8 @@ class ExpertMLP:
         if normed is None:
             normed = rms_norm(x, self.norm)
         assert isinstance(normed, Tensor)
-        return self.add(x, normed, self.route(normed), next_norm)
-
-    def route(self, normed: Tensor) -> Routing:
-        return route(self.router(normed), self.experts.top_k)
+        routing = route(self.router(normed), self.experts.top_k)
+        return self.add(x, normed, routing, next_norm)
 
     def add(
         self, x: Tensor, normed: Tensor, routing: Routing, next_norm: Norm | None = None
