@@ -46,7 +46,7 @@ class Narrow(Weight):
 class Scaled(Narrow):
     """A matrix of 8 bits whose inputs are rounded to 8 bits too, each row by itself (W8A8)."""
 
-    rounds_inputs = True
+    input_eps = 2**-8
 
     def __init__(self, matrix: NarrowMatrix, dtype: torch.dtype) -> None:
         """`dtype` is the model's."""
@@ -86,7 +86,7 @@ class Stacked(Unfused):
         self.num_bytes = sum(weight.num_bytes for weight in weights)
         self.format = "mixed"
         self.same_bits = all(weight.same_bits for weight in weights)
-        self.rounds_inputs = any(weight.rounds_inputs for weight in weights)
+        self.input_eps = max(weight.input_eps for weight in weights)
 
     def with_same_bits(self, bias: Tensor | None) -> "Stacked":
         parts = zip(self._weights, self._biases(bias), strict=True)

@@ -28,8 +28,6 @@ from .weights import Dense, Linear, Weight
 
 # Rows of a decode, of a verification and of a prompt: each runs other kernels.
 CHECKED_LENGTHS = (1, 5, 40)
-# Where inputs are rounded to 8 bits, the least difference may turn one to the next code.
-_CODES_EPS = 2**-8
 
 
 class Original:
@@ -152,7 +150,7 @@ def why_different(
             if routed is not None and not _routes_alike(block, routed):
                 return f"the router of layer {i}"
         ours = decoder.head(rms_norm(states[-1].clone(), decoder.norm)).float()
-        eps = torch.finfo(decoder.dtype).eps
+        eps = max(torch.finfo(decoder.dtype).eps, decoder.head.weight.input_eps)
         if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
             return "its last norm or head"
     return None
@@ -177,9 +175,8 @@ def _agrees(
         block.mlp.add(got, normed, routing_of(routed.ids.int(), weights, num_experts))
     attention.pages = None
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
-    eps = torch.finfo(x.dtype).eps
-    if any(linear.weight.rounds_inputs for linear in block.linears):
-        eps = max(eps, _CODES_EPS)
+    # Where inputs are rounded further, the least difference may turn one to the next code.
+    eps = max(torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears))
     before, expected, got = x.float(), expected.float(), got.float()
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
     return bool((got - expected).norm() <= tolerance)

@@ -47,7 +47,7 @@ class Weight(Kept, ABC):
     """The matrix of a linear layer, [N, K]."""
 
     shape: tuple[int, int]
-    rounds_inputs: bool = False  # to 8 bits
+    input_eps: float = 0.0  # how far a layer may be off because its inputs are rounded
 
     @property
     def num_weights(self) -> int:  # type: ignore[override]
@@ -177,9 +177,11 @@ class Tiles(Unfused):
     """A matrix for the compiled CPU layers, in 4 or 8 bits a number.
 
     Inputs and sums are float32, through norm and gate; only the output has the model's dtype.
+    Where products are in integers, inputs have 16 bits, and each 32 of them a scale.
     """
 
     same_bits = True
+    input_eps = 2**-14  # of a layer, whose attention enlarges the 2**-16 of its products
 
     def __init__(self, matrix: PackedTiles, dtype: torch.dtype) -> None:
         self.matrix = matrix
@@ -221,7 +223,7 @@ class Tiles(Unfused):
 class RoundedInputs(Unfused):
     """A weight whose inputs are rounded first, where no kernel multiplies codes by codes."""
 
-    rounds_inputs = True
+    input_eps = 2**-8
 
     def __init__(self, weight: Weight, row_format: RowFormat) -> None:
         self.weight, self.row_format = weight, row_format

@@ -27,12 +27,11 @@ struct Four {  // 4 bits, unsigned; w = scale * q + offset
         w[0] = v & 0x0f0f0f0fu;
         w[1] = v >> 4 & 0x0f0f0f0fu;
     }
-    // Of eight outputs of either half: their even and their odd inputs of four.
-    static inline void pairs(const uint8_t* p, Words (*w)[2]) {
+    // Of eight outputs of either half: two inputs of four, the even or the odd ones.
+    static inline void pairs(const uint8_t* p, int odd, Words* w) {
         Words v;
         std::memcpy(&v, p, sizeof v);
-        for (int half = 0; half < 2; half++)
-            for (int odd = 0; odd < 2; odd++) w[half][odd] = v >> (8 * odd + 4 * half) & 15;
+        for (int half = 0; half < 2; half++) w[half] = v >> (8 * odd + 4 * half) & 15;
     }
 };
 struct Eight {  // 8 bits, signed; w = scale * q
@@ -47,12 +46,11 @@ struct Eight {  // 8 bits, signed; w = scale * q
     static inline void bytes(const uint8_t* p, U* w) {  // 128 more than they are
         for (int half = 0; half < 2; half++) w[half] = words(p + 64 * half) ^ 0x80808080u;
     }
-    static inline void pairs(const uint8_t* p, Words (*w)[2]) {
+    static inline void pairs(const uint8_t* p, int odd, Words* w) {
         for (int half = 0; half < 2; half++) {
             Words v;
             std::memcpy(&v, p + 64 * half, sizeof v);
-            w[half][0] = v << 8 >> 8;
-            w[half][1] = v >> 8;
+            w[half] = odd ? v >> 8 : v << 8 >> 8;
         }
     }
 };

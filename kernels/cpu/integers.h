@@ -1,6 +1,6 @@
-// Products in integers. Each 32 inputs are integers of 24 bits and a scale; a tile's sums over a
+// Products in integers. Each 32 inputs are integers of 16 bits and a scale; a tile's sums over a
 // group of codes are exact and are rounded to float32 once, so that the processors' ways to get
-// them give the same bits, as good as those of a product in float32.
+// them give the same bits.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 constexpr int INTEGER_ROWS = 4;  // that one call computes, at most
 
 #if defined(__AVX2__)
-constexpr float HIGHEST_INPUT = 127 * 65536;
+constexpr float HIGHEST_INPUT = 127 * 256;
 constexpr float LEAST_INPUT = 1e-30f;  // a group of less counts as 0
 
 struct Scaled {  // what 32 inputs stand for besides their digits
@@ -43,9 +43,9 @@ inline Scaled to_whole(const float* x, I* whole) {
 #if defined(__AVX512F__)
 const bool IN_INTEGERS = __builtin_cpu_supports("avx512vnni");
 
-struct Inputs {  // whole = 65536 bytes[0] + 256 bytes[1] + bytes[2]
-    int8_t bytes[3][BLOCK];
-    int32_t sums[2][3];  // of the bytes of each half
+struct Inputs {  // whole = 256 bytes[0] + bytes[1]
+    int8_t bytes[2][BLOCK];
+    int32_t sums[2][2];  // of the bytes of each half
     Scaled scaled;
 };
 
@@ -54,10 +54,9 @@ void to_inputs(const float* x, int count, Inputs* to) {
         I whole[2];
         to->scaled = to_whole(x + first, whole);
         for (int half = 0; half < 2; half++) {
-            const I low = whole[half] << 24 >> 24, upper = (whole[half] - low) >> 8;
-            const I middle = upper << 24 >> 24, high = (upper - middle) >> 8;
-            const I parts[3] = {high, middle, low};
-            for (int d = 0; d < 3; d++) {
+            const I low = whole[half] << 24 >> 24;
+            const I parts[2] = {(whole[half] - low) >> 8, low};
+            for (int d = 0; d < 2; d++) {
                 const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)parts[d]);
                 _mm_storeu_si128((__m128i*)(to->bytes[d] + half * LANES), bytes);
                 to->sums[half][d] = _mm512_reduce_add_epi32((__m512i)parts[d]);
@@ -80,11 +79,11 @@ __attribute__((target("avx512vnni"))) void integer_tile(
             F scale[2], offset[2] = {};
             FORMAT::scales(at, scale, offset);
             at += FORMAT::scale_bytes;
-            __m512i dot[R][2][3];
+            __m512i dot[R][2][2];
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++)
-#pragma GCC unroll 3
-                for (int d = 0; d < 3; d++) {
+#pragma GCC unroll 2
+                for (int d = 0; d < 2; d++) {
                     int32_t start = 0;
                     if (Codes::is_signed) {
                         const auto& sums = x[r * stride].sums;
@@ -98,8 +97,8 @@ __attribute__((target("avx512vnni"))) void integer_tile(
                 Codes::bytes(at + quad * Codes::quad_bytes, w);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++)
-#pragma GCC unroll 3
-                    for (int d = 0; d < 3; d++) {
+#pragma GCC unroll 2
+                    for (int d = 0; d < 2; d++) {
                         int32_t four;
                         const int i = part * FORMAT::group + quad * QUAD;
                         std::memcpy(&four, x[r * stride].bytes[d] + i, sizeof four);
@@ -114,16 +113,10 @@ __attribute__((target("avx512vnni"))) void integer_tile(
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; half++) {
                     const __m512i* d = dot[r][half];
-                    __m512i high = d[0], low = _mm512_add_epi32(_mm512_slli_epi32(d[1], 8), d[2]);
-                    if (Codes::is_signed) {  // more than the 24 bits that a float32 keeps
-                        high = _mm512_add_epi32(high, _mm512_srai_epi32(low, 16));
-                        low = _mm512_and_si512(low, _mm512_set1_epi32(0xffff));
-                    }
-                    const __m512 whole = _mm512_fmadd_ps(
-                        _mm512_cvtepi32_ps(high), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(low)
-                    );
+                    const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(d[0], 8), d[1]);
                     const Scaled& scaled = x[r * stride].scaled;
-                    const __m512 value = _mm512_mul_ps(whole, _mm512_set1_ps(scaled.scale));
+                    const __m512 value =
+                        _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(scaled.scale));
                     acc[r][half] = _mm512_fmadd_ps(value, (__m512)scale[half], acc[r][half]);
                     if (Codes::has_offset)
                         acc[r][half] = _mm512_fmadd_ps(
@@ -140,8 +133,8 @@ __attribute__((target("avx512vnni"))) void integer_tile(
 #elif defined(__AVX2__)
 constexpr bool IN_INTEGERS = true;
 
-struct Inputs {  // whole = 4096 words[0] + words[1]
-    int16_t words[2][BLOCK];  // of each four the even ones, then the odd ones
+struct Inputs {
+    int16_t words[BLOCK];  // of each four the even ones, then the odd ones
     Scaled scaled;
 };
 
@@ -150,14 +143,10 @@ void to_inputs(const float* x, int count, Inputs* to) {
         I whole[2];
         to->scaled = to_whole(x + first, whole);
         for (int i = 0; i < BLOCK / WIDTH; i++) {
-            const I::Part some = whole[i / 2].part[i % 2], low = some << 20 >> 20;
-            const I::Part parts[2] = {(some - low) >> 12, low};
-            for (int d = 0; d < 2; d++) {
-                typedef int16_t Narrow __attribute__((vector_size(16)));
-                const Narrow v = __builtin_convertvector(parts[d], Narrow);
-                const Narrow sorted = __builtin_shufflevector(v, v, 0, 2, 1, 3, 4, 6, 5, 7);
-                std::memcpy(to->words[d] + i * WIDTH, &sorted, sizeof sorted);
-            }
+            typedef int16_t Narrow __attribute__((vector_size(16)));
+            const Narrow v = __builtin_convertvector(whole[i / 2].part[i % 2], Narrow);
+            const Narrow sorted = __builtin_shufflevector(v, v, 0, 2, 1, 3, 4, 6, 5, 7);
+            std::memcpy(to->words + i * WIDTH, &sorted, sizeof sorted);
         }
     }
 }
@@ -175,32 +164,33 @@ void integer_tile(
         for (int part = 0; part < PARTS; part++) {
             const uint8_t *scales = at, *codes = at + FORMAT::scale_bytes;
             at = codes + FORMAT::code_bytes;
-            // What comes two groups later: at one row the processor's own guesses are too few.
+            // What comes four groups later: at one row the processor's own guesses are too few.
             for (int i = 0; i < at - scales; i += 64)
-                _mm_prefetch((const char*)at + (at - scales) + i, _MM_HINT_T0);
+                _mm_prefetch((const char*)at + 3 * (at - scales) + i, _MM_HINT_T0);
             for (int these = 0; these < 2; these++) {
-                __m256i dot[R][2][2] = {};
-                // Unrolled further, GCC keeps all inputs in registers that there are not.
+                __m256i dot[R][2] = {};
+                // Left alone, GCC reads more inputs ahead than there are registers.
 #pragma GCC unroll 2
                 for (int quad = 0; quad < FORMAT::group / QUAD; quad++) {
-                    Words w[2][2];
-                    Codes::pairs(codes + quad * Codes::quad_bytes + 32 * these, w);
+#pragma GCC unroll 2
+                    for (int odd = 0; odd < 2; odd++) {
+                        Words w[2];
+                        Codes::pairs(codes + quad * Codes::quad_bytes + 32 * these, odd, w);
+                        const int i = part * FORMAT::group + quad * QUAD + 2 * odd;
 #pragma GCC unroll 4
-                    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-                        for (int pair = 0; pair < 4; pair++) {
-                            const int odd = pair / 2, d = pair % 2;
+                        for (int r = 0; r < R; r++) {
                             int32_t two;
-                            const int i = part * FORMAT::group + quad * QUAD + 2 * odd;
-                            std::memcpy(&two, x[r * stride].words[d] + i, sizeof two);
+                            std::memcpy(&two, x[r * stride].words + i, sizeof two);
                             const __m256i input = _mm256_set1_epi32(two);
 #pragma GCC unroll 2
-                            for (int half = 0; half < 2; half++)
-                                dot[r][half][d] = _mm256_add_epi32(
-                                    dot[r][half][d],
-                                    _mm256_madd_epi16((__m256i)w[half][odd], input)
+                            for (int half = 0; half < 2; half++) {
+                                dot[r][half] = _mm256_add_epi32(
+                                    dot[r][half], _mm256_madd_epi16((__m256i)w[half], input)
                                 );
+                                asm volatile("" : "+x"(dot[r][half]));  // a register, and in this order
+                            }
                         }
+                    }
                 }
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; half++) {
@@ -210,13 +200,10 @@ void integer_tile(
                         Codes::has_offset ? Scale::eight(scales, TILE + first) : __m256{};
 #pragma GCC unroll 4
                     for (int r = 0; r < R; r++) {
-                        const __m256i* d = dot[r][half];
-                        const __m256 whole = _mm256_fmadd_ps(
-                            _mm256_cvtepi32_ps(d[0]), _mm256_set1_ps(4096.0f),
-                            _mm256_cvtepi32_ps(d[1])
-                        );
                         const Scaled& scaled = x[r * stride].scaled;
-                        const __m256 value = _mm256_mul_ps(whole, _mm256_set1_ps(scaled.scale));
+                        const __m256 value = _mm256_mul_ps(
+                            _mm256_cvtepi32_ps(dot[r][half]), _mm256_set1_ps(scaled.scale)
+                        );
                         __m256& sum = acc[r][half][these];
                         sum = _mm256_fmadd_ps(value, scale, sum);
                         if (Codes::has_offset)

@@ -2,10 +2,10 @@
 
 Between layers all is float32; only KV is rounded, to the dtype of its cache. A processor with
 AVX-512 VNNI, or with AVX2 and no AVX-512, multiplies weights as the integers that they are with
-inputs of 24 bits, a scale for each 32 of them, and sums these exactly: either gives the same bits.
-Others unpack weights to float32 in registers and sum in float32, one input after another. Both are
-as exact as float32. The bits of a row do not depend on the batch or on the number of threads; nor
-on the processor, as long as it does the same of the two and has fused multiply-add.
+inputs of 16 bits, a scale for each 32 of them, and sums these exactly: either gives the same bits.
+Others unpack weights to float32 in registers and sum in float32, one input after another. The bits
+of a row do not depend on the batch or on the number of threads; nor on the processor, as long as it
+does the same of the two and has fused multiply-add.
 
 `layers.cpp`, `greedy.cpp` and `sampled.cpp` are compiled when Outrider is installed, if there is a
 compiler, and never later.

@@ -115,7 +115,7 @@ def test_logits_are_those_of_the_unpacked_model(
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]
     got = logits(network, ids)
-    assert (got - truth).norm() <= 2e-5 * truth.norm()
+    assert (got - truth).norm() <= 3e-4 * truth.norm()
 
 
 @needs_layers
