@@ -67,9 +67,15 @@ def _shape_of(block: Block) -> tuple[float, ...]:
 class CompiledDecoder(Decoder):
     """Computes in float32 between its layers; the bits of a row do not depend on the batch."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        """Take over a decoder for which `can_compile` is true."""
+    def __init__(self, decoder: Decoder, *, is_tied: bool = False) -> None:
+        """Take over a decoder for which `can_compile` is true.
+
+        `is_tied`: its head is the embedding, in the file's own codes, and serves as both.
+        """
         super().__init__(decoder.embedding, decoder.blocks, decoder.norm, decoder.head)
+        self._is_tied = is_tied
+        if is_tied:
+            del self.embedding
         self._drafted, self.vocab_size = decoder._drafted, decoder.vocab_size
         self._last_norm = decoder.norm._replace(weight=decoder.norm.weight.float())
         self._held: list[Tensor] = []  # keeps alive what the layers point to
@@ -82,6 +88,10 @@ class CompiledDecoder(Decoder):
         self._shape.eps, self._shape.head_eps, self._shape.scale = eps, head_eps, scale
 
     @property
+    def input_embedding(self) -> Tensor:
+        return self.head.weight.dequantised() if self._is_tied else self.embedding
+
+    @property
     def weight_formats(self) -> str:
         num_weights = sum(math.prod(linear.weight.shape) for linear in self.linears)
         return f"{8 * self.weight_bytes / num_weights:.1f} bits, compiled layers"
@@ -89,7 +99,7 @@ class CompiledDecoder(Decoder):
     def __call__(self, context: PassContext) -> Pass:
         batch, rows_of = context.batch, context.batch.rows
         self._bind(self.attentions)
-        x = F.embedding(batch.input_ids, self.embedding).float()
+        x = self._embedded(batch.input_ids)
         kept = [
             tensor.to(torch.int64).contiguous()
             for tensor in (
@@ -129,6 +139,12 @@ class CompiledDecoder(Decoder):
         del kept  # kept alive until here: the layers point to them
         logits = self._head(x[batch.logits_rows])
         return Pass(self._widened(logits), torch.stack(taps, 1) if taps else None)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        if self._is_tied:
+            assert isinstance(self.head.weight, Tiles)
+            return self.head.weight.rows(input_ids)
+        return F.embedding(input_ids, self.embedding).float()
 
     def _head(self, rows: Tensor) -> Tensor:
         out = self.place_of_logits(len(rows))

@@ -38,7 +38,7 @@ from .network import Network
 from .packed_modules import pack_linears
 from .proof import CHECKED_LENGTHS, Original, why_different
 from .same_bits import keep_bits
-from .weights import Dense, packed
+from .weights import Dense, Tiles, packed
 
 log = logging.getLogger(__name__)
 
@@ -193,10 +193,11 @@ class _Loader:
             if drafted is not None:
                 decoder.draft_only(drafted)
         rounds = rounds_weights(self.config, self.is_draft)
+        is_tied = self.hf_config.tie_word_embeddings and isinstance(decoder.head.weight, Tiles)
         decoder.change_linears(partial(packed, rounds=rounds))
         decoder.may_use_one_thread = self.is_draft
         if can_compile(decoder):
-            decoder = CompiledDecoder(decoder)
+            decoder = CompiledDecoder(decoder, is_tied=is_tied)
         self._keep_bits(decoder)
         return decoder
 

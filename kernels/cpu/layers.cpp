@@ -346,4 +346,15 @@ __attribute__((visibility("default"))) void outrider_product(
     if (IN_INTEGERS && inputs.size() < needed) inputs.resize(needed);
     on_team(threads, [&](Team& team) { product<false>(team, *matrix, {x, rows, inputs}, y); });
 }
+
+__attribute__((visibility("default"))) void outrider_rows(
+    const Matrix* matrix, const int64_t* rows, int32_t count, float* y
+) {
+    const Product& format = PRODUCTS[matrix->format];
+    const int64_t tile_bytes = (int64_t)format.block_bytes * (matrix->k / BLOCK);
+    for (int i = 0; i < count; i++, y += matrix->k)
+        format.unpacked_row(
+            matrix->data + rows[i] / TILE * tile_bytes, matrix->k, (int)(rows[i] % TILE), y
+        );
+}
 }

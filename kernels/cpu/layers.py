@@ -29,6 +29,7 @@ _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_
 _CALLS = (
     "outrider_layers",
     "outrider_product",
+    "outrider_rows",
     "outrider_verify_greedy",
     "outrider_draft_greedy",
     "outrider_probabilities",
@@ -167,6 +168,20 @@ def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tenso
         len(x),
         c_void_p(out.data_ptr()),
         _num_threads(),
+    )
+    return out
+
+
+def unpacked_rows(weight: PackedTiles, rows: Tensor) -> Tensor:
+    """Some rows of a matrix, dequantised. Shape: rows [T] int64, each below N -> [T, K] float32."""
+    library = compiled()
+    assert library is not None
+    out = torch.empty(len(rows), weight.shape[1])
+    library.outrider_rows(
+        ctypes.byref(matrix(weight, None)),
+        c_void_p(pointer(rows, torch.int64)),
+        len(rows),
+        c_void_p(out.data_ptr()),
     )
     return out
 

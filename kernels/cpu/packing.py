@@ -92,7 +92,7 @@ def pack(matrix: Codes, layout: Layout) -> PackedTiles:
 
 
 def unpack(packed: PackedTiles) -> Codes:
-    """The codes that were packed; also works on a part of the tiles, the first axis of `data`."""
+    """The codes that were packed."""
     data, layout, (num_out, _) = packed
     scale_bytes = TILE * layout.scale_dtype.itemsize
     scales: list[Tensor] = []
@@ -113,17 +113,6 @@ def unpack(packed: PackedTiles) -> Codes:
         codes = codes.flatten(2)
     codes = codes.flatten(0, 1)[:num_out]
     return Codes(codes, *scales)
-
-
-def unpack_rows(packed: PackedTiles, rows: Tensor) -> Tensor:
-    """Some rows of the matrix, dequantised. Shape: rows [T] -> [T, K] float32."""
-    tiles, lanes = rows // TILE, rows % TILE
-    some = PackedTiles(packed.data[tiles], packed.layout, (len(rows) * TILE, packed.shape[1]))
-    codes = unpack(some)
-    at = torch.arange(len(rows)) * TILE + lanes
-    picked = [None if part is None else part[at] for part in codes]
-    assert picked[0] is not None
-    return Codes(picked[0], *picked[1:]).dequantised()
 
 
 def _tiled(rows: Tensor) -> Tensor:

@@ -79,11 +79,29 @@ inline void tiles(
                 store(out + (r * TILES + t) * TILE + half * LANES, acc[r][t][half]);
 }
 
+// One row of the matrix, which is an output of its tile.
+template <class FORMAT>
+void unpacked_row(const uint8_t* at, int k, int output, float* out) {
+    for (int first = 0; first < k; first += FORMAT::group) {
+        F scale[2], offset[2], w[2];
+        FORMAT::scales(at, scale, offset);
+        at += FORMAT::scale_bytes;
+        for (int i = 0; i < FORMAT::group; i++) {
+            const int quad = i / QUAD;
+            FORMAT::Codes::unpack(at + quad * FORMAT::Codes::quad_bytes, i % QUAD, scale, offset, w);
+            out[first + i] = w[output / LANES][output % LANES];
+        }
+        at += FORMAT::code_bytes;
+    }
+}
+
 using Tiles = void (*)(const uint8_t* const*, int, const float*, int64_t, float*);
+using UnpackedRow = void (*)(const uint8_t*, int, int, float*);
 using IntegerTile = void (*)(const uint8_t*, int, const Inputs*, int64_t, float*, int);
 
 struct Product {
     int block_bytes;
+    UnpackedRow unpacked_row;
     Tiles two_tiles[2], one_tile[8];          // by rows less one
     IntegerTile integer_tile[INTEGER_ROWS];  // likewise; null: not for this format
 };
@@ -92,6 +110,7 @@ template <class FORMAT>
 constexpr Product product_of() {
     Product product = {
         FORMAT::block_bytes,
+        unpacked_row<FORMAT>,
         {tiles<FORMAT, 1, 2>, tiles<FORMAT, 2, 2>},
         {tiles<FORMAT, 1, 1>, tiles<FORMAT, 2, 1>, tiles<FORMAT, 3, 1>, tiles<FORMAT, 4, 1>,
          tiles<FORMAT, 5, 1>, tiles<FORMAT, 6, 1>, tiles<FORMAT, 7, 1>, tiles<FORMAT, 8, 1>},

@@ -119,7 +119,20 @@ def test_logits_are_those_of_the_unpacked_model(
 
 
 @needs_layers
-def test_in_bfloat16_only_kv_and_embedding_are_rounded(
+def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
+    directory: Callable[[Type, Type], Path],
+) -> None:
+    folder = directory(Type.Q4_1, Type.Q8_0)
+    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    assert not hasattr(network, "embedding")
+    truth = GgufFile(folder / "model.gguf").read("token_embd.weight").dequantised()
+    assert torch.equal(network.input_embedding, truth)
+    ids = torch.tensor([0, 5, VOCAB - 1])
+    assert torch.equal(network._embedded(ids), truth[ids])
+
+
+@needs_layers
+def test_in_bfloat16_only_kv_is_rounded(
     directory: Callable[[Type, Type], Path],
 ) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
