@@ -7,6 +7,8 @@ from .experts import ExpertMLP, ExpertWeights
 from .formats import UnsupportedFormatError
 from .llama import LlamaReader
 
+_ALPHA = 1.702  # which transformers 5.17 has in its code, not in its configuration
+
 
 class GptOssReader(LlamaReader):
     """Reads the parts of a gpt-oss."""
@@ -28,7 +30,7 @@ class GptOssReader(LlamaReader):
                 ),
                 down=checkpoint.experts(f"{experts}.down_proj", (num_experts, width, inner)),
                 top_k=config.num_experts_per_tok,
-                alpha=config.swiglu_alpha,
+                alpha=getattr(config, "swiglu_alpha", _ALPHA),
                 limit=config.swiglu_limit,
             ),
         )

@@ -120,7 +120,7 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     assert torch.equal(network.embedding, embedding)
     same = torch.equal(network.head.weight.dequantised(), embedding)
     assert same != is_draft
-    assert network.blocks[0].mlp.down.weight.rounds_inputs != is_draft
+    assert (network.blocks[0].mlp.down.weight.input_eps > 0) != is_draft
 
 
 @pytest.mark.parametrize(
