@@ -35,7 +35,6 @@ from .scheduling.pace import Pace
 from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequences import Sequences
-from .state.compiling import compiling_ahead
 from .validation import check_request
 from .worker import LaunchedStep, Worker
 
@@ -54,8 +53,7 @@ class Engine:
         self._processors = ProcessorRegistry(config.logits_processors)
         report = progress or ignore_progress
         self._config = config
-        with compiling_ahead(torch.device(config.device), report):
-            self.worker = worker = Worker(config, report)
+        self.worker = worker = Worker(config, report)
         pair = worker.pair
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._in_flight: LaunchedStep | None = None  # launched, not read yet

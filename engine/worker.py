@@ -21,7 +21,7 @@ from .request import Request
 from .scheduling.plan import Plan, StepResult
 from .scoring.scorer import Scorer
 from .scoring.verifier import Drawn, Verifier
-from .state.compiling import compile_ahead
+from .state.compiling import compile_together
 from .state.phase import padded_sizes
 from .state.slots import Slots
 
@@ -83,8 +83,16 @@ class Worker:
         self._is_compiled = isinstance(self.pair.target.network, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
         if self.device.type == "cuda":
-            self.allocate(1)
-            compile_ahead(self.rehearse)
+            report("compiling kernels", 0, 1)
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels of drawing and verification in parallel; they take longest."""
+        target = self.pair.target
+        num_rows = 2 * (self.max_drafts + 1)
+        logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
+        verifications = self.verifier.warm_ups(logits)
+        compile_together([*self.proposer.warm_ups(), *verifications], self.device)
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the pages, replacing the present ones."""

@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 
 from ..api import ignore_progress
 from ..config import ModelConfig
-from ..state.compiling import compile_ahead
 from .admission import (
     UnsupportedModelError,
     check_config,
@@ -37,7 +36,7 @@ from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .packed_modules import pack_linears
-from .proof import CHECKED_LENGTHS, Original, rehearse, why_different
+from .proof import CHECKED_LENGTHS, Original, why_different
 from .same_bits import keep_bits
 from .weights import Dense, Tiles, packed
 
@@ -178,7 +177,6 @@ class _Loader:
         is_cpu = self.device.type == "cpu"
         if not is_cpu:
             self._keep_bits(decoder)
-            compile_ahead(partial(rehearse, decoder))
         starts = checked_starts(self.hf_config, max(CHECKED_LENGTHS))
         # A CPU's layers can only be packed, and proven, once transformers has no view of their
         # weights.

@@ -126,16 +126,6 @@ def _note(routers: list[Routed | None], i: int, _: nn.Module, args: Any, output:
     routers[i] = Routed(args[0], *output)
 
 
-def rehearse(decoder: Decoder) -> None:
-    """Launch the kernels that `why_different` launches, on zeros."""
-    for length in CHECKED_LENGTHS:
-        ids = torch.zeros(length, dtype=torch.int64, device=decoder.device)
-        context, x = one_prompt(ids, same_bits=decoder.same_bits), decoder.embedding[ids]
-        for block in decoder.blocks:
-            _agrees(block, x, x, context, None)
-        decoder.head(rms_norm(x, decoder.norm))
-
-
 @torch.inference_mode()
 def why_different(
     decoder: Decoder, original: Original, starts: Sequence[int], *, same_bits: bool = False

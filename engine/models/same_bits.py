@@ -1,6 +1,5 @@
 """Makes the bits of a target's rows independent of the batch, and checks this at load."""
 
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -8,13 +7,11 @@ from torch import Tensor
 
 from outrider.kernels.model.packed_linear import has_products
 from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
-from outrider.kernels.model.same_bits_linear import library_rows
 
-from ..state.compiling import compile_ahead
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
-from .weights import Dense, with_same_bits
+from .weights import with_same_bits
 
 # Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
 # verifications and prompts. A CPU's products were compared when they were packed, and are slow. On
@@ -40,9 +37,7 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
             )
         blocks, head = list(network.blocks), network.head
         try:
-            compile_ahead(partial(_try_products, network))
             network.change_linears(with_same_bits)
-            compile_ahead(partial(_compare_passes, network, max_len))
             _prove(network, max_len)
         except Exception as reason:
             network.blocks, network.head = blocks, head
@@ -52,15 +47,6 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
     else:
         _prove(network, max_len)
     network.same_bits = True
-
-
-def _try_products(decoder: Decoder) -> None:
-    """Launch the kernels that find out how products sum, for one weight of each shape."""
-    tried = set()
-    for weight, bias in decoder.linears:
-        if isinstance(weight, Dense) and weight.shape not in tried:
-            tried.add(weight.shape)
-            library_rows(weight.matrix, bias, anew=True)
 
 
 def _prove(network: Network, max_len: int) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,6 +59,10 @@ class Proposer(ABC):
             self._follow(plan)
         except Exception:
             log.exception("the drafts' source lost the thread; its sequences decode plainly")
+
+    def warm_ups(self) -> Iterable[Callable[[], Tensor]]:
+        """Dummy draws that together launch every sampling kernel."""
+        return ()
 
     def rehearse(self) -> None:
         """Run the largest passes that drafting may need, over padding."""

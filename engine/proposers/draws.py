@@ -1,6 +1,7 @@
 """Draws drafts, writes them into the slots, and keeps the distributions they were drawn from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -97,15 +98,15 @@ class DrawingProposer(Proposer):
         write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
         return drawn.token_ids
 
-    def _rehearse_draws(self, logits: Tensor) -> None:
-        """Draw for the dummy slot with every kernel, and edit these rows of logits.
-
-        Shape: [N, V].
-        """
-        two = torch.zeros_like(self.distributions.logits[:2, 0])
-        integers = uploaded(self._pack_draws(np.zeros(0, dtype=np.int64), 0, 2), two.device)
+    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
+        """Dummy draws that together launch every sampling kernel."""
+        logits = torch.zeros_like(self.distributions.logits[:2, 0])
+        integers = uploaded(self._pack_draws(np.zeros(0, dtype=np.int64), 0, 2), logits.device)
         for kind in SAMPLING_KINDS:
-            self._draw(integers, (2, *kind), two)
+            yield partial(self._draw, integers, (2, *kind), logits)
+
+    def _rehearse_edits(self, logits: Tensor) -> None:
+        """Edit these rows of logits for the dummy slot. Shape: [N, V]."""
         self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, len(logits)))
 
     def _draw_in_turn(

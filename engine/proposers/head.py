@@ -98,7 +98,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         size, k = self._slots.max_num_seqs, self._slots.max_drafts
         packed = self._pack(none_np, none_np, size, k)
         self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
-        self._rehearse_draws(self.distributions.logits.new_zeros(size, self._head.vocab_size))
+        self._rehearse_edits(self.distributions.logits.new_zeros(size, self._head.vocab_size))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
         self._read_last_pass()

@@ -43,7 +43,7 @@ class Top1Proposer(DrawingProposer):
         self._phase = Phase(self._draw, slots.device)
 
     def rehearse(self) -> None:
-        self._rehearse_draws(self._draft.rehearse(self._most_rows, self._slots.max_num_seqs))
+        self._rehearse_edits(self._draft.rehearse(self._most_rows, self._slots.max_num_seqs))
 
     def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
         self._draft.rehearse_short(num_seqs, num_rows)

@@ -1,5 +1,7 @@
 """Runs the verification kernels on a step's logits: which drafts stand, and what follows them."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -50,6 +52,17 @@ class Verifier:
         self._columns = sorted({slots.max_drafts, 0}, reverse=True)  # with drafts, and without
         self._phase = Phase(self._run, slots.device)
 
+    def warm_ups(self, logits: Tensor) -> Iterator[Callable[[], Tensor]]:
+        """Dummy verifications that together launch every kernel, also those for edited logits.
+
+        Shape: logits [2 * (K + 1), V].
+        """
+        integers = uploaded(self._dummies(2), self._slots.device)
+        for num_columns in self._columns:
+            edited = [logits.float()] if num_columns == self._slots.max_drafts else []
+            for x, kind in product([logits, *edited], SAMPLING_KINDS):
+                yield partial(self._run, integers, (2, num_columns, *kind), x)
+
     def rehearse(self, logits: Tensor) -> None:
         """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
 
@@ -63,18 +76,6 @@ class Verifier:
         index = torch.arange(num_rows, device=logits.device)
         num_top = min(MAX_LOGPROBS, self._vocab_size)
         gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._vocab_size)
-        self._rehearse_kinds(logits.new_zeros(2 * (self._slots.max_drafts + 1), logits.shape[1]))
-
-    def _rehearse_kinds(self, logits: Tensor) -> None:
-        """Verify two dummy sequences with every kernel, also those for edited logits.
-
-        Shape: logits [2 * (K + 1), V].
-        """
-        integers = uploaded(self._dummies(2), self._slots.device)
-        for num_columns in self._columns:
-            edited = [logits.float()] if num_columns == self._slots.max_drafts else []
-            for x, kind in product([logits, *edited], SAMPLING_KINDS):
-                self._run(integers, (2, num_columns, *kind), x)
 
     def capture(self, logits: Tensor) -> None:
         """Capture verifications that read this `logits` tensor.

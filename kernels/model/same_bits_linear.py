@@ -40,17 +40,15 @@ class LibraryRows(NamedTuple):
 
 
 @torch.inference_mode()
-def library_rows(weight: Tensor, bias: Tensor | None, *, anew: bool = False) -> LibraryRows:
+def library_rows(weight: Tensor, bias: Tensor | None) -> LibraryRows:
     """Find out for how many rows the library may multiply by this weight.
 
-    The answer for its shape is remembered; with `anew`, it is found out once more, and forgotten.
     Raises ValueError if not even our own products sum alike, for these weights on this device.
     Shape: weight [N, K], bias [N].
     """
     if weight.element_size() != 2:
         raise ValueError(f"its weights are {weight.dtype}: rows of 16 bits alone are summed alike")
-    find = _library_rows.__wrapped__ if anew else _library_rows
-    return find(weight.shape, weight.dtype, weight.device, bias is not None)
+    return _library_rows(weight.shape, weight.dtype, weight.device, bias is not None)
 
 
 @functools.cache
