@@ -142,7 +142,8 @@ class Engine:
             outputs += self._commit()
             if not outputs:
                 self.sequences.wait_for_grammars(_IDLE_S)
-            return self._finished(outputs)
+            self._forget_void_step()
+            return outputs
         is_behind = self._in_flight is not None
         if not is_behind:
             _follow(plan)
@@ -155,7 +156,8 @@ class Engine:
         self._in_flight = step
         if self.scheduler.lag == 0:
             outputs += self._commit()
-        return self._finished(outputs)
+        self._forget_void_step()
+        return outputs
 
     def _commit(self) -> list[RequestOutput]:
         """Read the step in flight, if there is one, and advance its sequences."""
@@ -174,10 +176,10 @@ class Engine:
             return 0.0
         return self._pace.spare_s(self._in_flight.plan, time.perf_counter() - self._read_s)
 
-    def _finished(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def _forget_void_step(self) -> None:
+        """If every sequence has ended, nobody waits for the step in flight."""
         if not self.has_work():
-            self._in_flight = None  # all its sequences have ended
-        return outputs
+            self._in_flight = None
 
     def submit(self, requests: list[NewRequest]) -> None:
         """Queue sequences, all or none. Raises QueueFullError or InvalidRequestError."""
@@ -214,6 +216,7 @@ class Engine:
         for request_id in request_ids:
             if request := self.sequences.by_id.get(request_id):
                 self.sequences.finish(request)
+        self._forget_void_step()
 
     def warm_up_grammars(self) -> None:
         """Start the process that grammars are forked from, so that the first need not wait."""

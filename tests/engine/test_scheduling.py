@@ -116,10 +116,13 @@ def _raise(requests: list[Request]) -> None:
     raise RuntimeError("no room today")
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("ends", ["finished", "aborted"])
-def test_nothing_of_a_sequence_lives_on_in_its_seat(target: Path, draft: Path, ends: str) -> None:
+def test_nothing_of_a_sequence_lives_on(target: Path, draft: Path, ends: str, lag: int) -> None:
+    """Neither in its seat nor in a step that is in flight."""
     config = engine_config(target, draft, max_num_seqs=2)
     engine = Engine(replace(config, logits_processors=SPECS))
+    engine.scheduler.lag = lag
     params = replace(GREEDY, max_tokens=4, logits_processors=(ProcessorChoice("parity"),))
     engine.submit([new("gone", SHORT, params)])
     engine.step()
