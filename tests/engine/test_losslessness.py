@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from block_heads import save_tiny_block_head
@@ -30,19 +31,20 @@ PARAMS = {
 }
 # Every rule with one proposer, every proposer with one rule, the filters with one. Of joints that
 # are off by 7 % in total variation, 4,800 samples see nine of ten; 2,400 do of those off by 10 %,
-# the 12,000 of the deep cases of those off by 5 %.
+# the 12,000 of the sweep of those off by 5 %.
 SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "ngram", 2400)]
 SOME += [("token", "head", 2400), ("block", "head", 2400), ("token", "dflash", 2400)]
 SOME += [("block", "dspark", 2400), ("block", "peagle", 2400), ("token", "mtp", 2400)]
 PROPOSERS = ("draft_model", "ngram", "head", "peagle", "dflash", "dspark", "mtp")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
+OTHERS = [case for case in EVERY if case not in {(name, proposer) for name, proposer, _ in SOME}]
+CASES: list[Any] = [*SOME]
+CASES += [pytest.param(*case, 4800, marks=pytest.mark.deep) for case in OTHERS]
+CASES += [pytest.param(*case, 12_000, marks=pytest.mark.sweep) for case in EVERY]
 
 
-@pytest.mark.parametrize(
-    ("name", "proposer", "num_samples"),
-    SOME + [pytest.param(*case, 12_000, marks=pytest.mark.deep) for case in EVERY],
-)
+@pytest.mark.parametrize(("name", "proposer", "num_samples"), CASES)
 def test_the_joint_over_many_steps_is_the_targets(
     name: str, proposer: str, num_samples: int, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
