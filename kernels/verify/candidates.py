@@ -16,8 +16,7 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _TILE_GROUPS = tl.constexpr(32)  # groups read at a time
 MAX_GROUPS = tl.constexpr(256)
 MAX_CANDIDATES = tl.constexpr(256)
-_HALF = tl.constexpr(128)  # candidates ranked at a time, each against _TILE others
-_TILE = tl.constexpr(16)
+_PAIRS = tl.constexpr(2048)  # pairs of candidates compared at a time
 _NO_CANDIDATE = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 CANDIDATE_SCRATCH = 256 + 256  # int64 numbers a row: groups, then candidates by id
 
@@ -54,47 +53,38 @@ def _bound(group_max, row_max, wanted):
 
 
 @triton.jit
-def _rank(candidates_ptr, num_candidates, row_max, inv_t, top_k, top_p, min_p, by_k, full):
+def _rank(
+    candidates_ptr, num_candidates, row_max, inv_t, top_k, top_p, min_p, by_k, full,
+    LANES: tl.constexpr,
+):  # fmt: skip
     """Key of the lowest kept logit; last kept tie; kept mass."""
-    tile = tl.arange(0, _TILE)
-    # Half of the candidates at a time, because mostly there is no second half.
-    own = tl.full((_HALF,), _NO_CANDIDATE, tl.int64)
-    rank = tl.zeros((_HALF,), tl.int32)
-    before = tl.zeros((_HALF,), tl.int64)
-    earlier, earlier_rank, earlier_before = own, rank, before
-    for first in range(0, num_candidates, _HALF):
-        earlier, earlier_rank, earlier_before = own, rank, before
-        lane = first + tl.arange(0, _HALF)
-        own = tl.load(candidates_ptr + lane, mask=lane < num_candidates, other=_NO_CANDIDATE)
-        ahead = tl.load(candidates_ptr + tile, mask=tile < num_candidates, other=_NO_CANDIDATE)
-        rank = tl.zeros((_HALF,), tl.int32)
-        before = tl.zeros((_HALF,), tl.int64)
-        for start in range(0, num_candidates, _TILE):
-            other = ahead
-            at = start + _TILE + tile
-            ahead = tl.load(candidates_ptr + at, mask=at < num_candidates, other=_NO_CANDIDATE)
-            other_weight = weight_of((other >> 32).to(tl.int32), row_max, inv_t)
-            # Each thread sums its own column.
-            is_before = other[:, None] > own[None, :]
-            rank += tl.sum(is_before.to(tl.int32), 0)
-            before += tl.sum(tl.where(is_before, other_weight[:, None], 0), 0)
-    own, rank = tl.join(own, earlier), tl.join(rank, earlier_rank)
-    before = tl.join(before, earlier_before).to(tl.float64)
+    lane = tl.arange(0, LANES)
+    TILE: tl.constexpr = _PAIRS // LANES
+    tile = tl.arange(0, TILE)
+    is_real = lane < num_candidates
+    own = tl.load(candidates_ptr + lane, mask=is_real, other=_NO_CANDIDATE)
+    ahead = tl.load(candidates_ptr + tile, mask=tile < num_candidates, other=_NO_CANDIDATE)
     relative = relative_of((own >> 32).to(tl.int32), row_max, inv_t)
     weight = fixed(relative)
+    rank = tl.zeros((LANES,), tl.int32)
+    before = tl.zeros((LANES,), tl.int64)
+    for start in range(0, num_candidates, TILE):
+        other = ahead
+        at = start + TILE + tile
+        ahead = tl.load(candidates_ptr + at, mask=at < num_candidates, other=_NO_CANDIDATE)
+        other_weight = weight_of((other >> 32).to(tl.int32), row_max, inv_t)
+        # Each thread sums its own column.
+        is_before = other[:, None] > own[None, :]
+        rank += tl.sum(is_before.to(tl.int32), 0)
+        before += tl.sum(tl.where(is_before, other_weight[:, None], 0), 0)
     most = tl.where(by_k, top_k, 0x7FFFFFFF)
-    mass = tl.where(by_k, _total(tl.where(rank < most, weight, 0)), full)
+    mass = tl.where(by_k, tl.sum(tl.where(rank < most, weight, 0), 0), full)
     limit = tl.where(top_p < 1.0, top_p, float("inf")).to(tl.float64) * mass.to(tl.float64)
-    dropped = (rank >= most) | (before >= limit) | (relative < min_p)
-    keep = ((dropped == 0) | (rank == 0)) & (own > _NO_CANDIDATE)
-    last = tl.min(tl.min(tl.where(keep, own, 0x7FFFFFFFFFFFFFFF), 1), 0)
+    dropped = (rank >= most) | (before.to(tl.float64) >= limit) | (relative < min_p)
+    keep = ((dropped == 0) | (rank == 0)) & is_real
+    last = tl.min(tl.where(keep, own, 0x7FFFFFFFFFFFFFFF), 0)
     last_tie = 0x7FFFFFFF - (last & 0xFFFFFFFF).to(tl.int32)
-    return (last >> 32).to(tl.int32), last_tie, _total(tl.where(keep, weight, 0))
-
-
-@triton.jit
-def _total(x):
-    return tl.sum(tl.sum(x, 1), 0)
+    return (last >> 32).to(tl.int32), last_tie, tl.sum(tl.where(keep, weight, 0), 0)
 
 
 @triton.jit
@@ -150,7 +140,14 @@ def threshold_from_candidates(
         wanted = tl.where(few, 160, 16)
     threshold, cutoff, kept = key_of(bound), vocab_size, full
     if found:
-        threshold, cutoff, kept = _rank(
-            candidates_ptr, num_candidates, row_max, inv_t, top_k, top_p, min_p, by_k, full
-        )
+        if num_candidates <= 128:
+            threshold, cutoff, kept = _rank(
+                candidates_ptr, num_candidates, row_max, inv_t, top_k, top_p, min_p, by_k, full,
+                128,
+            )  # fmt: skip
+        else:
+            threshold, cutoff, kept = _rank(
+                candidates_ptr, num_candidates, row_max, inv_t, top_k, top_p, min_p, by_k, full,
+                MAX_CANDIDATES,
+            )  # fmt: skip
     return found, threshold, cutoff, kept, num_candidates

@@ -111,44 +111,32 @@ def own_token(
         top_group = tl.minimum(here, top_group)
         highest = tl.maximum(of_lanes, highest)
     tl.debug_barrier()
-    # The tile before the first holds two likely groups. Groups whose bound is below the best score
-    # of these are out; the others are listed.
-    lane = tl.arange(0, _TILE)
-    likely = tl.where(lane == 0, highest_group, top_group)
-    best = tl.full((), _NO_BEST, tl.int64)
-    num_left = 0
-    start = -_TILE
-    while start < num_left:
-        is_first = start < 0
-        slot = start + lane
-        listed = tl.load(group_max_ptr + slot, mask=(slot >= 0) & (slot < num_left), other=0.0)
-        group = tl.where(is_first, likely, listed.to(tl.int32))
-        valid = tl.where(is_first, (lane < 2) & (likely < num_groups), slot < num_left)
-        of_tile = _best_of_groups(
-            group, valid, row_ptr, vocab_size, row_max, log_z, threshold, cutoff, inv_t, seed,
-            position,
-        )  # fmt: skip
-        best = tl.maximum(best, of_tile)
-        if is_first:
-            num_left = _list_groups(group_max_ptr, num_groups, value_of((best >> 32).to(tl.int32)))
-        start += _TILE
-    return tl.minimum(0x7FFFFFFF - (best & 0xFFFFFFFF), vocab_size - 1)
-
-
-@triton.jit
-def _list_groups(bound_ptr, num_groups, least_score):
-    """Overwrite the groups' bounds with a list of those that reach the score; returns its length.
-
-    The list is never longer than what has been read of the bounds.
-    """
+    # Groups whose bound is below the best score of two likely groups are out. The list of those
+    # that remain overwrites the bounds; it is never longer than what has been read of them.
+    two = tl.arange(0, 2)
+    likely = tl.where(two == 0, highest_group, top_group)
+    best = _best_of_groups(
+        likely, likely < num_groups, row_ptr, vocab_size, row_max, log_z, threshold, cutoff, inv_t,
+        seed, position,
+    )  # fmt: skip
+    least_score = value_of((best >> 32).to(tl.int32))
     num_left = 0
     for start in range(0, num_groups, _LANES):
-        group = start + tl.arange(0, _LANES)
-        bound = tl.load(bound_ptr + group, mask=group < num_groups, other=-float("inf"))
+        group = start + lane
+        at = group_max_ptr + group
+        bound = tl.load(at, mask=group < num_groups, other=-float("inf"))
         left = (bound >= least_score) & (bound > -float("inf"))
         slot = num_left + tl.cumsum(left.to(tl.int32), 0) - 1
         num_left += tl.sum(left.to(tl.int32), 0)
         tl.debug_barrier()
-        tl.store(bound_ptr + slot, group.to(tl.float32), mask=left)
+        tl.store(group_max_ptr + slot, group.to(tl.float32), mask=left)
     tl.debug_barrier()
-    return num_left
+    for start in range(0, num_left, _TILE):
+        slot = start + tl.arange(0, _TILE)
+        group = tl.load(group_max_ptr + slot, mask=slot < num_left, other=0.0).to(tl.int32)
+        of_tile = _best_of_groups(
+            group, slot < num_left, row_ptr, vocab_size, row_max, log_z, threshold, cutoff,
+            inv_t, seed, position,
+        )  # fmt: skip
+        best = tl.maximum(best, of_tile)
+    return tl.minimum(0x7FFFFFFF - (best & 0xFFFFFFFF), vocab_size - 1)
