@@ -7,7 +7,7 @@ from .experts import ExpertMLP, ExpertWeights
 from .formats import UnsupportedFormatError
 from .llama import LlamaReader
 
-_ALPHA = 1.702  # which transformers 5.17 has in its code, not in its configuration
+_ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in its configuration
 
 
 class GptOssReader(LlamaReader):
@@ -31,6 +31,6 @@ class GptOssReader(LlamaReader):
                 down=checkpoint.experts(f"{experts}.down_proj", (num_experts, width, inner)),
                 top_k=config.num_experts_per_tok,
                 alpha=getattr(config, "swiglu_alpha", _ALPHA),
-                limit=config.swiglu_limit,
+                limit=getattr(config, "swiglu_limit", _LIMIT),
             ),
         )
