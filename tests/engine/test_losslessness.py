@@ -38,9 +38,12 @@ SOME += [("token", "head", 2400), ("block", "head", 2400), ("token", "dflash", 2
 SOME += [("block", "dspark", 2400), ("block", "peagle", 2400), ("token", "mtp", 2400)]
 PROPOSERS = ("draft_model", "ngram", "head", "peagle", "dflash", "dspark", "mtp")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
-OTHERS = [case for case in EVERY if case not in {(name, proposer) for name, proposer, _ in SOME}]
 CASES: list[Any] = [*SOME]
-CASES += [pytest.param(*case, 4800, marks=pytest.mark.deep) for case in OTHERS]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.deep)
+    for name, proposer in EVERY
+    if (case := (name, proposer, 4800)) not in SOME
+]
 CASES += [pytest.param(*case, 12_000, marks=pytest.mark.sweep) for case in EVERY]
 
 

@@ -4,28 +4,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from verification import HAS_KERNELS
 
 HERE = Path(__file__).parent
-# In parts of about the same length, for workers beside each other; the longest file first.
+# In parts, for workers beside each other; the longest file first.
 SLOWEST = ["batch_invariance", "kernel_equals_reference", "paged_attention", "invariance"]
 SLOWEST += ["edges", "breakpoints"]
 FILES = sorted(HERE.glob("test_*.py"), key=lambda path: (path.stem[5:] not in SLOWEST, path.stem))
-NUM_PARTS = 2
+QUICK, DEEP = "not slow and not deep", "deep"
+PARTS: list[Any] = [(QUICK, FILES[i::2]) for i in range(2)]
+PARTS += [pytest.param(DEEP, FILES[i::6], marks=pytest.mark.deep) for i in range(6)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(HAS_KERNELS, reason="the kernels run in this process already")
-@pytest.mark.parametrize(
-    "cases", ["not slow and not deep", pytest.param("deep", marks=pytest.mark.deep)]
-)
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_kernels_pass_these_tests_under_the_interpreter(part: int, cases: str) -> None:
+@pytest.mark.parametrize(("cases", "files"), PARTS)
+def test_kernels_pass_these_tests_under_the_interpreter(cases: str, files: list[Path]) -> None:
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-m", cases, *map(str, FILES[part::NUM_PARTS])]
+    command += ["-p", "no:cacheprovider", "-m", cases, *map(str, files)]
     run = subprocess.run(
         command,
         env=os.environ | {"TRITON_INTERPRET": "1"},
