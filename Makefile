@@ -33,6 +33,8 @@ TARGET ?=
 DRAFT ?=
 # Of ten minutes each at most, on 16 cores; most of it goes into compiling kernels.
 GPU_PARTS := gpu-kernels gpu-engine gpu-joints gpu-tables
+GPU_MARKS := not sweep
+gpu-kernels: GPU_MARKS :=
 gpu-kernels: GPU_TESTS := tests/kernels
 gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,paged_model loop replays logit_edits \
 	decoder quantised_checkpoints memory prompt_logprobs logprobs_overlap pipeline phases same_bits compiling \
@@ -91,7 +93,7 @@ gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes 
 # Neighbours share compiled kernels: a worker takes a run of tests, and later what others have left.
 gpu-kernels gpu-engine gpu-joints: gpu-set-up
 	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
-		-m 'not sweep' -o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
+		-m '$(GPU_MARKS)' -o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
 
 gpu-tables: gpu-set-up ## tables of kernels and engine (TARGET= DRAFT= model directories)
 	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py

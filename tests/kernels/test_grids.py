@@ -1,11 +1,11 @@
-"""What is left for `make deep` is not missed by `make test`."""
+"""What is left for `make sweep` is not missed by `make test`."""
 
 from itertools import combinations
 
 from grids import pairwise
 
 
-def test_cases_that_are_not_deep_hold_every_pair() -> None:
+def test_cases_that_are_not_left_out_hold_every_pair() -> None:
     axes = ["abcd", "xyz", "12", "+-"]
     grid = pairwise(*axes)
     assert len({case.values for case in grid}) == 4 * 3 * 2 * 2

@@ -14,9 +14,12 @@ HERE = Path(__file__).parent
 SLOWEST = ["batch_invariance", "kernel_equals_reference", "paged_attention", "invariance"]
 SLOWEST += ["edges", "breakpoints"]
 FILES = sorted(HERE.glob("test_*.py"), key=lambda path: (path.stem[5:] not in SLOWEST, path.stem))
-QUICK, DEEP = "not slow and not deep", "deep"
-PARTS: list[Any] = [(QUICK, FILES[i::2]) for i in range(2)]
-PARTS += [pytest.param(DEEP, FILES[i::6], marks=pytest.mark.deep) for i in range(6)]
+PARTS: list[Any] = [("not slow and not deep and not sweep", FILES[i::2]) for i in range(2)]
+PARTS += [
+    pytest.param(tier, FILES[i::2], marks=getattr(pytest.mark, tier))
+    for tier in ("deep", "sweep")
+    for i in range(2)
+]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Grids of test cases: every pair of values at once, the whole in `make deep`."""
+"""Grids of test cases: every pair of values at once, the whole in `make sweep`."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -9,7 +9,7 @@ import pytest
 
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
     """All combinations of the axes' values, as parameters of a test; those beyond a set in which
-    every two values of different axes meet are marked deep.
+    every two values of different axes meet are marked sweep.
     """
     left = list(product(*(range(len(axis)) for axis in axes)))
     unmet = {pair for case in left for pair in _pairs(case)}
@@ -22,7 +22,7 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(
             *(axis[i] for axis, i in zip(axes, case, strict=True)),
-            marks=() if case in kept else pytest.mark.deep,
+            marks=() if case in kept else pytest.mark.sweep,
         )
         for case in product(*(range(len(axis)) for axis in axes))
     ]
