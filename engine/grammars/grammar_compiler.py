@@ -50,6 +50,7 @@ class GrammarCompiler:
         vocab_size: int,
         *,
         max_lexer_states: int = 50_000,
+        max_step_items: int = 10_000,
     ) -> None:
         if len(tokens.token_bytes) != vocab_size:
             raise ValueError(
@@ -62,6 +63,7 @@ class GrammarCompiler:
             list(tokens.special_token_ids),
             self._eos_token_ids,
             max_lexer_states,
+            max_step_items,
         )
         self._zygote = Zygote(table)
         self._slots = Semaphore(MAX_COMPILES_AT_ONCE)

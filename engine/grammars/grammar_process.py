@@ -51,8 +51,6 @@ _MEMORY_BYTES = 128 << 20  # beyond the stack and what the fork began with
 _MASK_S = 0.02
 _RESERVE_S = 0.5
 _MAX_THREADS = 8
-# Bounds the memory and time of one mask; llguidance reports an error beyond it.
-_STEP_MAX_ITEMS = 10_000
 # Allows every token whose bytes may follow, even if the tokenizer would split the text elsewhere.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
@@ -291,7 +289,7 @@ def main() -> None:
     tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(table)), eos_token=table.eos_token_ids)
     limits = LLParserLimits(
         max_lexer_states=table.max_lexer_states,
-        step_max_items=_STEP_MAX_ITEMS,
+        step_max_items=table.max_step_items,
         verbose_errors=False,
     )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave no zombies
