@@ -48,7 +48,7 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def _asm(magnitude_at: int, fma: str, high: bool) -> str:
-    """The low or the high two pairs of the word $2, times $3.
+    """The low or the high two pairs of the word $4, times $5.
 
     Exponents count from another number in the wider format; the factor makes up for that, exactly,
     also for 0.5 and 0. It does so in an fma because sm_80 has no mul of bfloat16.
@@ -57,15 +57,16 @@ def _asm(magnitude_at: int, fma: str, high: bool) -> str:
     lines = [".reg .b32 s, u, z;", f"mov.b32 z, {signs:#x};"]  # -0 keeps the sign of a product
     for i, (sign, magnitude, _) in enumerate(_PAIRS[2:] if high else _PAIRS[:2]):
         left = magnitude_at - magnitude
-        lines.append(f"{'shl' if left >= 0 else 'shr'}.b32 u, $2, {abs(left)};")
+        lines.append(f"{'shl' if left >= 0 else 'shr'}.b32 u, $4, {abs(left)};")
         if left == 15 - sign:
             lines.append(f"and.b32 u, u, {signs | magnitudes:#x};")
         else:
             lines.append(f"and.b32 u, u, {magnitudes:#x};")
-            lines.append(f"shl.b32 s, $2, {15 - sign};")
+            lines.append(f"shl.b32 s, $4, {15 - sign};")
             lines.append(f"and.b32 s, s, {signs:#x};")
             lines.append("or.b32 u, u, s;")
-        lines.append(f"{fma} ${i}, u, $3, z;")
+        lines.append(f"{fma} u, u, $5, z;")
+        lines.append(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, u;")
     return "{" + " ".join(lines) + "}"
 
 
@@ -76,7 +77,7 @@ _FLOAT16_HIGH = tl.constexpr(_asm(9, "fma.rn.f16x2", high=True))
 
 
 @triton.jit
-def plain_nibbles(words):
+def _plain_nibbles(words):
     """`unpack` in a kernel."""
     return (
         _plain_pair(words, 15, 6) | _plain_pair(words, 12, 3) << 16
@@ -91,33 +92,35 @@ def _plain_pair(words, SIGN: tl.constexpr, MAGNITUDE: tl.constexpr):
 
 
 @triton.jit
-def from_e2m1(codes, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """The numbers of the low and of the high nibbles; IN_PAIRS the bytes are those of packed words.
+def from_e2m1(words, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
+    """The numbers of the low and of the high nibbles of packed words.
 
-    Shape: as codes
+    Shape: words [N, K / 4] -> [N, K] each
     """
     if IN_PAIRS:
         FACTOR: tl.constexpr = _BFLOAT16_FACTOR if tl.bfloat16 == DTYPE else _FLOAT16_FACTOR
-        factor = tl.full(codes.shape, FACTOR, tl.int32)
-        low, high = _pairs(codes, factor, False, DTYPE), _pairs(codes, factor, True, DTYPE)
+        factor = tl.full(words.shape, FACTOR, tl.int32)
+        low, high = _pairs(words, factor, False, DTYPE), _pairs(words, factor, True, DTYPE)
     else:
+        codes = bytes_of(_plain_nibbles(words))
         low, high = _plain(codes & 15).to(DTYPE), _plain(codes >> 4).to(DTYPE)
     return low, high
 
 
 @triton.jit
 def scaled_from_e2m1(
-    codes, exponent, HIGH: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr
+    words, exponent, HIGH: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr
 ):
-    """The numbers of the low or the high nibbles, each times a row's scale and too small by a
-    factor that `unscaled` takes back from sums. DTYPE is not float16.
+    """The numbers of the low or the high nibbles of packed words, each times its row's scale, and
+    too small by a factor that `unscaled` takes back from sums. DTYPE is not float16.
 
-    Shape: codes [N, K], exponent [N] int32, 127 too large -> [N, K]
+    Shape: words [N, K / 4], exponent [N] int32, 127 too large -> [N, K]
     """
     if IN_PAIRS:
         factor = (exponent * _ONE_STEP + _FIRST_FACTOR)[:, None]
-        scaled = _pairs(codes, factor.broadcast_to(codes.shape), HIGH, DTYPE)
+        scaled = _pairs(words, factor.broadcast_to(words.shape), HIGH, DTYPE)
     else:
+        codes = bytes_of(_plain_nibbles(words))
         number = _plain(codes >> 4 if HIGH else codes & 15)
         scaled = (number * _power(exponent)[:, None]).to(DTYPE)
     return scaled
@@ -130,26 +133,45 @@ def unscaled(sums):
 
 
 @triton.jit
-def _pairs(codes, factor, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+def _pairs(words, factor, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    # Word by word: of bytes, nothing says that the four which an instruction is given share a word.
     if tl.bfloat16 == DTYPE:
-        x = tl.inline_asm_elementwise(
+        first, second, third, fourth = tl.inline_asm_elementwise(
             _BFLOAT16_HIGH if HIGH else _BFLOAT16_LOW,
-            "=r,=r,r,r,r,r,r",
-            [codes, factor],
-            dtype=tl.bfloat16,
+            "=h,=h,=h,=h,r,r",
+            [words, factor],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
     else:
-        x = tl.inline_asm_elementwise(
+        first, second, third, fourth = tl.inline_asm_elementwise(
             _FLOAT16_HIGH if HIGH else _FLOAT16_LOW,
-            "=r,=r,r,r,r,r,r",
-            [codes, factor],
-            dtype=tl.float16,
+            "=h,=h,=h,=h,r,r",
+            [words, factor],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
-    return x
+    return _in_turn(first, second, third, fourth)
+
+
+@triton.jit
+def bytes_of(words):
+    """The bytes of words. Shape: [N, K / 4] -> [N, K]."""
+    return _in_turn(
+        (words & 255).to(tl.uint8),
+        ((words >> 8) & 255).to(tl.uint8),
+        ((words >> 16) & 255).to(tl.uint8),
+        ((words >> 24) & 255).to(tl.uint8),
+    )
+
+
+@triton.jit
+def _in_turn(first, second, third, fourth):
+    """Shape: [N, K / 4] each -> [N, K]"""
+    four = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(four, [first.shape[0], 4 * first.shape[1]])
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
 from .expert_matrix import GROUP, ExpertMatrix, Experts
-from .narrow_numbers import bytes_of, in_order_by_warp, output_by_warp
+from .narrow_numbers import in_order_by_warp, output_by_warp
 from .narrow_product import codes_of_steps
 from .routing import Routing
 
@@ -119,7 +119,7 @@ def _experts_kernel(
     n = tile_n * OUTS + i % OUTS
     is_out, is_read = n < num_out, (tile_n * OUTS + read % OUTS < num_out)[:, None]
     in_expert = tl.minimum(n, num_out - 1) + i // OUTS * num_out
-    read_in_expert = tile_n * OUTS + read % OUTS + read // OUTS * num_out
+    read_in_expert = tl.minimum(tile_n * OUTS + read % OUTS, num_out - 1) + read // OUTS * num_out
     num_weight_rows = num_out * (2 if GATED else 1)
     # The router in front of the gate makes the tiles. The gate waits for them before it lets `down`
     # start, so `down` may read them, but not from a cache that may be older, before it waits.
@@ -137,7 +137,7 @@ def _experts_kernel(
         read_row = expert * num_weight_rows + read_in_expert
         x_at = x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64) * x_stride
         codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
-        scale_at = scale_ptr + weight_row
+        scale_at = scale_ptr + read_row
         total = _sums(
             x_at, codes_at, scale_at, is_pair, is_read,
             NUM_ROWS, WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
@@ -185,13 +185,12 @@ def _sums(
         codes = codes_of_steps(codes_at, is_read & (after < WIDTH), after, WIDTH, STEP, STEPS, STEP)
         scales = _exponents(scale_at, tl.minimum(after, last) // STEP * 2, NUM_ROWS, 2 * STEPS)
         for step in tl.static_range(STEPS):
-            block = in_order_by_warp(
-                bytes_of(now[step], "fp4", IN_PAIRS, BLOCK_N, STEP), BLOCK_N, STEP, WARPS
-            )
-            low = scaled_from_e2m1(block, scales_now[2 * step], False, DTYPE, IN_PAIRS)
+            low = scaled_from_e2m1(now[step], scales_now[2 * step], False, DTYPE, IN_PAIRS)
+            low = in_order_by_warp(low, BLOCK_N, STEP, WARPS)
             at = x_at + 2 * (start + step * STEP)
             if STEPS > 1:
-                high = scaled_from_e2m1(block, scales_now[2 * step + 1], True, DTYPE, IN_PAIRS)
+                high = scaled_from_e2m1(now[step], scales_now[2 * step + 1], True, DTYPE, IN_PAIRS)
+                high = in_order_by_warp(high, BLOCK_N, STEP, WARPS)
                 both = tl.permute(tl.join(low, high), (0, 2, 1))
                 weight = tl.reshape(both, [BLOCK_N, 2 * STEP])
                 x = tl.load(at + tl.arange(0, 2 * STEP)[:, None], mask=is_pair, other=0.0)
@@ -203,7 +202,8 @@ def _sums(
                 # well). So there must be two products, and the second converts after the first.
                 x = tl.load(at + tl.arange(0, STEP)[:, None], mask=is_pair, other=0.0)
                 y = tl.dot(low, x, y, input_precision="ieee")
-                high = scaled_from_e2m1(block, scales_now[2 * step + 1], True, DTYPE, IN_PAIRS)
+                high = scaled_from_e2m1(now[step], scales_now[2 * step + 1], True, DTYPE, IN_PAIRS)
+                high = in_order_by_warp(high, BLOCK_N, STEP, WARPS)
                 x = tl.load(at + STEP + tl.arange(0, STEP)[:, None], mask=is_pair, other=0.0)
                 y = tl.dot(high, x, y, input_precision="ieee")
     return unscaled(y)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..triton_or_none import tl, triton
-from .e2m1 import from_e2m1, plain_nibbles
+from .e2m1 import bytes_of, from_e2m1
 from .fp8 import from_e4m3
 from .narrow_matrix import NarrowMatrix
 
@@ -75,47 +75,34 @@ def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def numbers(
-    codes, HAS_ZERO: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr
+    words, HAS_ZERO: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr
 ):
-    """A block of codes as numbers, exact in DTYPE: for 4 bits two blocks, otherwise one, twice.
+    """A block of codes, in words of 4 bytes, as numbers that are exact in DTYPE: for 4 bits two
+    blocks, otherwise one, twice. Their order is that of the bytes.
 
     IN_PAIRS, int4 numbers with zero points are too large (see `_nibbles`); the zero point
     compensates for that.
+    Shape: words [N, K / 4] -> [N, K] each
     """
-    if KIND == "fp8":
-        low = _e4m3(codes, DTYPE) if IN_PAIRS else from_e4m3(codes, DTYPE)
+    if KIND == "fp4":
+        low, high = from_e2m1(words, DTYPE, IN_PAIRS)
+    elif KIND == "fp8":
+        low = _e4m3(bytes_of(words), DTYPE) if IN_PAIRS else from_e4m3(bytes_of(words), DTYPE)
         high = low
     elif KIND == "int8":
-        low = codes.to(tl.int8, bitcast=True).to(DTYPE)
+        low = bytes_of(words).to(tl.int8, bitcast=True).to(DTYPE)
         high = low
-    elif KIND == "fp4":
-        low, high = from_e2m1(codes, DTYPE, IN_PAIRS)
     elif IN_PAIRS:
-        low, high = _nibbles(codes, DTYPE)
+        low, high = _nibbles(bytes_of(words), DTYPE)
         if not HAS_ZERO:
             EIGHT: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 1032.0
             low -= EIGHT
             high -= EIGHT
     else:
-        offset = 0 if HAS_ZERO else 8
+        offset, codes = 0 if HAS_ZERO else 8, bytes_of(words)
         low = ((codes & 15).to(tl.int16) - offset).to(DTYPE)
         high = ((codes >> 4).to(tl.int16) - offset).to(DTYPE)
     return low, high
-
-
-@triton.jit
-def bytes_of(
-    words, KIND: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
-):
-    """A block of words of 4 bytes as bytes. Shape: [BLOCK_N, WIDTH / 4] -> [BLOCK_N, WIDTH].
-
-    Words that stay in registers from step to step are kept as words, bytes each by itself.
-    """
-    if KIND == "fp4" and not IN_PAIRS:
-        words = plain_nibbles(words)
-    first, second = (words & 255).to(tl.uint8), ((words >> 8) & 255).to(tl.uint8)
-    third, fourth = ((words >> 16) & 255).to(tl.uint8), ((words >> 24) & 255).to(tl.uint8)
-    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [BLOCK_N, WIDTH])
 
 
 @triton.jit
@@ -208,14 +195,14 @@ def _unpack_kernel(
     inside = is_out[:, None] & (word < WIDTH // 4)[None, :]
     words_at = codes_ptr + n.to(tl.int64)[:, None] * (WIDTH // 4) + word[None, :]
     words = tl.load(words_at, mask=inside, other=0)
-    codes = in_order(bytes_of(words, KIND, False, BLOCK_N, STEP), BLOCK_N, STEP, CHUNK)
-    low, high = numbers(codes, zero_ptr is not None, KIND, tl.float32, False)
+    low, high = numbers(words, zero_ptr is not None, KIND, tl.float32, False)
     for half in tl.static_range(HALVES):
         first = start * HALVES + half * STEP
         group = tl.minimum(first, NUM_IN - 1) // GROUP
         weight = low
         if half == 1:
             weight = high
+        weight = in_order(weight, BLOCK_N, STEP, CHUNK)
         if zero_ptr is not None:
             zero = tl.load(zero_ptr + group * num_out + n, mask=is_out, other=0)
             weight = weight - zero.to(tl.float32)[:, None]

@@ -14,7 +14,7 @@ from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .narrow_matrix import NarrowMatrix, has_4_bits
-from .narrow_numbers import bytes_of, in_order_by_warp, numbers, output_by_warp
+from .narrow_numbers import in_order_by_warp, numbers, output_by_warp
 from .tiles import tile_of_program
 
 _TILES_TOGETHER = 8  # tiles of rows that share weights in the L2 cache
@@ -267,9 +267,8 @@ def _share(
             if not ONE_GROUP:
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for chunk in tl.static_range(CHUNKS):
-                block = bytes_of(now[i // HALVES * CHUNKS + chunk], KIND, IN_PAIRS, BLOCK_N, CHUNK)
                 low, high = numbers(
-                    in_order_by_warp(block, BLOCK_N, CHUNK, WARPS),
+                    now[i // HALVES * CHUNKS + chunk],
                     zero_at is not None,
                     KIND,
                     x_ptr.dtype.element_ty,
@@ -278,6 +277,7 @@ def _share(
                 weight = low
                 if i % HALVES == 1:
                     weight = high
+                weight = in_order_by_warp(weight, BLOCK_N, CHUNK, WARPS)
                 if zero_at is not None:
                     zero = zeros_now[i].to(tl.float32)
                     if KIND == "int4" and IN_PAIRS:

@@ -37,6 +37,13 @@ def make(device: torch.device, num_experts: int = 5, width: int = 128, inner: in
     return Experts(gate_up, make_matrix(num_experts, width, inner, device), 1.7, 2.0)
 
 
+def of_bfloat16(experts: Experts) -> Experts:
+    def matrix(layer: ExpertMatrix) -> ExpertMatrix:
+        return layer._replace(bias=layer.bias.bfloat16())
+
+    return experts._replace(gate_up=matrix(experts.gate_up), down=matrix(experts.down))
+
+
 def by_row(x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
     """The formulas, one row and one expert at a time, in float64."""
     out = torch.zeros_like(x, dtype=torch.float64)
@@ -114,6 +121,21 @@ def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, device: torc
         )
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="the interpreter lacks bfloat16")
+@pytest.mark.parametrize("num_rows", [1, 40, 300])
+@pytest.mark.parametrize("width", [64, 128, 448])  # a loop of one turn, longer ones, several turns
+def test_bfloat16_equals_the_formulas_but_for_rounding(
+    num_rows: int, width: int, device: torch.device
+) -> None:
+    experts = of_bfloat16(make(device, 3, width, width))
+    x = randn(num_rows, width, device=device).bfloat16()
+    routing = route(randn(num_rows, 3, device=device), 2)
+    residual = torch.zeros_like(x)
+    add_experts(residual, x, routing, experts)
+    expected = by_row(x, routing, experts)
+    assert (residual.double() - expected).norm() < 0.01 * expected.norm()
+
+
 @needs_kernels
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_tiles_of_every_size(
@@ -160,12 +182,8 @@ def test_what_is_not_a_number_stays_in_its_row(device: torch.device) -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's products are numpy's")
 def test_a_row_comes_out_the_same_in_any_company(device: torch.device) -> None:
-    experts = make(device, 8, 960, 960)
+    experts = of_bfloat16(make(device, 8, 960, 960))
     logits, x = randn(900, 8, device=device), randn(900, 960, device=device).bfloat16()
-    experts = experts._replace(
-        gate_up=experts.gate_up._replace(bias=experts.gate_up.bias.bfloat16()),
-        down=experts.down._replace(bias=experts.down.bias.bfloat16()),
-    )
 
     def outputs(some: slice) -> torch.Tensor:
         out = torch.zeros_like(x[some])

@@ -1,5 +1,6 @@
 """What Triton and ptxas make of the kernels; needs no GPU."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,14 @@ def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> 
         experts_product(empty(200, num_in), routing, layer, None)
     assert len(kernels) == 2
     check(kernels)
+
+
+def test_numbers_that_share_a_word_are_converted_together() -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        narrow_product(empty(1, 512), empty(1, 64), make_matrix("fp4", 512, 64, 32), None, 1, None)
+    # Of bytes, an instruction for four may get two from each of two words, as in loops of one turn.
+    packed = re.findall(r"and.b32.*packed_element = (\d)", kernels[0].asm["ttgir"])
+    assert set(packed) == {"1"}
 
 
 @pytest.mark.parametrize("num_rows", [1, 100, 200])
