@@ -14,7 +14,7 @@ class _NoKernel:
         return self
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
-        raise RuntimeError(f"the kernel {self._name} needs Triton, which is not installed")
+        raise RuntimeError(f"the kernel {self._name} needs Triton, and a GPU")
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -10,6 +10,7 @@ with the `EngineConfig` as one line of JSON on its stdin.
 import contextlib
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -68,8 +69,17 @@ class Channel(Protocol):
         ...
 
 
+def _do_without_triton() -> None:
+    """Keep torch and transformers from loading Triton where it has no use: it takes 70 MB."""
+    import torch
+
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # as if it were missing
+
+
 def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
     progress("loading the libraries", 0, 1)
+    _do_without_triton()
     from ..engine import Engine  # takes seconds: torch, transformers
 
     return Engine(config, progress)

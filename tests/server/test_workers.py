@@ -96,6 +96,11 @@ def test_processes_that_answer_http_have_no_torch(server: RunningServer) -> None
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
+def test_an_engine_on_a_cpu_has_no_triton(server: RunningServer) -> None:
+    assert "libtorch" in (maps := Path(f"/proc/{server.engine.pid}/maps").read_text())
+    assert "libtriton" not in maps
+
+
 def test_each_answers_alike_and_tells_of_all(
     server: RunningServer, clients: list[httpx.Client]
 ) -> None:
