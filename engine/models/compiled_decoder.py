@@ -1,18 +1,16 @@
-"""A decoder whose layers run on a CPU in one compiled call."""
+"""A decoder whose passes run on a CPU in one compiled call each."""
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from ctypes import addressof, c_int32
 from operator import is_
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.cpu import layers as cpu
 from outrider.kernels.cpu.layers import pointer
 from outrider.kernels.cpu.packing import TILE
-from outrider.kernels.model.rms_norm import rms_norm_reference
 from outrider.kernels.model.rope import rotary_table
 
 from .attention import PagedAttention, PassContext, Rope
@@ -23,13 +21,18 @@ from .weights import Linear, Tiles
 
 _DIM_MULTIPLE = 16  # of a head
 _FEWEST_POSITIONS = 1024
+_MOST_KEPT_ROWS = 64  # of logits, which the next pass writes over
 
 
 def can_compile(decoder: Decoder) -> bool:
     """Whether the compiled layers can do everything that this decoder does."""
     if cpu.compiled() is None or decoder.dtype not in (torch.float32, torch.bfloat16):
         return False
-    return all(map(_is_known, decoder.blocks)) and len(set(map(_shape_of, decoder.blocks))) == 1
+    return (
+        isinstance(decoder.head.weight, Tiles)
+        and all(map(_is_known, decoder.blocks))
+        and len(set(map(_shape_of, decoder.blocks))) == 1
+    )
 
 
 def _is_known(block: Block) -> bool:
@@ -77,15 +80,22 @@ class CompiledDecoder(Decoder):
         if is_tied:
             del self.embedding
         self._drafted, self.vocab_size = decoder._drafted, decoder.vocab_size
-        self._last_norm = decoder.norm._replace(weight=decoder.norm.weight.float())
         self._held: list[Tensor] = []  # keeps alive what the layers point to
-        self._layers = [self._described(block) for block in self.blocks]
+        self._layers = (cpu.Layer * len(self.blocks))(*map(self._described, self.blocks))
         self._bound: list[object] = []
         self._num_positions = 0  # positions in the layers' tables of cos and sin
         *sizes, eps, head_eps, scale = _shape_of(self.blocks[0])
-        hidden, heads, kv_heads, head_dim, intermediate = map(int, sizes)
-        self._shape = cpu.Shape(hidden, heads, kv_heads, head_dim, intermediate)
-        self._shape.eps, self._shape.head_eps, self._shape.scale = eps, head_eps, scale
+        shape = cpu.Shape(*map(int, sizes), 0, False, eps, head_eps, scale)
+        self._decoder = cpu.Decoder(
+            addressof(self._layers),
+            len(self._layers),
+            shape,
+            0 if is_tied else pointer(self.embedding, self.dtype),
+            self.dtype == torch.bfloat16,
+            self._kept(self.norm.weight),
+            self._matrix(self.head),
+            pointer(self._drafted, torch.int64),
+        )
 
     @property
     def input_embedding(self) -> Tensor:
@@ -97,60 +107,46 @@ class CompiledDecoder(Decoder):
         return f"{8 * self.weight_bytes / num_weights:.1f} bits, compiled layers"
 
     def __call__(self, context: PassContext) -> Pass:
-        batch, rows_of = context.batch, context.batch.rows
+        batch, rows = context.batch, context.batch.rows
+        num_rows, num_logits = len(batch.input_ids), len(batch.logits_rows)
         self._bind(self.attentions)
-        x = self._embedded(batch.input_ids)
-        kept = [
-            tensor.to(torch.int64).contiguous()
-            for tensor in (
-                rows_of.slot_mapping,
-                rows_of.positions,
-                rows_of.cu_seqlens_q,
-                rows_of.seq_lens,
-                rows_of.slots,
-            )
-        ]
-        places, positions, first_rows, lengths, slots = (pointer(t, torch.int64) for t in kept)
-        assert batch.block_table.dtype == torch.int32
+        if num_rows:
+            self._reach(int(rows.positions.max()))
+        logits = self.place_of_logits(num_logits)
+        tapped = (c_int32 * len(self.tapped_layers))(*self.tapped_layers)
+        taps = torch.empty(num_rows, len(tapped), self._decoder.shape.hidden)
         assert batch.block_table.stride(1) == 1
-        rows = cpu.Batch(
-            len(x),
-            len(rows_of.seq_lens),
-            first_rows,
-            lengths,
-            slots,
-            places,
-            positions,
-            batch.block_table.data_ptr(),
-            batch.block_table.stride(0),
+        cpu.run_pass(
+            self._decoder,
+            cpu.Batch(
+                len(rows.seq_lens),
+                num_logits,
+                pointer(rows.cu_seqlens_q, torch.int64),
+                pointer(rows.seq_lens, torch.int64),
+                pointer(rows.slots, torch.int64),
+                pointer(batch.input_ids, torch.int64),
+                pointer(rows.positions, torch.int64),
+                pointer(rows.slot_mapping, torch.int64),
+                pointer(batch.logits_rows, torch.int64),
+                pointer(batch.block_table, torch.int32),
+                batch.block_table.stride(0),
+                len(tapped),
+                logits.dtype == torch.bfloat16,
+                addressof(tapped),
+                taps.data_ptr(),
+                logits.data_ptr(),
+                self.vocab_size,
+            ),
         )
-        if len(x):
-            self._reach(int(rows_of.positions.max()))
-        taps = []
-        for first, last in pairwise([0, *(i + 1 for i in sorted(self.tapped_layers)), None]):
-            layers = self._layers[first:last]
-            if layers:
-                cpu.run_layers(cpu.array(layers), self._shape, rows, x)
-            if last is not None:
-                is_normed = last > len(self._layers)
-                tapped = rms_norm_reference(x, self._last_norm) if is_normed else x
-                # The next layers change x in place, and float32 to float32 would be no copy.
-                taps.append(tapped.to(self.dtype, copy=True))
-        del kept  # kept alive until here: the layers point to them
-        logits = self._head(x[batch.logits_rows])
-        return Pass(self._widened(logits), torch.stack(taps, 1) if taps else None)
+        return Pass(logits, taps.to(self.dtype) if self.tapped_layers else None)
 
-    def _embedded(self, input_ids: Tensor) -> Tensor:
-        if self._is_tied:
-            assert isinstance(self.head.weight, Tiles)
-            return self.head.weight.rows(input_ids)
-        return F.embedding(input_ids, self.embedding).float()
-
-    def _head(self, rows: Tensor) -> Tensor:
-        out = self.place_of_logits(len(rows))
-        if isinstance(self.head.weight, Tiles):
-            return self.head(rows, norm=self._last_norm, out=out)
-        return self.head(rows.to(self.dtype), norm=self.norm, out=out)
+    def place_of_logits(self, num_rows: int) -> Tensor:
+        """The tensor to write so many rows of logits to; tokens that are not drafted have -inf."""
+        if num_rows > _MOST_KEPT_ROWS:
+            return torch.full((num_rows, self.vocab_size), -torch.inf, dtype=self.dtype)
+        if self._logits is None or num_rows > len(self._logits):
+            self._logits = torch.full((num_rows, self.vocab_size), -torch.inf, dtype=self.dtype)
+        return self._logits[:num_rows]
 
     def _described(self, block: Block) -> cpu.Layer:
         mixer, mlp = block.mixer, block.mlp
@@ -190,8 +186,8 @@ class CompiledDecoder(Decoder):
             keys, values = attention.bound_pages
             layer.keys, layer.values = pointer(keys, keys.dtype), pointer(values, keys.dtype)
         assert keys.dtype in (torch.float32, torch.bfloat16)
-        self._shape.cache_is_bf16 = keys.dtype == torch.bfloat16
-        self._shape.page_size = keys.shape[1]
+        self._decoder.shape.cache_is_bf16 = keys.dtype == torch.bfloat16
+        self._decoder.shape.page_size = keys.shape[1]
 
     def _reach(self, position: int) -> None:
         """Extend the layers' tables of cos and sin to positions up to this one."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.layers import compiled, product, unpacked_rows
+from outrider.kernels.cpu.layers import compiled, product
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack, unpack
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.narrow_matrix import RowFormat
@@ -215,10 +215,6 @@ class Tiles(Unfused):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return product(x.float(), self.matrix, None if bias is None else bias.float())
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Some rows of the matrix. Shape: ids [T] int64 -> [T, K] float32."""
-        return unpacked_rows(self.matrix, ids)
 
     def dequantised(self) -> Tensor:
         return unpack(self.matrix).dequantised().to(self._dtype)

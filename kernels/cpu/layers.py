@@ -1,11 +1,12 @@
-"""Whole layers of a decoder in one call: RMSNorm, attention with RoPE over pages, gated MLP.
+"""A whole pass of a decoder in one call: embeddings, RMSNorm, attention with RoPE over pages, gated
+MLP, head.
 
-Between layers all is float32; only KV is rounded, to the dtype of its cache. A processor with
-AVX-512 VNNI, or with AVX2 and no AVX-512, multiplies weights as the integers that they are with
-inputs of 16 bits, a scale for each 32 of them, and sums these exactly: either gives the same bits.
-Others unpack weights to float32 in registers and sum in float32, one input after another. The bits
-of a row do not depend on the batch or on the number of threads; nor on the processor, as long as it
-does the same of the two and has fused multiply-add.
+Between embeddings and logits all is float32; only KV is rounded, to the dtype of its cache. A
+processor with AVX-512 VNNI, or with AVX2 and no AVX-512, multiplies weights as the integers that
+they are with inputs of 16 bits, a scale for each 32 of them, and sums these exactly: either gives
+the same bits. Others unpack weights to float32 in registers and sum in float32, one input after
+another. The bits of a row do not depend on the batch or on the number of threads; nor on the
+processor, as long as it does the same of the two and has fused multiply-add.
 
 `layers.cpp`, `greedy.cpp` and `sampled.cpp` are compiled when Outrider is installed, if there is a
 compiler, and never later.
@@ -14,7 +15,7 @@ compiler, and never later.
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
@@ -27,9 +28,9 @@ from .packing import PackedTiles
 _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_v3", "_layers")}
 
 _CALLS = (
-    "outrider_layers",
+    "outrider_pass",
     "outrider_product",
-    "outrider_rows",
+    "outrider_read_rows",
     "outrider_verify_greedy",
     "outrider_draft_greedy",
     "outrider_probabilities",
@@ -83,17 +84,38 @@ class Shape(Structure):
     )
 
 
+class Decoder(Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        ("count", c_int32),
+        ("shape", Shape),
+        ("embedding", c_void_p),
+        ("embedding_is_bf16", c_int32),
+        ("norm", c_void_p),
+        ("head", Matrix),
+        ("drafted", c_void_p),
+    )
+
+
 class Batch(Structure):
     _fields_ = (
-        ("rows", c_int32),
         ("sequences", c_int32),
+        ("num_logits", c_int32),
         ("first_rows", c_void_p),
         ("lengths", c_void_p),
         ("slots", c_void_p),
-        ("places", c_void_p),
+        ("token_ids", c_void_p),
         ("positions", c_void_p),
+        ("places", c_void_p),
+        ("logits_rows", c_void_p),
         ("block_table", c_void_p),
         ("block_table_stride", c_int64),
+        ("num_taps", c_int32),
+        ("is_bf16", c_int32),
+        ("tapped", c_void_p),
+        ("taps", c_void_p),
+        ("logits", c_void_p),
+        ("vocab_size", c_int64),
     )
 
 
@@ -172,35 +194,11 @@ def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tenso
     return out
 
 
-def unpacked_rows(weight: PackedTiles, rows: Tensor) -> Tensor:
-    """Some rows of a matrix, dequantised. Shape: rows [T] int64, each below N -> [T, K] float32."""
+def run_pass(decoder: Decoder, batch: Batch) -> None:
+    """Compute the rows of a batch: their KV, and the logits and taps that are asked for."""
     library = compiled()
     assert library is not None
-    out = torch.empty(len(rows), weight.shape[1])
-    library.outrider_rows(
-        ctypes.byref(matrix(weight, None)),
-        c_void_p(pointer(rows, torch.int64)),
-        len(rows),
-        c_void_p(out.data_ptr()),
-    )
-    return out
-
-
-def run_layers(layers: "ctypes.Array[Layer]", shape: Shape, batch: Batch, x: Tensor) -> None:
-    """Run the rows of a batch through layers, in place. Shape: x [T, hidden] float32."""
-    library = compiled()
-    assert library is not None
-    assert x.dtype == torch.float32
-    assert x.is_contiguous()
-    if len(x):
-        library.outrider_layers(
-            layers,
-            len(layers),
-            ctypes.byref(shape),
-            ctypes.byref(batch),
-            c_void_p(x.data_ptr()),
-            _num_threads(),
-        )
+    library.outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), _num_threads())
 
 
 def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int:
@@ -210,7 +208,3 @@ def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int:
     assert tensor.dtype == dtype, tensor.dtype
     assert tensor.is_contiguous()
     return tensor.data_ptr()
-
-
-def array(layers: Sequence[Layer]) -> "ctypes.Array[Layer]":
-    return (Layer * len(layers))(*layers)

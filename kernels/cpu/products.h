@@ -135,26 +135,32 @@ const Product PRODUCTS[] = {
     product_of<Format<Plain, FloatScale, 32>>(),
 };
 
+// One row of a matrix, as float32.
+void unpack_row(const Matrix& matrix, int64_t row, float* out) {
+    const Product& format = PRODUCTS[matrix.format];
+    const int64_t tile_bytes = (int64_t)format.block_bytes * (matrix.k / BLOCK);
+    const uint8_t* tile = matrix.data + row / TILE * tile_bytes;
+    format.unpacked_row(tile, matrix.k, (int)(row % TILE), out);
+}
+
 // ---- stages
 
-// The rows that a product reads; `inputs` is for products in integers.
+// The rows that a product reads; in integers it reads `inputs`, which `prepare` makes of x.
 struct Rows {
-    const float* x;
+    float* x;  // [count, k]
     int count;
-    std::vector<Inputs>& inputs;
+    Inputs* inputs;  // [count, k / BLOCK]
 };
 
 inline bool is_of_integers(const Matrix& matrix) {
     return IN_INTEGERS && PRODUCTS[matrix.format].integer_tile[0] != nullptr;
 }
 
-// What comes before a product's tasks.
-void prepare(Team& team, const Matrix& matrix, const Rows& rows) {
+// What must be done with each input before a product: these begin at `first`, a multiple of BLOCK.
+inline void prepare(const Matrix& matrix, const Rows& rows, int row, int first, int count) {
     if (!is_of_integers(matrix)) return;
-    const int blocks = matrix.k / BLOCK;
-    team.share(rows.count, [&](int row) {
-        to_inputs(rows.x + (int64_t)row * matrix.k, matrix.k, &rows.inputs[(size_t)row * blocks]);
-    });
+    const int64_t at = (int64_t)row * matrix.k + first;
+    to_inputs(rows.x + at, count, rows.inputs + at / BLOCK);
 }
 
 // Up to MAX_ROWS rows of one tile of outputs, or of two. out [rows][tiles * TILE]
@@ -204,10 +210,9 @@ void some_tiles(
         }
 }
 
-// y = x W^T + b, or y += it. Shape: x [rows, k], y [rows, n]
-template <bool ADDS>
-void product(Team& team, const Matrix& matrix, const Rows& rows, float* y) {
-    prepare(team, matrix, rows);
+// x W^T + b. `take(row, first, values, count)` is given the outputs from `first` on.
+template <class TAKE>
+void product(Team& team, const Matrix& matrix, const Rows& rows, TAKE take) {
     const int num_tiles = (matrix.n + TILE - 1) / TILE;
     const int at_once = is_of_integers(matrix) ? 1 : 2;  // in float32 two share their inputs
     team.share((num_tiles + at_once - 1) / at_once, [&](int task) {
@@ -219,33 +224,30 @@ void product(Team& team, const Matrix& matrix, const Rows& rows, float* y) {
         for (int row = 0; row < rows.count; row += MAX_ROWS) {
             const int some = rows.count - row < MAX_ROWS ? rows.count - row : MAX_ROWS;
             some_tiles(matrix, first, second, rows, row, some, out);
-            for (int r = 0; r < some; r++) {
-                float* to = y + (int64_t)(row + r) * matrix.n + first * TILE;
-                if (ADDS)
-                    for (int i = 0; i < count; i++) to[i] += out[r * width + i];
-                else
-                    std::memcpy(to, out + r * width, count * sizeof(float));
-            }
+            for (int r = 0; r < some; r++) take(row + r, first * TILE, out + r * width, count);
         }
     });
 }
 
-// silu(gate) * up. gate_up's outputs are the gate's, then those of `up`.
-void gated(Team& team, const Matrix& matrix, const Rows& rows, float* y) {
-    prepare(team, matrix, rows);
+// y = silu(gate) * up, prepared for the next product. The outputs are the gate's, then those of up.
+void gated(
+    Team& team, const Matrix& matrix, const Rows& rows, const Matrix& next, const Rows& y
+) {
     const int num_outputs = matrix.n / 2, num_tiles = num_outputs / TILE;
     team.share(num_tiles, [&](int tile) {
         float out[MAX_ROWS * 2 * TILE];
         for (int row = 0; row < rows.count; row += MAX_ROWS) {
             const int some = rows.count - row < MAX_ROWS ? rows.count - row : MAX_ROWS;
             some_tiles(matrix, tile, tile + num_tiles, rows, row, some, out);
-            for (int r = 0; r < some; r++)
+            for (int r = 0; r < some; r++) {
                 for (int half = 0; half < TILE; half += LANES) {
                     const F gate = load(out + r * 2 * TILE + half);
                     const F up = load(out + r * 2 * TILE + TILE + half);
                     const F silu = gate / (splat(1.0f) + exponential(-gate));
-                    store(y + (int64_t)(row + r) * num_outputs + tile * TILE + half, silu * up);
+                    store(y.x + (int64_t)(row + r) * num_outputs + tile * TILE + half, silu * up);
                 }
+                prepare(next, y, row + r, tile * TILE, TILE);
+            }
         }
     });
 }

@@ -26,7 +26,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.gguf_checkpoint import why_unpacked
 from outrider.engine.models.gguf_file import FORMATS, GgufFile, UnknownFormatError
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.network import Network
+from outrider.engine.models.network import Network, Pass
 from outrider.engine.models.one_prompt import one_prompt
 from outrider.kernels.cpu.layers import compiled
 
@@ -57,12 +57,16 @@ def original(folder: Path) -> Any:
     ).eval()
 
 
-def logits(network: Network, ids: torch.Tensor) -> torch.Tensor:
+def passed(network: Network, ids: torch.Tensor) -> Pass:
     for layer in network.attentions:
         pages = torch.full((1, len(ids), layer.num_kv_heads, layer.head_dim), torch.nan)
         layer.pages = KVPages(pages.to(network.dtype), pages.to(network.dtype).clone())
     with torch.inference_mode():
-        return network(one_prompt(ids)).logits
+        return network(one_prompt(ids))
+
+
+def logits(network: Network, ids: torch.Tensor) -> torch.Tensor:
+    return passed(network, ids).logits
 
 
 @pytest.mark.parametrize("type_", [*QUANTISED, Type.F16, Type.BF16, Type.F32])
@@ -128,7 +132,10 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
     truth = GgufFile(folder / "model.gguf").read("token_embd.weight").dequantised()
     assert torch.equal(network.input_embedding, truth)
     ids = torch.tensor([0, 5, VOCAB - 1])
-    assert torch.equal(network._embedded(ids), truth[ids])
+    network.tap([-1])
+    taps = passed(network, ids).taps
+    assert taps is not None
+    assert torch.equal(taps[:, 0], truth[ids])
 
 
 @needs_layers

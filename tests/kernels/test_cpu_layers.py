@@ -1,5 +1,7 @@
 """Compiled products of a CPU: what the weights stand for, summed the same in any company."""
 
+from ctypes import addressof
+
 import pytest
 import torch
 
@@ -8,7 +10,6 @@ from outrider.kernels.cpu.layers import (
     compiled,
     product,
     torch_on_one_thread,
-    unpacked_rows,
 )
 from outrider.kernels.cpu.packing import Codes, Layout, PackedTiles, pack, unpack
 
@@ -51,8 +52,6 @@ def test_packing_loses_nothing(layout: Layout, num_out: int, num_in: int) -> Non
     packed = pack(given, layout)
     for part, kept in zip(given, unpack(packed), strict=True):
         assert (part is None and kept is None) or torch.equal(part, kept)
-    rows = torch.tensor([0, num_out - 1, num_out // 2])
-    torch.testing.assert_close(unpacked_rows(packed, rows), given.dequantised()[rows])
 
 
 def most_error(x: torch.Tensor, given: Codes, build: str) -> torch.Tensor:
@@ -224,16 +223,21 @@ def attended(keys: torch.Tensor, values: torch.Tensor, rows: int, window: int) -
         window=window,
     )
     shape = layers.Shape(hidden, 2, 1, dim, 32, 16, 0, 1e-5, 0.0, 0.25)
-    numbers = [[0, rows], [length], [0], [*range(length - rows, length)], [0] * rows]
-    first_rows, lengths, slots, places, positions = map(torch.tensor, numbers)
-    table = torch.arange(len(keys), dtype=torch.int32)
+    x, taps = torch.randn(rows, hidden, generator=generator), torch.empty(rows, 1, hidden)
+    decoder = layers.Decoder(
+        addressof(layer), 1, shape, x.data_ptr(), False, ones.data_ptr(), weight(32, hidden)
+    )
+    numbers = [
+        [0, rows], [length], [0], [*range(rows)], [0] * rows, [*range(length - rows, length)], [0]
+    ]  # fmt: skip
+    of_rows = [torch.tensor(each) for each in numbers]
+    table, tapped = torch.arange(len(keys), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     batch = layers.Batch(
-        rows, 1, first_rows.data_ptr(), lengths.data_ptr(), slots.data_ptr(), places.data_ptr(),
-        positions.data_ptr(), table.data_ptr(), len(table),
+        1, 0, *(each.data_ptr() for each in of_rows), table.data_ptr(), len(table), 1, False,
+        tapped.data_ptr(), taps.data_ptr(), 0, 32,
     )  # fmt: skip
-    x = torch.randn(rows, hidden, generator=generator)
-    layers.run_layers(layers.array([layer]), shape, batch, x)
-    return x
+    layers.run_pass(decoder, batch)
+    return taps[:, 0]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 6])
