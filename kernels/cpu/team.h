@@ -37,6 +37,7 @@ class Team;
 using Work = void (*)(void*, Team&);
 
 constexpr int MOST_THREADS = 255;
+inline thread_local int own_place = 0;  // of this thread in its team
 
 class Team {
 public:
@@ -51,7 +52,7 @@ public:
         size_ = threads;
         work_ = work;
         argument_ = argument;
-        next_.store(0);
+        for (int i = 0; i < threads; i++) next_[i].taken.store(0);
         left_.store(threads);
         if (threads > 1) {
             // Who takes part stands in the number itself: nobody else may read the rest.
@@ -64,19 +65,26 @@ public:
         wait_until([&] { return left_.load(std::memory_order_acquire) == 0; });
     }
 
-    // Tasks of this stage, taken one by one, so that a thread that was held up holds up none;
-    // returns when all of them are done.
+    // Tasks of this stage. A thread takes its own, one after the other, and then what is left to
+    // others, so that a thread that was held up holds up none; returns when all of them are done.
     template <class TASK>
     void share(int tasks, TASK task) {
         if (size_ == 1) {
             for (int i = 0; i < tasks; i++) task(i);
             return;
         }
-        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(i);
+        for (int other = 0; other < size_; other++) {
+            const int place = (own_place + other) % size_;
+            const int first = (int)((int64_t)tasks * place / size_);
+            const int count = (int)((int64_t)tasks * (place + 1) / size_) - first;
+            std::atomic<int>& taken = next_[place].taken;
+            for (int i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < count;)
+                task(first + i);
+        }
         uint32_t stage = stage_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
             arrived_.store(0, std::memory_order_relaxed);
-            next_.store(0, std::memory_order_relaxed);
+            for (int i = 0; i < size_; i++) next_[i].taken.store(0, std::memory_order_relaxed);
             stage_.store(stage + 1, std::memory_order_release);
         } else {
             wait_until([&] { return stage_.load(std::memory_order_acquire) != stage; });
@@ -85,6 +93,7 @@ public:
 
 private:
     void live(int thread, uint32_t seen) {
+        own_place = thread;
         for (;;) {
             for (int i = 0; i < 4000 && round_.load(std::memory_order_acquire) == seen; i++) relax();
             round_.wait(seen, std::memory_order_acquire);
@@ -102,7 +111,10 @@ private:
     void* argument_ = nullptr;
     alignas(64) std::atomic<uint32_t> round_{0};
     alignas(64) std::atomic<int> left_{0};
-    alignas(64) std::atomic<int> next_{0};
+    struct alignas(64) Taken {
+        std::atomic<int> taken{0};
+    };
+    Taken next_[MOST_THREADS];
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> stage_{0};
 };
