@@ -40,7 +40,7 @@ _CALLS = (
 
 
 class Matrix(Structure):
-    """A linear layer's weight and bias. This and the following structures mirror layers.cpp."""
+    """A linear layer's weight and bias. This and the following structures mirror those in C++."""
 
     _fields_ = (
         ("data", c_void_p),

@@ -18,7 +18,7 @@ LANES, QUAD = 16, 4  # outputs whose codes lie together, for so many inputs
 
 
 class Layout(IntEnum):
-    """How codes are stored; the numbers are those of PRODUCTS in layers.cpp."""
+    """How codes are stored; the numbers are those of PRODUCTS in products.h."""
 
     FOUR_HALF = 0  # 4 bits, unsigned; scale and offset in float16, of 32 inputs
     FOUR_FLOAT = 1  # in float32
