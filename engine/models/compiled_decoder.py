@@ -142,11 +142,12 @@ class CompiledDecoder(Decoder):
 
     def place_of_logits(self, num_rows: int) -> Tensor:
         """The tensor to write so many rows of logits to; tokens that are not drafted have -inf."""
-        if num_rows > _MOST_KEPT_ROWS:
-            return torch.full((num_rows, self.vocab_size), -torch.inf, dtype=self.dtype)
-        if self._logits is None or num_rows > len(self._logits):
-            self._logits = torch.full((num_rows, self.vocab_size), -torch.inf, dtype=self.dtype)
-        return self._logits[:num_rows]
+        if self._logits is not None and num_rows <= len(self._logits):
+            return self._logits[:num_rows]
+        logits = torch.full((num_rows, self.vocab_size), -torch.inf, dtype=self.dtype)
+        if num_rows <= _MOST_KEPT_ROWS:
+            self._logits = logits
+        return logits
 
     def _described(self, block: Block) -> cpu.Layer:
         mixer, mlp = block.mixer, block.mlp

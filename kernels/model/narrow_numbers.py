@@ -84,22 +84,23 @@ def numbers(
     compensates for that.
     Shape: words [N, K / 4] -> [N, K] each
     """
+    codes = bytes_of(words)
     if KIND == "fp4":
         low, high = from_e2m1(words, DTYPE, IN_PAIRS)
     elif KIND == "fp8":
-        low = _e4m3(bytes_of(words), DTYPE) if IN_PAIRS else from_e4m3(bytes_of(words), DTYPE)
+        low = _e4m3(codes, DTYPE) if IN_PAIRS else from_e4m3(codes, DTYPE)
         high = low
     elif KIND == "int8":
-        low = bytes_of(words).to(tl.int8, bitcast=True).to(DTYPE)
+        low = codes.to(tl.int8, bitcast=True).to(DTYPE)
         high = low
     elif IN_PAIRS:
-        low, high = _nibbles(bytes_of(words), DTYPE)
+        low, high = _nibbles(codes, DTYPE)
         if not HAS_ZERO:
             EIGHT: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 1032.0
             low -= EIGHT
             high -= EIGHT
     else:
-        offset, codes = 0 if HAS_ZERO else 8, bytes_of(words)
+        offset = 0 if HAS_ZERO else 8
         low = ((codes & 15).to(tl.int16) - offset).to(DTYPE)
         high = ((codes >> 4).to(tl.int16) - offset).to(DTYPE)
     return low, high
