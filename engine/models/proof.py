@@ -205,33 +205,39 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _split(linear: Linear, *modules: nn.Linear) -> None:
     sizes = [module.out_features for module in modules]
     biases = linear.bias.split(sizes) if linear.bias is not None else [None] * len(modules)
-    for i, (module, bias) in enumerate(zip(modules, biases, strict=True)):
+    for module, bias in zip(modules, biases, strict=True):
         if bias is not None:
             module.bias = nn.Parameter(bias, requires_grad=False)
-        if isinstance(linear.weight, Dense):
-            _assign(module, linear.weight.matrix.split(sizes)[i])
-        else:
-            _assign_in_turn(module, linear.weight, sizes, i)
+    if isinstance(linear.weight, Dense):
+        for module, part in zip(modules, linear.weight.matrix.split(sizes), strict=True):
+            _assign(module, part)
+    else:
+        _assign_in_turn(modules, linear.weight, sizes)
 
 
-def _assign_in_turn(module: nn.Linear, weight: Weight, sizes: list[int], i: int) -> None:
-    """Dequantise a module's weights only while it runs: for all at once there may be no room.
+def _assign_in_turn(modules: Sequence[nn.Linear], weight: Weight, sizes: list[int]) -> None:
+    """Dequantise a weight only while its modules run: for all at once there may be no room.
 
-    The module gets its inputs as the weight takes them.
+    The first module that runs makes it, for all of them. Each gets its inputs as the weight takes
+    them.
     """
     nothing = torch.empty(0)
-    _assign(module, nothing)
+    parts: dict[nn.Linear, Tensor] = {}  # of modules that have yet to run
 
-    def take(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        _assign(module, weight.dequantised().split(sizes)[i])
-        taken = weight.taken(args[0].flatten(0, -2), sum(sizes[:i]))
+    def take(first: int, module: nn.Linear, args: tuple[Tensor]) -> tuple[Tensor]:
+        if module not in parts:
+            parts.update(zip(modules, weight.dequantised().split(sizes), strict=True))
+        _assign(module, parts.pop(module))
+        taken = weight.taken(args[0].flatten(0, -2), first)
         return (taken.view_as(args[0]),)
 
-    def give_back(*_: object) -> None:
+    def give_back(module: nn.Linear, *_: object) -> None:
         _assign(module, nothing)
 
-    module.register_forward_pre_hook(take)
-    module.register_forward_hook(give_back)
+    for i, module in enumerate(modules):
+        _assign(module, nothing)
+        module.register_forward_pre_hook(partial(take, sum(sizes[:i])))
+        module.register_forward_hook(give_back)
 
 
 def _assign_experts(module: Any, experts: Experts, dtype: torch.dtype) -> None:

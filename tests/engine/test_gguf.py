@@ -1,5 +1,6 @@
 """GGUF files run as they are: their formats, and what the compiled layers make of them."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,25 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
     taps = passed(network, ids).taps
     assert taps is not None
     assert torch.equal(taps[:, 0], truth[ids])
+
+
+@needs_layers
+def test_the_check_at_load_unpacks_a_weight_once_a_pass(
+    directory: Callable[[Type, Type], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = directory(Type.Q4_1, Type.Q8_0)
+    dequantised, times = weights.Tiles.dequantised, Counter[weights.Weight]()
+
+    def counting(self: weights.Tiles) -> torch.Tensor:
+        times[self] += 1
+        return dequantised(self)
+
+    monkeypatch.setattr(weights.Tiles, "dequantised", counting)
+    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    assert isinstance(network, CompiledDecoder)
+    # Three modules of transformers' share the weight of queries, keys and values; one has the head.
+    linears = [*network.blocks[0].linears, network.head]
+    assert len({times[linear.weight] for linear in linears}) == 1, times
 
 
 @needs_layers
