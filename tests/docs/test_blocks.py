@@ -19,14 +19,15 @@ from pathlib import Path
 import pytest
 from running_server import RunningServer
 
-pytestmark = [pytest.mark.docs, pytest.mark.model, pytest.mark.timeout(900)]
+# To see what hangs: `bench` takes a minute alone, and several beside other tests.
+TIMEOUT_S = 600.0
+pytestmark = [pytest.mark.docs, pytest.mark.model, pytest.mark.timeout(TIMEOUT_S + 300)]
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docker/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:curl|docker|helm|make|outrider|pip|serve|smg|hf) "
 NOT_RUN = re.compile(r"<!-- not run(?: \((?P<only>.*?)\))?: (?P<why>.*?) -->")
 START = "make serve"  # what the pages begin with
-TIMEOUT_S = 600.0  # to see what hangs: `bench` alone takes a minute, several beside other tests
 A_FREE_PORT = {"OUTRIDER_SERVER__PORT": "0"}
 
 
