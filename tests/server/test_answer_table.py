@@ -78,7 +78,7 @@ def running(tokenizer: Tokenizer) -> Iterator[Site]:
         api_keys=("key",),
         max_body_bytes=50_000,
         max_prompts_times_n=8,
-        body_timeout_s=0.3,
+        body_timeout_s=2,
     )
     with on_a_socket(served) as url:
         yield Site(served, url)
