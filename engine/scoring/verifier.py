@@ -189,7 +189,8 @@ class Verifier:
                 self._vocab_size,
             )
         rows = read_slots(self._slots.state, slot, num_columns)
-        q = self._distributions if samples and num_columns > 0 else None
+        # Greedy requests do not read them, but so the same kernels serve all.
+        q = self._distributions if num_columns > 0 else None
         verified = verify(
             logits,
             cu_rows,

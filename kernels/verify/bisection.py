@@ -17,9 +17,9 @@ from .decide import OPEN, accept_test, load_draft
 from .drafts import COLUMNS, Step, Verified, rows_of
 from .keys import key_of, value_of
 from .philox import exp, fixed, log_of_fixed
-from .row_outcome import RowOutcomes, settle_row
+from .row_outcome import RowOutcomes, conclude_row, settle_row
 from .sampling import BLOCK, GROUP
-from .scan import BlockStats, merge_totals
+from .scan import BlockStats, load_stats, merge_max, merge_totals
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -199,17 +199,23 @@ def _bisect_kernel(
             draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft,
             tl.load(sampling.seed + request), tl.load(step.anchor + request), step.words,
         )  # fmt: skip
-        row_max, z, _bad = merge_totals(row, stats, num_blocks, inv_t, NB)
+        block_max, total = load_stats(row, stats, num_blocks, NB)
+        row_max, _bad = merge_max(block_max)
+        z = merge_totals(block_max, total, row_max, inv_t)
         threshold, last_tie, kept = _threshold_by_bisection(
             row_ptr, width, vocab_size, row_max, z, inv_t, tl.load(sampling.top_k + request),
             tl.load(sampling.top_p + request), tl.load(sampling.min_p + request), TILE, STEP,
         )  # fmt: skip
         state = row_max, log_of_fixed(kept), threshold, last_tie.to(tl.float32)
         groups = num_blocks * (_BLOCK // _GROUP)
-        settle_row(
-            accept_test(drafted, state, inv_t), tl.full((), OPEN, tl.int64), request, offset, k,
-            row, row_ptr, state, inv_t, stats.group_max + row * groups, groups, vocab_size,
-            num_columns, draft_ids_ptr, sampling, step.position, rows, verified,
+        own = settle_row(
+            accept_test(drafted, state, inv_t), tl.full((), OPEN, tl.int64), request, offset, row,
+            row_ptr, state, inv_t, stats.group_max + row * groups, groups, vocab_size,
+            num_columns, draft_ids_ptr, sampling, step.position, rows,
+        )  # fmt: skip
+        conclude_row(
+            own, tl.load(sampling.rule + request) == 1, request, offset, k, num_columns,
+            draft_ids_ptr, rows, verified,
         )  # fmt: skip
 
 

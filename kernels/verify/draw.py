@@ -160,12 +160,12 @@ def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def draw_words(request, j, num_columns, seed, anchor, offset, words_ptr, PURPOSE: tl.constexpr):
+def draw_words(request, j, num_columns, seed, anchor, offset, purpose, words_ptr):
     """Random words of the token after j drafts; `offset` is that of a request's row 0."""
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
         words = philox(
-            seed, anchor.to(tl.int32), (offset + j).to(tl.int32), one * PURPOSE, one - one
+            seed, anchor.to(tl.int32), (offset + j).to(tl.int32), one * purpose, one - one
         )
     else:
         at = words_ptr + (request * (num_columns + 1) + num_columns) * 4
@@ -199,15 +199,9 @@ def pick_token(block, weight, vocab_size, words):
 
 
 @triton.jit
-def draw_from_sums(
-    row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB: tl.constexpr
-):
+def draw_from_sums(block_max, total, row_ptr, state, inv_t, num_blocks, vocab_size, words):
     """Draw a token of an unfiltered row from p, with the block sums that the scan has left."""
     row_max, log_z, _threshold, _cutoff = state
-    lane = tl.arange(0, NB)
-    at = row * num_blocks + lane
-    block_max = tl.load(stats.max + at, mask=lane < num_blocks, other=-float("inf"))
-    total = tl.load(stats.total + at, mask=lane < num_blocks, other=0.0)
     block = pick_block(fixed(total * exp((block_max - row_max) * inv_t - log_z)), num_blocks, words)
     ids = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)

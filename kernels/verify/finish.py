@@ -74,7 +74,7 @@ def _read_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks", "purpose"])
 def _draw_kernel(
     step,
     num_columns,  # K + 1
@@ -85,7 +85,7 @@ def _draw_kernel(
     mass_ptr,  # [B, K + 1, num_blocks]
     rows,
     verified,
-    PURPOSE: tl.constexpr,
+    purpose,
     NB: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -110,7 +110,7 @@ def _draw_kernel(
         accepted = accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB)
     row = _open(request, accepted, k, row0, step, num_columns, draft_ids_ptr, draft, rows)
     words = draw_words(
-        request, accepted, num_columns, seed, anchor, position - anchor, step.words, PURPOSE
+        request, accepted, num_columns, seed, anchor, position - anchor, purpose, step.words
     )
     HAS_Q: tl.constexpr = draft.raw is not None
     last = draw_from_blocks(
@@ -137,7 +137,7 @@ def finish(step: Step, num_blocks: int, rows: RowOutcomes, verified: Verified) -
         mass,
         rows,
         verified,
-        PURPOSE=int(step.purpose),
+        int(step.purpose),
         NB=triton.next_power_of_2(num_blocks),
         **dependent_launch(device),
         num_warps=_DRAW_WARPS,

@@ -8,7 +8,7 @@ from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
 from .keys import key_of, value_of
 from .sampling import BLOCK, GROUP
-from .scan import merge_totals, scan
+from .scan import load_stats, merge_max, merge_totals, scan
 
 _NO_TOKEN = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below every token; its key is _NO_KEY
 _NO_KEY = tl.constexpr(-0x80000000)
@@ -95,7 +95,9 @@ def _logprobs_kernel(
     GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_max, z, bad = merge_totals(row, stats, num_blocks, 1.0, NB)
+    block_max, total = load_stats(row, stats, num_blocks, NB)
+    row_max, bad = merge_max(block_max)
+    z = merge_totals(block_max, total, row_max, 1.0)
     base = tl.where(bad, float("nan"), row_max + tl.log(z))
     row_ptr = logits_ptr + row * logits_stride
     token = tl.minimum(tl.maximum(tl.load(token_ids_ptr + row), 0), vocab_size - 1)

@@ -159,7 +159,7 @@ def philox(seed, c0, c1, c2, c3):
     m1 = tl.full((), 0xCD9E8D57, tl.uint32)
     w0 = tl.full((), 0x9E3779B9, tl.uint32)
     w1 = tl.full((), 0xBB67AE85, tl.uint32)
-    for _ in tl.static_range(10):
+    for _ in range(10):
         a0, a2 = c0, c2
         c0 = tl.umulhi(a2, m1) ^ c1 ^ k0
         c2 = tl.umulhi(a0, m0) ^ c3 ^ k1

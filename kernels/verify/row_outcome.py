@@ -32,8 +32,9 @@ class RowOutcomes(NamedTuple):
 
 
 @triton.jit
-def greedy_token(row_max, block, row_ptr, vocab_size):
-    """The lowest id with the row's maximum, which lies in `block`."""
+def greedy_token(block_max, row_max, row_ptr, vocab_size, NB: tl.constexpr):
+    """The lowest id with the row's maximum."""
+    block = tl.min(tl.where(block_max == row_max, tl.arange(0, NB), NB - 1), 0)
     ids = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     return tl.min(tl.where(x == row_max, ids, 0x7FFFFFFF), 0)
@@ -68,10 +69,10 @@ def conclude_row(own, is_block, request, offset, k, num_columns, draft_ids_ptr, 
 
 @triton.jit
 def settle_row(
-    test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
-    vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows, verified,
+    test, drawn, request, offset, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
+    vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows,
 ):  # fmt: skip
-    """Write a sampled row's state, and conclude it with its own token.
+    """Write a sampled row's state and test; returns its own token.
 
     `drawn` is the token that recovers the draft, or OPEN.
     """
@@ -94,7 +95,4 @@ def settle_row(
         )  # fmt: skip
     elif (rule == 0) & accepts:
         own = tl.load(draft_ids_ptr + offset)
-    conclude_row(
-        tl.where(log_z == log_z, own, BAD), rule == 1, request, offset, k, num_columns,
-        draft_ids_ptr, rows, verified,
-    )  # fmt: skip
+    return tl.where(log_z == log_z, own, BAD)

@@ -41,7 +41,7 @@ from .sampling import (
     block_width,
     is_filtered,
 )
-from .scan import BlockStats, merge_max, merge_totals
+from .scan import BlockStats, load_stats, merge_max, merge_totals
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -117,7 +117,7 @@ def _highest(row: torch.Tensor, count: int) -> torch.Tensor:
     return ascending.flip(0)[:count].to(row.device)
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
+@triton.jit(do_not_specialize=["num_columns", "draft_stride", "purpose"])
 def _row_state_kernel(
     step,
     num_columns,  # K + 1
@@ -130,7 +130,7 @@ def _row_state_kernel(
     scratch_stride,
     rows,
     verified,
-    PURPOSE: tl.constexpr,
+    purpose,
     FILTERS: tl.constexpr,
     NB: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -153,75 +153,81 @@ def _row_state_kernel(
         return
     row = (row0 + offset).to(tl.int64)
     row_ptr = step.logits + row * step.logits_stride
+    block_max, total = load_stats(row, stats, num_blocks, NB)
+    is_settled = offset <= k
     if temperature <= 0:
-        row_max, block, bad = merge_max(row, stats, num_blocks, NB)
-        own = greedy_token(row_max, block, row_ptr, vocab_size)
+        row_max, bad = merge_max(block_max)
+        own = greedy_token(block_max, row_max, row_ptr, vocab_size, NB).to(tl.int64)
+        own = tl.where(bad, BAD, own)
+    else:
+        inv_t = 1.0 / temperature
+        drafted = load_draft(
+            draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft, seed, anchor,
+            step.words,
+        )  # fmt: skip
+        row_max, bad = merge_max(block_max)
+        z = merge_totals(block_max, total, row_max, inv_t)
+        log_z = tl.where(bad, float("nan"), log(z))
+        threshold = -float("inf")
+        cutoff = vocab_size.to(tl.float32)
+        groups = num_blocks * (_BLOCK // _GROUP)
+        group_max_ptr = stats.group_max + row * groups
+        scratch_ptr += row * scratch_stride
+        candidates_ptr = scratch_ptr + MAX_GROUPS
+        filtered = offset > k
+        num_candidates = 0
+        if FILTERS:  # noqa: SIM102 (known when compiled)
+            if is_filtered(request, sampling, vocab_size) & (bad == 0):
+                filtered = offset <= k
+                top_k = tl.load(sampling.top_k + request)
+                is_settled, key, last_tie, kept, num_candidates = threshold_from_candidates(
+                    row_ptr, vocab_size, row_max, z, inv_t, top_k,
+                    tl.load(sampling.top_p + request), tl.load(sampling.min_p + request),
+                    (top_k > 0) & (top_k < vocab_size), group_max_ptr, groups,
+                    scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True), candidates_ptr,
+                    GROUPS,
+                )  # fmt: skip
+                log_z = log_of_fixed(kept)
+                threshold = value_of(key)
+                cutoff = last_tie.to(tl.float32)
+        own = tl.full((), OPEN, tl.int64)
+        if is_settled:
+            if (num_columns > 1) | FILTERS:  # otherwise no kernel of ours follows
+                # Not earlier: the next kernel's programs would take issue slots while they wait.
+                start_next_kernel(DEPENDENT)
+            state = row_max, log_z, threshold, cutoff
+            test = accept_test(drafted, state, inv_t)
+            is_last = offset == k
+            if ((rule != 2) & is_last) | ((rule == 0) & filtered & (test[2] == 0)):
+                words = draw_words(
+                    request, offset, num_columns, seed, anchor, position - anchor, purpose,
+                    step.words,
+                )  # fmt: skip
+                if filtered:
+                    HAS_Q: tl.constexpr = draft.raw is not None
+                    opened = open_row(
+                        request, offset, is_last == 0, row_ptr, width, state, drafted[4],
+                        draft_ids_ptr, draft, 0.0,
+                    )  # fmt: skip
+                    own = draw_from_candidates(
+                        opened, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q
+                    )
+                else:
+                    own = draw_from_sums(
+                        block_max, total, row_ptr, state, inv_t, num_blocks, vocab_size, words
+                    )
+            own = settle_row(
+                test, own, request, offset, row, row_ptr, state, inv_t, group_max_ptr, groups,
+                vocab_size, num_columns, draft_ids_ptr, sampling, step.position, rows,
+            )  # fmt: skip
+    if is_settled:
         conclude_row(
-            tl.where(bad, BAD, own.to(tl.int64)), False, request, offset, k, num_columns,
+            own, (rule == 1) & (temperature > 0), request, offset, k, num_columns,
             draft_ids_ptr, rows, verified,
         )  # fmt: skip
-        return
-    inv_t = 1.0 / temperature
-    drafted = load_draft(
-        draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft, seed, anchor,
-        step.words,
-    )  # fmt: skip
-    row_max, z, bad = merge_totals(row, stats, num_blocks, inv_t, NB)
-    log_z = tl.where(bad, float("nan"), log(z))
-    threshold = -float("inf")
-    cutoff = vocab_size.to(tl.float32)
-    groups = num_blocks * (_BLOCK // _GROUP)
-    group_max_ptr = stats.group_max + row * groups
-    scratch_ptr += row * scratch_stride
-    candidates_ptr = scratch_ptr + MAX_GROUPS
-    found = offset <= k
-    filtered = offset > k
-    num_candidates = 0
-    if FILTERS:  # noqa: SIM102 (known when compiled)
-        if is_filtered(request, sampling, vocab_size) & (bad == 0):
-            filtered = offset <= k
-            top_k = tl.load(sampling.top_k + request)
-            found, key, last_tie, kept, num_candidates = threshold_from_candidates(
-                row_ptr, vocab_size, row_max, z, inv_t, top_k, tl.load(sampling.top_p + request),
-                tl.load(sampling.min_p + request), (top_k > 0) & (top_k < vocab_size),
-                group_max_ptr, groups, scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True),
-                candidates_ptr, GROUPS,
-            )  # fmt: skip
-            log_z = log_of_fixed(kept)
-            threshold = value_of(key)
-            cutoff = last_tie.to(tl.float32)
-    if not found:
+    else:
         slot = tl.atomic_add(rows.counters + 1, 1, sem="relaxed")
         tl.store(rows.to_bisect + slot, request * COLUMNS + offset)
-        return
-    if (num_columns > 1) | FILTERS:  # otherwise no kernel of ours follows
-        # Not earlier: the next kernel's programs would take issue slots while they wait.
-        start_next_kernel(DEPENDENT)
-    state = row_max, log_z, threshold, cutoff
-    test = accept_test(drafted, state, inv_t)
-    drawn = tl.full((), OPEN, tl.int64)
-    is_last = offset == k
-    if ((rule != 2) & is_last) | ((rule == 0) & filtered & (test[2] == 0)):
-        words = draw_words(
-            request, offset, num_columns, seed, anchor, position - anchor, step.words, PURPOSE
-        )
-        if filtered:
-            HAS_Q: tl.constexpr = draft.raw is not None
-            own = open_row(
-                request, offset, is_last == 0, row_ptr, width, state, drafted[4], draft_ids_ptr,
-                draft, 0.0,
-            )  # fmt: skip
-            drawn = draw_from_candidates(
-                own, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q
-            )
-        else:
-            drawn = draw_from_sums(
-                row, row_ptr, state, inv_t, stats, num_blocks, vocab_size, words, NB
-            )
-    settle_row(
-        test, drawn, request, offset, k, row, row_ptr, state, inv_t, group_max_ptr, groups,
-        vocab_size, num_columns, draft_ids_ptr, sampling, step.position, rows, verified,
-    )  # fmt: skip
 
 
 def row_state(
@@ -242,7 +248,7 @@ def row_state(
         CANDIDATE_SCRATCH,
         rows,
         verified,
-        PURPOSE=int(step.purpose),
+        int(step.purpose),
         FILTERS=filters,
         NB=triton.next_power_of_2(blocks),
         GROUPS=triton.next_power_of_2(blocks * (BLOCK // GROUP)),

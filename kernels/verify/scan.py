@@ -169,13 +169,17 @@ def _scan_kernel(
 
 
 @triton.jit
-def _load_maxima(row, stats, num_blocks, NB: tl.constexpr):
+def load_stats(row, stats, num_blocks, NB: tl.constexpr):
+    """Maximum and sum of exp((l - max) / t) of each of a row's blocks."""
     lane = tl.arange(0, NB)
-    return tl.load(stats.max + row * num_blocks + lane, mask=lane < num_blocks, other=-float("inf"))
+    at = row * num_blocks + lane
+    total = tl.load(stats.total + at, mask=lane < num_blocks, other=0.0)
+    return tl.load(stats.max + at, mask=lane < num_blocks, other=-float("inf")), total
 
 
 @triton.jit
-def _merge(block_max):
+def merge_max(block_max):
+    """Maximum of a row, and whether the row is bad."""
     num_bad = tl.sum(((block_max != block_max) | (block_max == float("inf"))).to(tl.int32), 0)
     row_max = tl.max(block_max, 0)
     bad = (num_bad > 0) | (row_max == -float("inf"))
@@ -183,24 +187,11 @@ def _merge(block_max):
 
 
 @triton.jit
-def merge_max(row, stats, num_blocks, NB: tl.constexpr):
-    """Maximum of a row, the first block that holds it, and whether the row is bad."""
-    block_max = _load_maxima(row, stats, num_blocks, NB)
-    row_max, bad = _merge(block_max)
-    first = tl.min(tl.where(block_max == row_max, tl.arange(0, NB), NB), 0)
-    return row_max, tl.where(bad, 0, first), bad
-
-
-@triton.jit
-def merge_totals(row, stats, num_blocks, inv_t, NB: tl.constexpr):
-    """Maximum and sum of exp((l - max) / t) of a sampled row, and whether it is bad."""
-    lane = tl.arange(0, NB)
-    total = tl.load(stats.total + row * num_blocks + lane, mask=lane < num_blocks, other=0.0)
-    block_max = _load_maxima(row, stats, num_blocks, NB)
-    row_max, bad = _merge(block_max)
+def merge_totals(block_max, total, row_max, inv_t):
+    """Sum of exp((l - max) / t) of a sampled row."""
     # Integers, because the order of summation depends on the number of warps.
     weight = fixed(total * exp((block_max - row_max) * inv_t))
-    return row_max, of_fixed(tl.sum(tl.where(total > 0, weight, 0), 0)), bad
+    return of_fixed(tl.sum(tl.where(total > 0, weight, 0), 0))
 
 
 def scan(

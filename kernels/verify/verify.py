@@ -156,6 +156,8 @@ def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.T
         return sampled.sample(step) if sampled.takes(step) else _sample_reference(step)
     _check_layout(step)
     batch, k_max = step.drafts.token_ids.shape
+    if k_max == 0 and step.cu_rows is not None:  # the kernels that draw drafts do this too
+        step = step._replace(logits=step.logits[:batch], cu_rows=None)
     new = step.logits.new_empty
     rows = RowOutcomes(
         new((len(step.logits), STATE_WIDTH), dtype=torch.float32),
