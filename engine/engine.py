@@ -60,6 +60,10 @@ class Engine:
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read; the device began the next one then
         loaded_s = time.perf_counter()
+        if worker.device.type == "cuda":
+            report("compiling kernels", 0, 1)
+            worker.allocate(1)
+            worker.compile()
         num_pages = config.cache.num_pages
         if num_pages is None:
             num_pages = measure_pages(worker, config, report)

@@ -43,8 +43,8 @@ def left_bytes(
 def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) -> int:
     """How many pages to allocate: as many as the memory has room for.
 
-    On a GPU the largest step is run and all graphs are captured first, over the dummy page alone,
-    to learn what they take.
+    On a GPU the dummy page alone must be allocated. The largest step is run over it and all graphs
+    are captured, to learn what they take.
     """
     # Every slot at full length, and the dummy page; any more would only cache prefixes.
     pair = worker.pair
@@ -53,7 +53,6 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
         available_bytes = psutil.virtual_memory().available
         return min(most, int(available_bytes * config.cache.memory_fraction) // pair.page_bytes)
     report("measuring the largest step", 0, 1)
-    worker.allocate(1)
     step_bytes = largest_step_bytes(worker, config)
     if not config.enforce_eager:
         worker.capture(report)

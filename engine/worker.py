@@ -2,8 +2,10 @@
 
 import gc
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from .config import EngineConfig
 from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
 from .models.compiled_decoder import CompiledDecoder
+from .models.decoder import Decoder
 from .models.pair import ModelPair
 from .proposers import build_proposer
 from .request import Request
@@ -82,17 +85,41 @@ class Worker:
         self._newcomers: list[Request] = []  # seated, but not filled
         self._is_compiled = isinstance(self.pair.target.network, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
-        if self.device.type == "cuda":
-            report("compiling kernels", 0, 1)
-            self._compile()
 
-    def _compile(self) -> None:
-        """Compile the kernels of drawing and verification in parallel; they take longest."""
-        target = self.pair.target
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile the kernels of small steps, most of them in parallel, so that no request has to
+        wait for one; over the dummy page.
+        """
+        target, draft = self.pair.target, self.pair.draft
         num_rows = 2 * (self.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
-        verifications = self.verifier.warm_ups(logits)
-        compile_together([*self.proposer.warm_ups(), *verifications], self.device)
+        warm_ups: list[Callable[[], object]] = [  # those that take longest first
+            *self.verifier.warm_ups(logits),
+            *self.proposer.warm_ups(),
+        ]
+        steps = self.short_steps()
+        models = [target] if draft is None else [target, draft]
+        # transformers' own code keeps a pass's context in the model: one pass at a time.
+        if all(isinstance(model.network, Decoder) for model in models):
+            warm_ups, steps = [*warm_ups, *steps], []
+        compile_together(warm_ups, self.device)
+        for step in steps:
+            step()
+
+    def short_steps(self) -> list[Callable[[], None]]:
+        """Small steps over dummy sequences that together launch every kernel."""
+
+        def rehearse(num_seqs: int, num_rows: int) -> None:
+            self.pair.target.rehearse_short(num_seqs, num_rows)
+            self.proposer.rehearse_short(num_seqs, num_rows)
+
+        return [
+            partial(rehearse, num_seqs, num_rows)
+            for num_seqs in padded_sizes(self.slots.max_num_seqs)
+            for num_rows in _SHORT_ROWS
+            if num_seqs * num_rows <= self._most_rows
+        ]
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the pages, replacing the present ones."""
@@ -100,19 +127,12 @@ class Worker:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run the largest step on dummy sequences, to measure its memory; then small steps, so that
-        no request has to wait for a kernel to compile.
-        """
+        """Run the largest step on dummy sequences, to measure its memory."""
         num_seqs, k = self.slots.max_num_seqs, self.max_drafts
         num_logits = num_seqs * (k + 1)
         logits = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
         self.proposer.rehearse()  # after the target: a head reads the target's taps
         self.verifier.rehearse(logits)
-        for n in padded_sizes(num_seqs):
-            for num_rows in _SHORT_ROWS:
-                if n * num_rows <= self._most_rows:
-                    self.pair.target.rehearse_short(n, num_rows)
-                    self.proposer.rehearse_short(n, num_rows)
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""

@@ -1,5 +1,6 @@
 """Makes the bits of a target's rows independent of the batch, and checks this at load."""
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from outrider.kernels.model.packed_linear import has_products
 from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
 
+from ..state.compiling import compile_together
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
@@ -49,30 +51,10 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
     network.same_bits = True
 
 
+@torch.inference_mode()
 def _prove(network: Network, max_len: int) -> None:
     if not network.products_keep_bits:
         raise ValueError(_why_products_vary(network))
-    for attention in network.attentions:
-        heads, dtype, device = attention.heads, network.dtype, network.device
-        of_pages = network.dtype_of_pages(attention)
-        if device.type == "cpu":
-            attention.rows_at_once = rows_at_once(heads, dtype, of_pages)
-        elif not sums_alike(heads, dtype, of_pages, device, max_len):
-            name = torch.cuda.get_device_name(device)
-            raise ValueError(f"{name} sums attention of {heads} in several orders")
-    _compare_passes(network, max_len)
-
-
-def _why_products_vary(network: Network) -> str:
-    is_cpu, dtype = network.device.type == "cpu", network.dtype
-    if is_cpu and has_products(torch.float32) and not has_products(dtype):
-        name = str(dtype).removeprefix("torch.")
-        return f"oneDNN multiplies no {name} on this processor, only float32 (target.dtype)"
-    return "some of its products are the library's own choice"
-
-
-@torch.inference_mode()
-def _compare_passes(network: Network, max_len: int) -> None:
     device = network.device
     sizes = _CPU_PASSES if device.type == "cpu" else _GPU_PASSES
     ends = [0, *(end for end in accumulate(sizes) if end <= max_len)]
@@ -88,6 +70,10 @@ def _compare_passes(network: Network, max_len: int) -> None:
 
     try:
         network.bind_cache(num_pages_of(ends[-1]), PAGE)
+        if device.type == "cuda" and isinstance(network, Decoder):
+            passes = [partial(logits, *rows) for rows in ((0, ends[-1]), *pairwise(ends))]
+            compile_together(passes, device)
+        _prove_attention(network, max_len)
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
@@ -96,3 +82,22 @@ def _compare_passes(network: Network, max_len: int) -> None:
                 )
     finally:
         network.free_cache()
+
+
+def _prove_attention(network: Network, max_len: int) -> None:
+    for attention in network.attentions:
+        heads, dtype, device = attention.heads, network.dtype, network.device
+        of_pages = network.dtype_of_pages(attention)
+        if device.type == "cpu":
+            attention.rows_at_once = rows_at_once(heads, dtype, of_pages)
+        elif not sums_alike(heads, dtype, of_pages, device, max_len):
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(f"{name} sums attention of {heads} in several orders")
+
+
+def _why_products_vary(network: Network) -> str:
+    is_cpu, dtype = network.device.type == "cpu", network.dtype
+    if is_cpu and has_products(torch.float32) and not has_products(dtype):
+        name = str(dtype).removeprefix("torch.")
+        return f"oneDNN multiplies no {name} on this processor, only float32 (target.dtype)"
+    return "some of its products are the library's own choice"

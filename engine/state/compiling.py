@@ -1,17 +1,21 @@
-"""Compiles slow kernels in parallel."""
+"""Compiles kernels in parallel."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import torch
+
+from outrider.kernels.triton_or_none import triton
 
 _THREADS = 16
 
 
-def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.device) -> None:
-    """Call each on a thread of its own; while Triton compiles for one, the others mostly go on.
+def compile_together(warm_ups: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Call each on a thread of its own. Kernels are compiled on other threads, those that several
+    calls launch only once.
 
-    They must be safe to run at the same time. Raises what any of them raises.
+    The calls must be safe to run at the same time. Raises what any of them raises.
     """
 
     @torch.inference_mode()
@@ -19,5 +23,11 @@ def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.dev
         with torch.cuda.device(device):  # Triton launches on the thread's current device
             warm_up()
 
-    with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(call, warm_ups))
+    with (
+        ThreadPoolExecutor(_THREADS) as compilers,
+        triton.AsyncCompileMode(compilers),  # of this context, which each thread gets a copy of
+        ThreadPoolExecutor(len(warm_ups)) as threads,
+    ):
+        calls = [threads.submit(copy_context().run, call, warm_up) for warm_up in warm_ups]
+        for each in calls:
+            each.result()

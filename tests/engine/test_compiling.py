@@ -10,6 +10,7 @@ from tiny_models import DEVICE
 
 from outrider.engine.engine import Engine
 from outrider.engine.state.compiling import compile_together
+from outrider.kernels.triton_or_none import tl, triton
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
@@ -40,3 +41,24 @@ def test_what_a_thread_raises_is_raised() -> None:
 
     with pytest.raises(RuntimeError, match="no such instruction"):
         compile_together([lambda: None, fail], DEVICE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_a_kernel_that_many_threads_launch_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name)
+    )
+    x = torch.zeros(8, device=DEVICE)
+    compile_together([lambda: _add_one[(1,)](x)] * 8, DEVICE)
+    assert compiled == ["_add_one"]
+    assert x[0] == 8
+
+
+@triton.jit
+def _add_one(x_ptr):  # type: ignore[no-untyped-def]
+    tl.atomic_add(x_ptr, 1.0)
