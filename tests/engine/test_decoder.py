@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,6 +26,7 @@ from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
 from outrider.engine.models.one_prompt import one_prompt
 from outrider.engine.models.paged_model import PagedModel
+from outrider.engine.models.proof import CHECKED_LENGTHS
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.model import linear as linear_module
 from outrider.kernels.model.rms_norm import rms_norm_reference
@@ -147,29 +149,36 @@ def test_ministral_3_is_left_to_transformers(
     assert isinstance(load(path), HuggingFaceModel)
 
 
-def test_a_decoder_that_computes_something_else_only_far_away_is_not_used(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "differs",
+    [
+        pytest.param(lambda positions: positions.max() >= 16_384, id="far away"),
+        *(
+            pytest.param(lambda positions, n=n: len(positions) == n, id=f"{n} rows")
+            for n in CHECKED_LENGTHS
+        ),
+    ],
+)
+def test_a_decoder_that_computes_something_else_only_in_some_passes_is_not_used(
+    differs: Callable[[torch.Tensor], bool], tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As ministral3's scale of queries, which begins to grow at its original length."""
     from transformers.models.llama import modeling_llama
 
     path = tiny_model("llama", max_position_embeddings=20_000)
     assert isinstance(load(path), Decoder)
-    rotate = modeling_llama.apply_rotary_pos_emb
+    norm, forward = modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaModel.forward
+    is_other = False
 
-    def scaled_far_away(q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
-        q, k = rotate(q, k, cos, sin, **options)
-        return (1.16 * q if far_away else q), k
-
-    far_away = False
-    forward = modeling_llama.LlamaModel.forward
+    def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return norm(self, x) * (1.16 if is_other else 1)
 
     def noting_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal far_away
-        far_away = int(kwargs["position_ids"].max()) >= 16_384
+        nonlocal is_other
+        is_other = bool(differs(kwargs["position_ids"][0]))
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", scaled_far_away)
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", scaled)
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", noting_positions)
     assert isinstance(load(path), HuggingFaceModel)
 
