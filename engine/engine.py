@@ -114,7 +114,9 @@ class Engine:
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         self._stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
-        adaptive = AdaptiveSpeculation(k) if k > 0 and config.speculation.adaptive else None
+        adaptive = None
+        if k > 0 and config.speculation.adaptive:
+            adaptive = AdaptiveSpeculation(k, stops_early=self.worker.proposer.stops_early)
         self.sequences = Sequences(config.scheduler, self._kv_cache, self.worker, self._stats)
         self.scheduler = Scheduler(
             config.scheduler,

@@ -23,14 +23,14 @@ Factory = Callable[[EngineConfig, Slots, LogitEdits, ModelPair], Proposer]
 def _draft_model(
     config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
 ) -> Proposer:
-    head, adaptive = pair.head, config.speculation.adaptive
+    head = pair.head
     others = pair.target, slots, edits, pair.vocab_size
     if isinstance(head, BlockHead):
-        return BlockProposer(head, *others, adaptive=adaptive)
+        return BlockProposer(head, *others)
     if isinstance(head, Eagle3Head) and head.mask is not None:
-        return ParallelEagleProposer(head, *others, adaptive=adaptive)
+        return ParallelEagleProposer(head, *others)
     if isinstance(head, AutoregressiveHead):
-        return AutoregressiveProposer(head, *others, adaptive=adaptive)
+        return AutoregressiveProposer(head, *others)
     if pair.draft is None:
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"
@@ -41,7 +41,6 @@ def _draft_model(
         edits,
         pair.vocab_size,
         config.scheduler.max_num_batched_tokens,
-        adaptive=adaptive,
     )
 
 

@@ -43,6 +43,7 @@ class Proposer(ABC):
 
     distributions: DraftDistributions | None = None
     needs_host = False  # whether the host must know all tokens before it can draft
+    stops_early = False  # whether it heeds the plan's `least_chance`
 
     def propose(self, plan: Plan) -> None:
         """Draft for the plan. If the proposer fails, the step decodes plainly."""

@@ -22,7 +22,7 @@ from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
 from .autoregressive import AutoregressiveReading
-from .draws import MIN_LIKELIHOOD, LogitsOf
+from .draws import LogitsOf
 from .head import AnyHead, HeadProposer
 
 # On a GPU: verifying fewer rows takes the target just as long, so it would not pay for the host to
@@ -58,10 +58,10 @@ class BlockDrafting(HeadProposer[AnyHead]):
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
         confidence = super()._draft_together(scheduled)
         num_rows = sum(s.num_drafts + 1 for s in scheduled)
-        is_cut = self._adaptive and num_rows >= MIN_ROWS_TO_CUT
-        if is_cut and self._confidence is not None:
+        least_np = np.array([s.least_chance for s in scheduled])
+        if self._confidence is not None and least_np.any() and num_rows >= MIN_ROWS_TO_CUT:
             chance_np = confidence[:, : len(scheduled)].cpu().numpy().cumprod(0)
-            num_likely_np = (chance_np >= MIN_LIKELIHOOD).sum(0)
+            num_likely_np = (chance_np >= least_np).sum(0)
             for each, num_likely in zip(scheduled, num_likely_np.tolist(), strict=True):
                 each.num_drafts = min(each.num_drafts, num_likely)
         return confidence

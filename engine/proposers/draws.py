@@ -21,11 +21,6 @@ from ..state.ragged import aligned
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, DraftDistributions, Proposer
 
-# If drafts are less likely to stand than this, another one costs more than it gains. Measured with
-# the default pair: any value from 0.05 to 0.2 is within 2% of the best, for a draft that costs 0.07
-# to 0.11 of the target.
-MIN_LIKELIHOOD = 0.1
-
 # (j, slots, rows, last drafts) -> logits of draft j for these slots and, from a confidence head,
 # how likely it stands if the drafts before it do: [N]. `rows` are those of the previous call that
 # continue, with their last drafts; None for the first draft.
@@ -35,8 +30,8 @@ LogitsOf = Callable[[int, np.ndarray, np.ndarray, Tensor | None], tuple[Tensor, 
 class DrawingProposer(Proposer):
     """Drafts one line of tokens for each sequence, with the request's own sampling parameters.
 
-    With `adaptive`, on a CPU, a sequence gets no more drafts once those so far are unlikely to
-    stand. This depends only on the drafts so far, so every rule stays exact. The host must read
+    On a CPU a sequence gets no more drafts once those so far are too unlikely to stand, if the plan
+    says so. This depends only on the drafts so far, so every rule stays exact. The host must read
     each draft, which costs nothing on a CPU, but a wait on a GPU.
     """
 
@@ -46,15 +41,12 @@ class DrawingProposer(Proposer):
         edits: LogitEdits,
         vocab_size: int,
         source: PagedLayers,
-        *,
-        adaptive: bool,
     ) -> None:
         """`source` computes the logits; ids from `vocab_size` on are never drawn."""
         self._slots = slots
         self._edits = edits
         self._vocab_size = vocab_size
-        self._adaptive = adaptive
-        self._stops_early = adaptive and slots.device.type == "cpu"
+        self.stops_early = slots.device.type == "cpu"
         shape, device = (slots.max_num_seqs + 1, slots.max_drafts), slots.device
         self.distributions: DraftDistributions = DraftDistributions(
             torch.empty(*shape, source.vocab_size, dtype=source.dtype, device=device),
@@ -123,15 +115,17 @@ class DrawingProposer(Proposer):
         """
         slots_np = slots_of(scheduled)
         wanted_np = np.array([s.num_drafts for s in scheduled])
+        least_np = np.array([s.least_chance for s in scheduled])
+        looks = self.stops_early and least_np.any()
         num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
         seqs_np = np.arange(len(scheduled))  # those still drafted for
         kept_np, last = seqs_np, None
         for j in range(int(wanted_np.max())):
             logits, confidence = logits_of(j, slots_np[seqs_np], kept_np, last)
             kept_np = np.arange(len(seqs_np))
-            if self._stops_early and confidence is not None:
+            if looks and confidence is not None:
                 chance_np[seqs_np] *= confidence.cpu().numpy()
-                kept_np = (chance_np[seqs_np] >= MIN_LIKELIHOOD).nonzero()[0]
+                kept_np = (chance_np[seqs_np] >= least_np[seqs_np]).nonzero()[0]
                 if len(kept_np) == 0:
                     break
                 seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
@@ -139,9 +133,9 @@ class DrawingProposer(Proposer):
             token_ids = draw(slots_np[seqs_np], j, logits)
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
-            if self._stops_early and confidence is None and goes_on_np.any():
+            if looks and confidence is None and goes_on_np.any():
                 chance_np[seqs_np] *= greedy.probabilities(logits, token_ids)
-                goes_on_np &= chance_np[seqs_np] >= MIN_LIKELIHOOD
+                goes_on_np &= chance_np[seqs_np] >= least_np[seqs_np]
             if not goes_on_np.any():
                 break
             on_np = goes_on_np.nonzero()[0]

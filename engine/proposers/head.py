@@ -37,7 +37,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
 
     Positions count from the tokens that the device knows, so drafts can be launched before the host
     has read the tokens that they follow. All are drawn in one phase on the device, with two
-    exceptions: the host edits logits, or (with `adaptive`, on a CPU) it looks at each draft.
+    exceptions: the host edits logits, or (on a CPU) it looks at how likely each draft is to stand.
     """
 
     def __init__(
@@ -47,10 +47,8 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         slots: Slots,
         edits: LogitEdits,
         vocab_size: int,
-        *,
-        adaptive: bool,
     ) -> None:
-        super().__init__(slots, edits, vocab_size, head, adaptive=adaptive)
+        super().__init__(slots, edits, vocab_size, head)
         self._head = head
         self._target = target
         # [most rows of logits at once, V] by the target's ids; -inf for ids that are not drafted
@@ -126,7 +124,8 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
             if self._holders[scheduled.slot or 0] != (scheduled.request, scheduled.epoch):
                 scheduled.num_drafts = 0
             if scheduled.num_drafts > 0:
-                (one_by_one if is_edited or self._stops_early else together).append(scheduled)
+                alone = is_edited or (self.stops_early and scheduled.least_chance > 0)
+                (one_by_one if alone else together).append(scheduled)
         if together:
             together.sort(key=lambda scheduled: -scheduled.num_drafts)  # longest first
             self._draft_together(together)

@@ -33,10 +33,8 @@ class Top1Proposer(DrawingProposer):
         edits: LogitEdits,
         vocab_size: int,
         max_num_batched_tokens: int,
-        *,
-        adaptive: bool,
     ) -> None:
-        super().__init__(slots, edits, vocab_size, draft.network, adaptive=adaptive)
+        super().__init__(slots, edits, vocab_size, draft.network)
         self._draft = draft
         # Rows of one pass: those of a step, and two that each slot may have missed.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs

@@ -5,6 +5,10 @@ long it takes depends on the machine, the models and the batch. Both are measure
 The k with the most tokens a second is used, and now and then another one is tried. A new batch size
 decodes plainly at first, then with one draft; from then on k is chosen from the costs known so far.
 So if no step can be timed, decoding stays plain.
+
+If the proposer can see how likely its drafts are to stand, each sequence drafts for as long as this
+pays: while the chance that the next draft stands is worth more than its time, at the present number
+of tokens a second. Then only one choice is left here: to draft, or not to.
 """
 
 from bisect import bisect
@@ -15,16 +19,24 @@ from statistics import median
 PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # acceptance assumed at first, and its weight in steps
 ACCEPTANCE_WEIGHT = 1 / 48  # least weight of a step in the running acceptance
 NUM_TIMES, MIN_TIMES = 9, 4  # for each batch size and k: step times kept, and needed
+UNLIKELY = 0.1  # chance below which no draft pays, whatever it costs
+NUM_RECENT = 32  # steps that tell the present number of tokens a second
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
-SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = 48, 256  # between trials; doubles while k stays
+CLOSE = 0.9  # another k that promises at least so much costs next to nothing to try
+SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = (
+    48,
+    256,
+)  # between trials; doubles while none is close
 TRIAL_STEPS = 4
 
 
 class AdaptiveSpeculation:
     """Chooses k for a batch, from how long steps of about its size took and what they emitted."""
 
-    def __init__(self, max_k: int) -> None:
-        self._max_k = max_k
+    def __init__(self, max_k: int, *, stops_early: bool = False) -> None:
+        """`stops_early`: the proposer stops a sequence's drafts at `least_chance`."""
+        self._max_k, self._stops_early = max_k, stops_early
+        self._choices = (0, max_k) if stops_early else range(max_k + 1)
         # [max_k] P(draft j stands | those before it stood), and how many steps measured it
         self._acceptance = [PRIOR_ACCEPTANCE] * max_k
         self._num_seen = [PRIOR_STEPS] * max_k
@@ -52,6 +64,16 @@ class AdaptiveSpeculation:
             self._start_trial(costs)
             return self._trial.pop()
         return self._chosen
+
+    def least_chance(self, num_seqs: int) -> float:
+        """How likely a sequence's drafts so far must stand for another one to pay; above 1, none
+        does.
+        """
+        costs = self._costs_of(num_seqs)
+        if not (self._stops_early and costs.is_known(1)):
+            return UNLIKELY
+        # The next draft stands about as often as a first one does.
+        return costs.tokens_for_a_draft() / self._acceptance[0]
 
     def observe(
         self,
@@ -81,7 +103,10 @@ class AdaptiveSpeculation:
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
         self._previous_k = k
         if elapsed_s is not None and not catches_up:
-            self._costs_of(len(wanted)).observe(k, elapsed_s, sets_pace=k == self._chosen)
+            costs = self._costs_of(len(wanted))
+            usual_k = min(self._chosen, 1) if self._stops_early else self._chosen
+            costs.observe(k, elapsed_s, sets_pace=k == usual_k)
+            costs.recent.append((k, sum(wanted) / len(wanted), 1 + sum(accepted) / len(wanted)))
 
     def expect_change(self) -> None:
         """Other text begins than before: try soon whether more drafts suit it better."""
@@ -90,7 +115,7 @@ class AdaptiveSpeculation:
             self._steps_until_trial = min(self._steps_until_trial, SHORTEST_INTERVAL_STEPS)
 
     def _update_choice(self, costs: "_StepCosts") -> None:
-        best = max(range(self._max_k + 1), key=lambda k: self._rate(costs, k))
+        best = max(self._choices, key=lambda k: self._rate(costs, k))
         if self._rate(costs, best) > MIN_GAIN * self._rate(costs, self._chosen):
             self._chosen = best
             self._interval_steps = SHORTEST_INTERVAL_STEPS
@@ -100,22 +125,27 @@ class AdaptiveSpeculation:
         self._tries_more = self._chosen == 0 or (
             self._chosen < self._max_k and not self._tries_more
         )
-        others = (
-            range(self._chosen + 1, self._max_k + 1) if self._tries_more else range(self._chosen)
-        )
-        self._trial = [max(others, key=lambda k: self._rate(costs, k))] * TRIAL_STEPS
+        above = [k for k in self._choices if k > self._chosen]
+        below = [k for k in self._choices if k < self._chosen]
+        other = max(above if self._tries_more else below, key=lambda k: self._rate(costs, k))
+        self._trial = [other] * TRIAL_STEPS
         self._steps_until_trial = self._interval_steps
-        self._interval_steps = min(2 * self._interval_steps, LONGEST_INTERVAL_STEPS)
+        if self._rate(costs, other) < CLOSE * self._rate(costs, self._chosen):
+            self._interval_steps = min(2 * self._interval_steps, LONGEST_INTERVAL_STEPS)
         if self._chosen == self._max_k:  # steps with fewer drafts teach nothing but their time
             self._steps_until_trial = LONGEST_INTERVAL_STEPS
 
     def _rate(self, costs: "_StepCosts", k: int) -> float:
-        """Expected tokens of one sequence, divided by the cost of a step."""
+        """Expected tokens of one sequence, divided by the cost of a step. Drafts that stop early
+        are taken to be as good as the best k.
+        """
         num_tokens = survival = 1.0
+        rates = [1 / costs.of(0)]
         for j in range(k):
             survival *= self._acceptance[j]
             num_tokens += survival
-        return num_tokens / costs.of(k)
+            rates.append(num_tokens / costs.of(j + 1))
+        return max(rates[1:]) if k and self._stops_early else rates[k]
 
     def _costs_of(self, num_seqs: int) -> "_StepCosts":
         return self._costs.setdefault(_bucket(num_seqs), _StepCosts())
@@ -131,6 +161,8 @@ class _StepCosts:
     def __init__(self) -> None:
         self._pace_s: deque[float] = deque(maxlen=NUM_TIMES)
         self._latest: dict[int, deque[float]] = {}  # by k, relative to the pace
+        # Of the last steps: the largest k; drafts and tokens of a sequence, on the average.
+        self.recent: deque[tuple[int, float, float]] = deque(maxlen=NUM_RECENT)
         self._warmed: set[int] = set()
 
     def is_known(self, k: int) -> bool:
@@ -145,6 +177,15 @@ class _StepCosts:
         below, above = known[i - 1], known[i]
         slope = max(0.0, self.of(above) - self.of(below)) / (above - below)
         return self.of(below) + (k - below) * slope
+
+    def tokens_for_a_draft(self) -> float:
+        """How many tokens of a sequence the time of one more draft has brought lately."""
+        cost = sum(self.of(k) for k, _, _ in self.recent)
+        num_drafts = sum(drafts for _, drafts, _ in self.recent)
+        num_tokens = sum(tokens for _, _, tokens in self.recent)
+        of_drafts = cost - self.of(0) * len(self.recent)
+        of_a_draft = of_drafts / num_drafts if num_drafts else self.of(1) - self.of(0)
+        return max(0.0, of_a_draft) * num_tokens / cost
 
     def observe(self, k: int, elapsed_s: float, *, sets_pace: bool) -> None:
         if k not in self._warmed:  # the first step allocates and picks kernels: ignore it

@@ -36,7 +36,8 @@ class Scheduler:
         self._seats = seats
         self._slots = seats.slots
         self._max_speculative_tokens = num_speculative_tokens
-        self._num_speculative_tokens = num_speculative_tokens  # k of requests that name none
+        # Of requests that name no k of their own.
+        self._num_speculative_tokens, self._least_chance = num_speculative_tokens, 0.0
         self._adaptive = adaptive
         self._max_model_len = max_model_len
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
@@ -96,9 +97,11 @@ class Scheduler:
         if not self._sequences.running:
             self._adaptive.expect_change()
         num_prompt_tokens = sum(r.num_uncomputed_tokens for r in prompts)
+        num_seqs = max(1, num_decoding)
         self._num_speculative_tokens = self._adaptive.choose(
-            max(1, num_decoding), is_timed=times_decoding(num_prompt_tokens, num_decoding)
+            num_seqs, is_timed=times_decoding(num_prompt_tokens, num_decoding)
         )
+        self._least_chance = self._adaptive.least_chance(num_seqs)
 
     def _schedule_running(self, request: Request, budget: int, plan: Plan) -> int:
         """Give a running sequence its share of the step; returns its number of rows, or 0."""
@@ -199,6 +202,8 @@ class Scheduler:
             # that, in one pass with the drafts of others.
             if num_output_tokens > 0 or self.lag == 0:
                 scheduled.num_drafts = max(0, min(num_wanted, room))
+                if request.params.num_speculative_tokens is None:
+                    scheduled.least_chance = self._least_chance
         return scheduled
 
     def _num_drafts_wanted(self, request: Request) -> int:

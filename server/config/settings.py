@@ -103,7 +103,7 @@ class SpeculationSettings(Section):
     adaptive: bool = Field(
         default=True,
         description="Draft fewer, down to none, where the measured cost of a step says that it "
-        "pays, and on a CPU none behind drafts that the draft model holds for unlikely.",
+        "pays; on a CPU each request drafts for as long as its drafts are likely enough to pay.",
     )
     verification: Literal["token", "block", "match"] = Field(
         default="token",

@@ -2,10 +2,11 @@
 
 import random
 from collections.abc import Callable
+from math import prod
 
 import pytest
 
-from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
+from outrider.engine.scheduling.adaptive_speculation import UNLIKELY, AdaptiveSpeculation
 
 StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
 MAX_K = 5
@@ -62,6 +63,41 @@ def test_decoding_is_nearly_as_fast_as_with_the_best_fixed_k(
 ) -> None:
     rate = decode(AdaptiveSpeculation(MAX_K), step_s, acceptance, num_seqs=num_seqs)
     assert rate > 0.93 * best_fixed_rate(step_s, acceptance, num_seqs)
+
+
+SURE, UNSURE = 0.95, 0.3  # chances of a draft, of which the proposer knows
+
+
+@pytest.mark.parametrize("num_seqs", [1, 6, 32])
+@pytest.mark.parametrize("step_s", [memory_bound, compute_bound])
+def test_drafts_go_on_while_they_pay(step_s: StepTime, num_seqs: int) -> None:
+    """Half of all drafts are sure to stand, the others are not: no fixed k suits both."""
+    adaptive, rng = AdaptiveSpeculation(MAX_K, stops_early=True), random.Random(0)
+    num_tokens, total_s = 0, 0.0
+    for _ in range(2000):
+        k, least_chance = adaptive.choose(num_seqs), adaptive.least_chance(num_seqs)
+        drafted, accepted = [], []
+        for _ in range(num_seqs):
+            chances: list[float] = []
+            while len(chances) < k and (not chances or prod(chances) >= least_chance):
+                chances.append(rng.choice((SURE, UNSURE)))
+            drafted.append(len(chances))
+            fell = (j for j, chance in enumerate(chances) if rng.random() >= chance)
+            accepted.append(next(fell, len(chances)))
+        elapsed_s = step_s(num_seqs, 0) + sum(drafted) * (step_s(1, 1) - step_s(1, 0))
+        adaptive.observe(drafted, accepted, elapsed_s * rng.uniform(0.97, 1.03))
+        num_tokens += sum(accepted) + num_seqs
+        total_s += elapsed_s
+    a_draft_s, acceptance = step_s(1, 1) - step_s(1, 0), (SURE + UNSURE) / 2
+    best = max(
+        sum(acceptance**j for j in range(k + 1)) / (step_s(num_seqs, 0) + num_seqs * k * a_draft_s)
+        for k in range(MAX_K + 1)
+    )
+    assert num_tokens / num_seqs / total_s > (1.04 if num_seqs == 1 else 0.95) * best
+
+
+def test_no_draft_is_held_to_a_price_before_its_cost_is_known() -> None:
+    assert AdaptiveSpeculation(MAX_K, stops_early=True).least_chance(1) == UNLIKELY
 
 
 def test_nothing_is_drafted_for_long_where_no_draft_stands() -> None:

@@ -19,7 +19,7 @@ from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.models.head_config import head_kind
 from outrider.engine.models.mtp_config import DIALECTS
-from outrider.engine.proposers import block, draws
+from outrider.engine.proposers import block
 from outrider.engine.proposers.block import BlockProposer
 from outrider.engine.proposers.head import HeadProposer
 
@@ -381,8 +381,7 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
     assert isinstance(proposer, BlockProposer)
     assert isinstance(truth.head, PlainBlockHead)
     plain, propose, cut = truth.head, proposer.propose, []
-    monkeypatch.setattr(draws, "MIN_LIKELIHOOD", 0.3)
-    proposer._stops_early = True
+    engine.scheduler._least_chance = 0.3
 
     def checking(plan: Any) -> None:
         wanted = [s.num_drafts for s in plan.sampled]
@@ -411,11 +410,11 @@ def test_confidence_cuts_what_was_drawn_at_once(
     path = save_tiny_block_head(tmp_path, target, markov="vanilla", confidence="token")
     expected = [generate(target, prompt, GREEDY.max_tokens) for prompt in (HIT, HIT[:5])]
     monkeypatch.setattr(block, "MIN_ROWS_TO_CUT", 2)
-    monkeypatch.setattr(block, "MIN_LIKELIHOOD", 0.3)
     counts = []
-    for adaptive in (False, True):
+    for least_chance in (0.0, 0.3):
         engine = Engine(engine_config(target, path, k=K))
-        engine.worker.proposer._adaptive = adaptive
+        engine.worker.proposer.stops_early = False
+        engine.scheduler._least_chance = least_chance
         assert [tokens(o) for o in run(engine, [HIT, HIT[:5]], GREEDY)] == expected
         counts.append(engine.stats().drafted_per_position)
     assert counts[1][0] > 0

@@ -72,6 +72,24 @@ def test_drafts_that_pay_are_drawn_beside_a_sequence_that_drafts_as_it_likes(
     assert drafted[40:].count(MAX_K) > 0.5 * len(drafted[40:])
 
 
+def test_a_requests_own_k_is_kept_though_no_further_draft_pays(tiny_model: Tiny) -> None:
+    target = tiny_model("llama", seed=0, max_position_embeddings=512)
+    engine = Engine(engine_config(target, target, k=3, adaptive=True))
+    engine.scheduler._adaptive = None
+    engine.scheduler._least_chance = 1.1
+    counts = []
+    for name, k in (("pinned", 3), ("open", None)):
+        before = engine.stats().drafted_per_position
+        submit(engine, name, k, max_tokens=40)
+        drafts_a_step(engine)
+        counts.append(
+            [b - a for a, b in zip(before, engine.stats().drafted_per_position, strict=True)]
+        )
+    assert counts[0][2] > 0
+    assert counts[1][0] > 0
+    assert counts[1][1:] == [0, 0]
+
+
 def test_what_lies_between_two_steps_is_part_of_their_cost(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
