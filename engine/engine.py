@@ -25,7 +25,7 @@ from .api import (
 )
 from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
-from .memory import measure_pages
+from .memory import measure_pages, told_if_it_does_not_fit
 from .models.paged_layers import PagedLayers
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
@@ -63,7 +63,8 @@ class Engine:
         if worker.device.type == "cuda":
             report("compiling kernels", 0, 1)
             worker.allocate(1)
-            worker.compile()
+            with told_if_it_does_not_fit(config):
+                worker.compile()
         num_pages = config.cache.num_pages
         if num_pages is None:
             num_pages = measure_pages(worker, config, report)

@@ -1,5 +1,8 @@
 """How many KV cache pages fit in memory beside everything else that the engine holds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import psutil
 import torch
 
@@ -70,13 +73,20 @@ def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
     """Temporary memory of the largest step that can be scheduled, measured by running it."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(worker.device)
-    try:
+    with told_if_it_does_not_fit(config):
         worker.rehearse()
+    peak_bytes = torch.cuda.max_memory_reserved(worker.device)
+    torch.cuda.empty_cache()
+    return peak_bytes - torch.cuda.memory_reserved(worker.device)
+
+
+@contextmanager
+def told_if_it_does_not_fit(config: EngineConfig) -> Iterator[None]:
+    """Say what to change if a step inside takes more memory than there is."""
+    try:
+        yield
     except torch.cuda.OutOfMemoryError as error:
         raise OutOfDeviceMemoryError(
             f"a step of {config.scheduler.max_num_batched_tokens} rows does not fit beside the "
             f"weights; lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs ({error})"
         ) from None
-    peak_bytes = torch.cuda.max_memory_reserved(worker.device)
-    torch.cuda.empty_cache()
-    return peak_bytes - torch.cuda.memory_reserved(worker.device)

@@ -23,10 +23,8 @@ UNLIKELY = 0.1  # chance below which no draft pays, whatever it costs
 NUM_RECENT = 32  # steps that tell the present number of tokens a second
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
 CLOSE = 0.9  # another k that promises at least so much costs next to nothing to try
-SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = (
-    48,
-    256,
-)  # between trials; doubles while none is close
+# Between trials; doubles while no other k is close.
+SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = 48, 256
 TRIAL_STEPS = 4
 
 

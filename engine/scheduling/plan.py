@@ -21,7 +21,7 @@ class ScheduledRequest:
     request: Request
     num_new_tokens: int  # known tokens that the target computes
     num_drafts: int = 0  # the scheduler sets how many it wants; the proposer may lower it
-    # Drafting ends where it is less likely than this that all drafts so far stand.
+    # No draft follows drafts that are less likely than this to stand, all of them.
     least_chance: float = 0.0
     is_drafted_for: bool = False  # drafted for in this step or, if its prompt goes on, later
     # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.memory import OutOfDeviceMemoryError, left_bytes
+from outrider.engine.memory import (
+    OutOfDeviceMemoryError,
+    left_bytes,
+    told_if_it_does_not_fit,
+)
 from outrider.engine.models.paged_layers import PagedLayers
 from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch
@@ -75,6 +80,14 @@ def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny, propo
     engine = Engine(replace(config, enforce_eager=True))
     engine.worker.rehearse()
     engine.check_integrity()
+
+
+def test_a_step_that_does_not_fit_says_what_to_lower(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OutOfDeviceMemoryError, match="lower scheduler"),
+        told_if_it_does_not_fit(engine_config(tmp_path)),
+    ):
+        raise torch.cuda.OutOfMemoryError("tried to allocate 2 GiB")
 
 
 @pytest.fixture
