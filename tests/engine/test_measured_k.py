@@ -74,8 +74,7 @@ def test_drafts_that_pay_are_drawn_beside_a_sequence_that_drafts_as_it_likes(
 
 def test_a_requests_own_k_is_kept_though_no_further_draft_pays(tiny_model: Tiny) -> None:
     target = tiny_model("llama", seed=0, max_position_embeddings=512)
-    engine = Engine(engine_config(target, target, k=3, adaptive=True))
-    engine.scheduler._adaptive = None
+    engine = Engine(engine_config(target, target, k=3))
     engine.scheduler._least_chance = 1.1
     counts = []
     for name, k in (("pinned", 3), ("open", None)):
