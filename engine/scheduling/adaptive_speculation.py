@@ -34,7 +34,6 @@ class AdaptiveSpeculation:
     def __init__(self, max_k: int, *, stops_early: bool = False) -> None:
         """`stops_early`: the proposer stops a sequence's drafts at `least_chance`."""
         self._max_k, self._stops_early = max_k, stops_early
-        self._choices = (0, max_k) if stops_early else range(max_k + 1)
         # [max_k] P(draft j stands | those before it stood), and how many steps measured it
         self._acceptance = [PRIOR_ACCEPTANCE] * max_k
         self._num_seen = [PRIOR_STEPS] * max_k
@@ -56,10 +55,11 @@ class AdaptiveSpeculation:
                 return k if is_timed else 0
         if is_timed and self._trial:
             return self._trial.pop()
-        self._update_choice(costs)
+        rates = self._rates(costs)
+        self._update_choice(rates)
         self._steps_until_trial -= 1
         if is_timed and self._steps_until_trial < 0:
-            self._start_trial(costs)
+            self._start_trial(rates)
             return self._trial.pop()
         return self._chosen
 
@@ -112,38 +112,40 @@ class AdaptiveSpeculation:
             self._tries_more = False  # _start_trial flips it
             self._steps_until_trial = min(self._steps_until_trial, SHORTEST_INTERVAL_STEPS)
 
-    def _update_choice(self, costs: "_StepCosts") -> None:
-        best = max(self._choices, key=lambda k: self._rate(costs, k))
-        if self._rate(costs, best) > MIN_GAIN * self._rate(costs, self._chosen):
+    def _update_choice(self, rates: dict[int, float]) -> None:
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > MIN_GAIN * rates[self._chosen]:
             self._chosen = best
             self._interval_steps = SHORTEST_INTERVAL_STEPS
 
-    def _start_trial(self, costs: "_StepCosts") -> None:
+    def _start_trial(self, rates: dict[int, float]) -> None:
         """Try the most promising k above the chosen one; the next time, the best below it."""
         self._tries_more = self._chosen == 0 or (
             self._chosen < self._max_k and not self._tries_more
         )
-        above = [k for k in self._choices if k > self._chosen]
-        below = [k for k in self._choices if k < self._chosen]
-        other = max(above if self._tries_more else below, key=lambda k: self._rate(costs, k))
+        above = [k for k in rates if k > self._chosen]
+        below = [k for k in rates if k < self._chosen]
+        other = max(above if self._tries_more else below, key=rates.__getitem__)
         self._trial = [other] * TRIAL_STEPS
         self._steps_until_trial = self._interval_steps
-        if self._rate(costs, other) < CLOSE * self._rate(costs, self._chosen):
+        if rates[other] < CLOSE * rates[self._chosen]:
             self._interval_steps = min(2 * self._interval_steps, LONGEST_INTERVAL_STEPS)
         if self._chosen == self._max_k:  # steps with fewer drafts teach nothing but their time
             self._steps_until_trial = LONGEST_INTERVAL_STEPS
 
-    def _rate(self, costs: "_StepCosts", k: int) -> float:
-        """Expected tokens of one sequence, divided by the cost of a step. Drafts that stop early
-        are taken to be as good as the best k.
+    def _rates(self, costs: "_StepCosts") -> dict[int, float]:
+        """For each k to choose from, the expected tokens of one sequence, divided by the cost of a
+        step. Drafts that stop early are taken to be as good as the best k.
         """
         num_tokens = survival = 1.0
-        rates = [1 / costs.of(0)]
-        for j in range(k):
-            survival *= self._acceptance[j]
+        rates = {0: 1 / costs.of(0)}
+        for k, acceptance in enumerate(self._acceptance, 1):
+            survival *= acceptance
             num_tokens += survival
-            rates.append(num_tokens / costs.of(j + 1))
-        return max(rates[1:]) if k and self._stops_early else rates[k]
+            rates[k] = num_tokens / costs.of(k)
+        if self._stops_early:
+            return {0: rates.pop(0), self._max_k: max(rates.values())}
+        return rates
 
     def _costs_of(self, num_seqs: int) -> "_StepCosts":
         return self._costs.setdefault(_bucket(num_seqs), _StepCosts())
@@ -178,7 +180,8 @@ class _StepCosts:
 
     def tokens_for_a_draft(self) -> float:
         """How many tokens of a sequence the time of one more draft has brought lately."""
-        cost = sum(self.of(k) for k, _, _ in self.recent)
+        cost_of = {k: self.of(k) for k in {k for k, _, _ in self.recent}}
+        cost = sum(cost_of[k] for k, _, _ in self.recent)
         num_drafts = sum(drafts for _, drafts, _ in self.recent)
         num_tokens = sum(tokens for _, _, tokens in self.recent)
         of_drafts = cost - self.of(0) * len(self.recent)

@@ -36,7 +36,7 @@ class Scheduler:
         self._seats = seats
         self._slots = seats.slots
         self._max_speculative_tokens = num_speculative_tokens
-        # Of requests that name no k of their own.
+        # For requests that leave k open.
         self._num_speculative_tokens, self._least_chance = num_speculative_tokens, 0.0
         self._adaptive = adaptive
         self._max_model_len = max_model_len

@@ -162,7 +162,7 @@ def test_ministral_3_is_left_to_transformers(
 def test_a_decoder_that_computes_something_else_only_in_some_passes_is_not_used(
     differs: Callable[[torch.Tensor], bool], tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ministral3's scale of queries, which begins to grow at its original length."""
+    """Far away, as ministral3's scale of queries, or where other kernels run."""
     from transformers.models.llama import modeling_llama
 
     path = tiny_model("llama", max_position_embeddings=20_000)
