@@ -37,6 +37,9 @@ def gdc_launch_dependents() -> None: ...
 def gdc_wait() -> None: ...
 
 
+AsyncCompileMode = object
+
+
 class _Constant:
     """Stands for `tl.constexpr`, whose value the host may read."""
 

@@ -1,14 +1,32 @@
 """Compiles kernels in parallel."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import copy_context
+from threading import Lock
+from typing import Any
 
 import torch
 
 from outrider.kernels.triton_or_none import triton
 
 _THREADS = 16
+
+
+class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Triton's mode for asynchronous compiling, made safe for launches by several threads.
+
+    Triton's own `submit` looks for a kernel and adds it without a lock, so threads that launch the
+    same kernel at the same moment would all compile it.
+    """
+
+    def __init__(self, compilers: Executor) -> None:
+        super().__init__(compilers)
+        self._lock = Lock()
+
+    def submit(self, *kernel: Any) -> Any:
+        with self._lock:
+            return super().submit(*kernel)
 
 
 def compile_together(warm_ups: Sequence[Callable[[], object]], device: torch.device) -> None:
@@ -25,7 +43,7 @@ def compile_together(warm_ups: Sequence[Callable[[], object]], device: torch.dev
 
     with (
         ThreadPoolExecutor(_THREADS) as compilers,
-        triton.AsyncCompileMode(compilers),  # of this context, which each thread gets a copy of
+        CompileMode(compilers),  # of this context, which each thread gets a copy of
         ThreadPoolExecutor(len(warm_ups)) as threads,
     ):
         calls = [threads.submit(copy_context().run, call, warm_up) for warm_up in warm_ups]

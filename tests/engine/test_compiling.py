@@ -1,7 +1,11 @@
 """Kernels are compiled before there are requests, on threads."""
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from engines import engine_config
 from tiny_models import DEVICE
 
 from outrider.engine.engine import Engine
-from outrider.engine.state.compiling import compile_together
+from outrider.engine.state.compiling import CompileMode, compile_together
 from outrider.kernels.triton_or_none import tl, triton
 
 
@@ -41,6 +45,27 @@ def test_what_a_thread_raises_is_raised() -> None:
 
     with pytest.raises(RuntimeError, match="no such instruction"):
         compile_together([lambda: None, fail], DEVICE)
+
+
+def test_a_kernel_that_threads_submit_at_the_same_moment_is_compiled_once() -> None:
+    before_s = sys.getswitchinterval()
+    compiled: list[int] = []
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(8) as compilers, ThreadPoolExecutor(8) as threads:
+            mode = CompileMode(compilers)
+            for key in range(50):
+                at_once = Barrier(8)
+
+                def launch(key: int = key, at_once: Barrier = at_once) -> None:
+                    at_once.wait()
+                    mode.submit(key, partial(compiled.append, key), print)
+
+                for done in [threads.submit(launch) for _ in range(8)]:
+                    done.result()
+    finally:
+        sys.setswitchinterval(before_s)
+    assert sorted(compiled) == list(range(50))
 
 
 @pytest.mark.gpu
