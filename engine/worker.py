@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from outrider.kernels.compiling import compile_together
 from outrider.kernels.cpu.layers import torch_on_one_thread
 
 from .api import ReportProgress
@@ -24,7 +25,6 @@ from .request import Request
 from .scheduling.plan import Plan, StepResult
 from .scoring.scorer import Scorer
 from .scoring.verifier import Drawn, Verifier
-from .state.compiling import compile_together
 from .state.phase import padded_sizes
 from .state.slots import Slots
 

@@ -6,10 +6,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.packed_linear import has_products
 from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
 
-from ..state.compiling import compile_together
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
@@ -70,10 +70,11 @@ def _prove(network: Network, max_len: int) -> None:
 
     try:
         network.bind_cache(num_pages_of(ends[-1]), PAGE)
-        if device.type == "cuda" and isinstance(network, Decoder):
+        prove_attention = partial(_prove_attention, network, max_len)
+        if isinstance(network, Decoder):
             passes = [partial(logits, *rows) for rows in ((0, ends[-1]), *pairwise(ends))]
-            compile_together(passes, device)
-        _prove_attention(network, max_len)
+            compile_together([prove_attention, *passes], device)
+        prove_attention()  # what was found on the way is known
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):

@@ -9,11 +9,13 @@ product, and the gate takes both halves after they are rounded.
 
 import functools
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..compiling import compile_together
 from .product import parts_of, product, product_parts
 from .rms_norm import Norm, rms_norm
 from .silu_mul import silu_mul
@@ -67,6 +69,9 @@ def _library_rows(
     is_aligned = num_out % 8 == num_in % (8 * splits) == 0
     counts = [n for n in _LIBRARY_ROWS if is_aligned and n * num_out * splits <= _MAX_OUTPUTS]
     x = randn(max((*counts, *_OWN_ROWS)), num_in)
+    whole = [partial(product, x[:n], weight, bias) for n in (*_OWN_ROWS, len(x))]
+    in_parts = [partial(product_parts, x[:n], weight, splits) for n in (*_OWN_ROWS, len(x))]
+    compile_together([*whole, *in_parts], device)
     plain, parts = product(x, weight, bias), product_parts(x, weight, splits)
     for n in _OWN_ROWS:
         if not (

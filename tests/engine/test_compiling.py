@@ -13,7 +13,7 @@ from engines import engine_config
 from tiny_models import DEVICE
 
 from outrider.engine.engine import Engine
-from outrider.engine.state.compiling import CompileMode, compile_together
+from outrider.kernels.compiling import CompileMode, compile_together
 from outrider.kernels.triton_or_none import tl, triton
 
 

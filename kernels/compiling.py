@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.triton_or_none import triton
+from .triton_or_none import triton
 
 _THREADS = 16
 
@@ -31,10 +31,13 @@ class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
 
 def compile_together(warm_ups: Sequence[Callable[[], object]], device: torch.device) -> None:
     """Call each on a thread of its own. Kernels are compiled on other threads, those that several
-    calls launch only once.
+    calls launch only once. On a CPU nothing is compiled, and nothing called.
 
     The calls must be safe to run at the same time. Raises what any of them raises.
     """
+
+    if device.type == "cpu":
+        return
 
     @torch.inference_mode()
     def call(warm_up: Callable[[], object]) -> None:
