@@ -88,8 +88,8 @@ class Worker:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compile the kernels of small steps, most of them in parallel, so that no request has to
-        wait for one; over the dummy page.
+        """Compile the kernels of steps, most of them in parallel, so that no request has to wait
+        for one; over the dummy page.
         """
         target, draft = self.pair.target, self.pair.draft
         num_rows = 2 * (self.max_drafts + 1)
@@ -102,7 +102,7 @@ class Worker:
         models = [target] if draft is None else [target, draft]
         # transformers' own code keeps a pass's context in the model: one pass at a time.
         if all(isinstance(model.network, Decoder) for model in models):
-            warm_ups, steps = [*warm_ups, *steps], []
+            warm_ups, steps = [*warm_ups, self.rehearse, *steps], []
         compile_together(warm_ups, self.device)
         for step in steps:
             step()
