@@ -35,7 +35,6 @@ def compile_together(warm_ups: Sequence[Callable[[], object]], device: torch.dev
 
     The calls must be safe to run at the same time. Raises what any of them raises.
     """
-
     if device.type == "cpu":
         return
 
