@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.expert_matrix import Experts, expert_of
 from outrider.kernels.model.rms_norm import rms_norm
 from outrider.kernels.model.routing import route, routing_of
@@ -80,9 +82,15 @@ class Original:
         if left:
             raise ValueError(f"it has weights that the decoder lacks: {', '.join(left[:3])}")
 
-    def run(self, input_ids: Tensor, positions: Tensor) -> "OriginalPass":
-        """Shape: [T] each."""
-        states: list[Tensor] = []
+    def run(self, prompts: Sequence[Tensor], starts: Sequence[int]) -> "list[OriginalPass]":
+        """One pass over several prompts, for which each weight is dequantised once.
+
+        Shape: [T_i] each, from position `starts[i]` on.
+        """
+        input_ids = pad_sequence(list(prompts), batch_first=True)  # no token sees what comes after
+        count = torch.arange(input_ids.shape[1], device=self._device)
+        positions = torch.tensor(starts, device=self._device)[:, None] + count
+        states: list[Tensor] = []  # [prompts, longest, hidden] each
         decoder = self.model.get_decoder()
         routers: list[Routed | None] = [None] * len(decoder.layers)
         hooks = [
@@ -95,13 +103,22 @@ class Original:
             if hasattr(layer.mlp, "router"):
                 hooks.append(layer.mlp.router.register_forward_hook(partial(_note, routers, i)))
         try:
-            output = self.model(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False
-            )
+            output = self.model(input_ids=input_ids, position_ids=positions, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        return OriginalPass(states, routers, output.logits[0])
+
+        def part(tensor: Tensor, i: int) -> Tensor:
+            return tensor.reshape(*input_ids.shape, -1)[i, : len(prompts[i])]
+
+        return [
+            OriginalPass(
+                [part(state, i) for state in states],
+                [Routed(*(part(told, i) for told in each)) if each else None for each in routers],
+                part(output.logits, i),
+            )
+            for i in range(len(prompts))
+        ]
 
 
 class Routed(NamedTuple):
@@ -114,7 +131,7 @@ class Routed(NamedTuple):
 
 
 class OriginalPass(NamedTuple):
-    """A pass of transformers' model."""
+    """A prompt's part of a pass of transformers' model."""
 
     states: list[Tensor]  # [T, hidden] each: before each layer and after the last one
     routers: list[Routed | None]  # of each layer, if it has experts
@@ -138,30 +155,44 @@ def why_different(
     generator = torch.Generator().manual_seed(0)
     passes = [(starts[0], length) for length in CHECKED_LENGTHS]
     passes += [(first, CHECKED_LENGTHS[-1]) for first in starts[1:]]
-    for first, length in passes:
-        input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
-        input_ids = input_ids.to(decoder.device)
-        context = one_prompt(input_ids, first, same_bits=same_bits)
-        states, routers, logits = original.run(input_ids, context.batch.rows.positions)
-        if not torch.equal(decoder.embedding[input_ids], states[0]):
-            return "its embedding"
-        for i, block in enumerate(decoder.blocks):
-            routed = routers[i]
-            if not _agrees(block, states[i], states[i + 1], context, routed):
-                return f"layer {i} at position {first}"
-            if routed is not None and not _routes_alike(block, routed):
-                return f"the router of layer {i}"
-        ours = decoder.head(rms_norm(states[-1].clone(), decoder.norm)).float()
-        eps = max(torch.finfo(decoder.dtype).eps, decoder.head.weight.input_eps)
-        if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
-            return "its last norm or head"
+    prompts = [
+        torch.randint(0, len(decoder.embedding), (length,), generator=generator).to(decoder.device)
+        for _, length in passes
+    ]
+    checks = [
+        partial(_difference, decoder, one_prompt(input_ids, first, same_bits=same_bits), theirs)
+        for (first, _), input_ids, theirs in zip(
+            passes, prompts, original.run(prompts, [first for first, _ in passes]), strict=True
+        )
+    ]
+    compile_together(checks, decoder.device)
+    return next(filter(None, (check() for check in checks)), None)
+
+
+def _difference(decoder: Decoder, context: PassContext, theirs: OriginalPass) -> str | None:
+    states, routers, logits = theirs
+    if not torch.equal(decoder.embedding[context.batch.input_ids], states[0]):
+        return "its embedding"
+    for i, block in enumerate(decoder.blocks):
+        routed = routers[i]
+        if not _agrees(block, states[i], states[i + 1], context, routed):
+            return f"layer {i} at position {int(context.batch.rows.positions[0])}"
+        if routed is not None and not _routes_alike(block, routed):
+            return f"the router of layer {i}"
+    ours = decoder.head(rms_norm(states[-1].clone(), decoder.norm)).float()
+    eps = max(torch.finfo(decoder.dtype).eps, decoder.head.weight.input_eps)
+    if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
+        return "its last norm or head"
     return None
 
 
 def _agrees(
     block: Block, x: Tensor, expected: Tensor, context: PassContext, routed: Routed | None
 ) -> bool:
-    attention = block.mixer.attention
+    # A copy, since other threads may bind other pages.
+    block = copy.copy(block)
+    block.mixer = copy.copy(block.mixer)
+    block.mixer.attention = attention = copy.copy(block.mixer.attention)
     attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
     got = x.clone()
     if routed is None:
@@ -175,7 +206,6 @@ def _agrees(
         weights = routed.weights.float().contiguous()
         num_experts = routed.logits.shape[1]
         block.mlp.add(got, normed, routing_of(routed.ids.int(), weights, num_experts))
-    attention.pages = None
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
     # Where inputs are rounded further, the least difference may turn one to the next code.
     eps = max(torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears))
@@ -201,7 +231,7 @@ def _routes_alike(block: Block, routed: Routed) -> bool:
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
-    return hidden_states[0]
+    return hidden_states
 
 
 def _split(linear: Linear, *modules: nn.Linear) -> None:

@@ -1,7 +1,8 @@
 """A child process at the other end of a private socket. It never outlives its parent.
 
 It is started as COMMAND ENDPOINT ARGUMENTS, and binds a socket to that endpoint. It reads a few
-lines from its stdin, which stays open as long as the parent lives.
+lines from its stdin, which stays open as long as the parent lives. The lines may come later than
+the process: it can import its libraries meanwhile.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -39,7 +40,7 @@ class ChildProcess(Generic[T]):
         command: Sequence[str],
         arguments: Sequence[str],
         *,
-        lines: Sequence[bytes],
+        lines: Sequence[bytes] | Awaitable[Sequence[bytes]],
         decoder: "msgspec.msgpack.Decoder[T]",
         hear: Callable[[T], None],
         environment: Mapping[str, str],
@@ -72,7 +73,8 @@ class ChildProcess(Generic[T]):
             self._process = process
             try:
                 assert process.stdin is not None
-                process.stdin.writelines(line + b"\n" for line in self._lines)
+                lines = await self._lines if isinstance(self._lines, Awaitable) else self._lines
+                process.stdin.writelines(line + b"\n" for line in lines)
                 exit_code = await process.wait()
             finally:
                 if process.returncode is None:
@@ -113,12 +115,20 @@ def describe_exit(exit_code: int) -> str:
     return f"it left with exit code {exit_code}"
 
 
-def leave_with_parent(*, num_lines: int) -> list[bytes]:
-    """Called first in the child: read its lines, and from then on end together with the parent,
-    however that ends and whatever this process is doing."""
+def leave_with_parent(
+    *, num_lines: int, meanwhile: Callable[[], object] = lambda: None
+) -> list[bytes]:
+    """Called first in the child: read its lines, after `meanwhile`, and end together with the
+    parent, however that ends and whatever this process is doing."""
     # Nothing in this process may read from the lifeline, or pass it on to a child.
     lifeline_fd = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if sys.platform == "linux":
+        # The thread below needs the GIL to act; the kernel does not. For the kernel, the parent is
+        # the thread that started us: that of the parent's event loop, which must live as long.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    meanwhile()
     lines = _read_lines(lifeline_fd, num_lines)
 
     def watch() -> None:
@@ -127,11 +137,6 @@ def leave_with_parent(*, num_lines: int) -> list[bytes]:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
-    if sys.platform == "linux":
-        # The thread needs the GIL to act; the kernel does not. For the kernel, the parent is the
-        # thread that started us: that of the parent's event loop, which must live as long.
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     return lines
 
 

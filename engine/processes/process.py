@@ -77,12 +77,16 @@ def _do_without_triton() -> None:
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # as if it were missing
 
 
-def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
-    progress("loading the libraries", 0, 1)
+def load_libraries() -> "type[Engine]":
+    """Import the engine, which takes seconds: torch, transformers."""
     _do_without_triton()
-    from ..engine import Engine  # takes seconds: torch, transformers
+    from ..engine import Engine
 
-    return Engine(config, progress)
+    return Engine
+
+
+def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
+    return load_libraries()(config, progress)
 
 
 def _load_warm_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
@@ -247,14 +251,16 @@ class _SocketChannel:
 
 
 def main(
-    make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = _load_warm_engine,
+    make_engine: "Callable[[EngineConfig, ReportProgress], Engine]",
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> int:
+    """Run the engine process; `meanwhile` is called before its config has come."""
     endpoint, log_level, log_format = sys.argv[1:]
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else LineFormatter(TEXT_LINE))
     logging.basicConfig(level=int(log_level), handlers=[handler])
     logging.captureWarnings(True)
-    (line,) = leave_with_parent(num_lines=1)
+    (line,) = leave_with_parent(num_lines=1, meanwhile=meanwhile)
     config = msgspec.json.decode(line, type=EngineConfig)
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -267,4 +273,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(_load_warm_engine, meanwhile=load_libraries))

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Awaitable
 from typing import Literal
 
 import msgspec
@@ -23,7 +24,7 @@ _LEAVE_S = 5.0  # time to finish a step and exit; then the process is killed
 
 
 class ProcessEngine(EngineClient):
-    """An engine in a child process.
+    """An engine in a child process, which imports its libraries even before its config is known.
 
     A child that dies is started again, the first time at once. After three deaths in a row, or if
     it never became ready, the state is "failed". A child is asked now and then how it is. If it
@@ -35,7 +36,7 @@ class ProcessEngine(EngineClient):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineConfig | Awaitable[EngineConfig],
         progress: ReportProgress | None = None,
         *,
         step_timeout_s: float | None = None,
@@ -105,7 +106,7 @@ class ProcessEngine(EngineClient):
             self._context,
             self._command,
             [str(log.getEffectiveLevel()), self._log_format],
-            lines=[msgspec.json.encode(self._config)],
+            lines=self._lines(),
             decoder=msgspec.msgpack.Decoder(FromEngine),
             hear=self._hear,
             environment=child_environment(),
@@ -123,6 +124,11 @@ class ProcessEngine(EngineClient):
         if self._last_words and exit_code >= 0:
             return self._last_words
         return describe_exit(exit_code)
+
+    async def _lines(self) -> list[bytes]:
+        if not isinstance(self._config, EngineConfig):
+            self._config = await self._config
+        return [msgspec.json.encode(self._config)]
 
     async def _kill_if_hung(self, child: ChildProcess[FromEngine]) -> None:
         """Ping the child now and then; returns after it was killed because it did not answer."""

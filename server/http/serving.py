@@ -13,6 +13,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from outrider.engine.config import EngineConfig
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.engine.processes.process_engine import ProcessEngine
 
@@ -134,24 +135,19 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
 
 
 async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
-    with ProgressDisplay(console) as progress:
-        prepared = await prepare(settings, progress)
-    settings = prepared.settings
-    defaults = sampling_defaults(
-        settings.server.generation_config, Path(prepared.engine.target.path)
-    )
-    if defaults != NEUTRAL:
-        log.info("sampling: %s, unless a request says otherwise", defaults)
+    preparing = asyncio.create_task(_prepare(settings, console))
     progress = ProgressDisplay(console)
     engine = ProcessEngine(
-        prepared.engine,
+        _engine_config(preparing),
         progress,
         step_timeout_s=settings.engine.step_timeout_s or None,
         log_format=settings.server.log_format,
         is_shared=settings.server.api_workers > 1,
     )
-    tasks: list[asyncio.Future[Any]] = [starting := asyncio.create_task(engine.start())]
+    tasks: list[asyncio.Future[Any]] = [preparing, starting := asyncio.create_task(engine.start())]
     try:
+        prepared = await preparing
+        settings = prepared.settings
         front = await _front(prepared, engine)
         shared = [share(listener, settings.server.api_workers) for listener in listeners]
         sockets = [own for process in zip(*shared, strict=True) for own in process]
@@ -181,6 +177,23 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _prepare(settings: Settings, console: Console) -> Prepared:
+    with ProgressDisplay(console) as progress:
+        progress("loading the libraries", 0, 1)
+        prepared = await prepare(settings, progress)
+    settings = prepared.settings
+    defaults = sampling_defaults(
+        settings.server.generation_config, Path(prepared.engine.target.path)
+    )
+    if defaults != NEUTRAL:
+        log.info("sampling: %s, unless a request says otherwise", defaults)
+    return prepared
+
+
+async def _engine_config(preparing: asyncio.Task[Prepared]) -> EngineConfig:
+    return (await preparing).engine
 
 
 async def _front(prepared: Prepared, engine: ProcessEngine) -> Server | Workers:

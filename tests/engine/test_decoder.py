@@ -19,6 +19,7 @@ from verification import HAS_KERNELS
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import admission, families, loading
 from outrider.engine.models.attention import KVPages
+from outrider.engine.models.blocks import Block
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
@@ -163,23 +164,17 @@ def test_a_decoder_that_computes_something_else_only_in_some_passes_is_not_used(
     differs: Callable[[torch.Tensor], bool], tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Far away, as ministral3's scale of queries, or where other kernels run."""
-    from transformers.models.llama import modeling_llama
-
     path = tiny_model("llama", max_position_embeddings=20_000)
     assert isinstance(load(path), Decoder)
-    norm, forward = modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaModel.forward
-    is_other = False
+    call = Block.__call__
 
-    def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return norm(self, x) * (1.16 if is_other else 1)
+    def other(self: Block, x: torch.Tensor, *args: Any) -> Any:
+        normed = call(self, x, *args)
+        if differs(args[-1].batch.rows.positions):
+            x *= 1.16
+        return normed
 
-    def noting_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal is_other
-        is_other = bool(differs(kwargs["position_ids"][0]))
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", scaled)
-    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", noting_positions)
+    monkeypatch.setattr(Block, "__call__", other)
     assert isinstance(load(path), HuggingFaceModel)
 
 
