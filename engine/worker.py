@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.cpu.layers import torch_on_one_thread
@@ -19,6 +18,7 @@ from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
 from .models.compiled_decoder import CompiledDecoder
 from .models.decoder import Decoder
+from .models.network import Pass
 from .models.pair import ModelPair
 from .proposers import build_proposer
 from .request import Request
@@ -36,7 +36,7 @@ class LaunchedStep:
     """A plan that the device is working on."""
 
     plan: Plan
-    logits: Tensor | None  # [sum(k_i + 1), V]; None once verified
+    scored: Pass | None  # with logits [sum(k_i + 1), V]; None once verified
     launch_s: float  # host time to launch it
     begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
@@ -111,8 +111,8 @@ class Worker:
         """Small steps over dummy sequences that together launch every kernel."""
 
         def rehearse(num_seqs: int, num_rows: int) -> None:
-            self.pair.target.rehearse_short(num_seqs, num_rows)
-            self.proposer.rehearse_short(num_seqs, num_rows)
+            scored = self.pair.target.rehearse_short(num_seqs, num_rows)
+            self.proposer.rehearse_short(num_seqs, num_rows, scored)
 
         return [
             partial(rehearse, num_seqs, num_rows)
@@ -130,9 +130,9 @@ class Worker:
         """Run the largest step on dummy sequences, to measure its memory."""
         num_seqs, k = self.slots.max_num_seqs, self.max_drafts
         num_logits = num_seqs * (k + 1)
-        logits = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
-        self.proposer.rehearse()  # after the target: a head reads the target's taps
-        self.verifier.rehearse(logits)
+        scored = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
+        self.proposer.rehearse(scored)
+        self.verifier.rehearse(scored.logits)
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
@@ -178,8 +178,8 @@ class Worker:
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
             self.proposer.propose(plan)
-            logits = self.scorer.score(plan)
-        return LaunchedStep(plan, logits, time.perf_counter() - start_s, begin)
+            scored = self.scorer.score(plan)
+        return LaunchedStep(plan, scored, time.perf_counter() - start_s, begin)
 
     @torch.inference_mode()
     def verify(self, step: LaunchedStep) -> None:
@@ -187,11 +187,11 @@ class Worker:
 
         No sequence may be seated between `launch` and this.
         """
-        assert step.logits is not None
+        assert step.scored is not None
         with self._threads():
-            step.drawn = self.verifier.verify(step.plan, step.logits)
-            step.logits = None
-            self.proposer.follow(step.plan)
+            step.drawn = self.verifier.verify(step.plan, step.scored.logits)
+            self.proposer.follow(step.plan, step.scored)
+        step.scored = None
         step.end = self._event()
 
     def _threads(self) -> AbstractContextManager[None]:

@@ -64,14 +64,12 @@ class PagedModel:
             self.thread_counts = alike_thread_counts(self.network)
         self._phase = Phase(self.run, device)
         self.captured: dict[tuple[int, int, int], Pass] = {}  # by (sequences, rows, logits)
-        # The last pass of a tapped model, with the shape that it was padded to.
-        self.last_pass: tuple[tuple[int, int, int], Pass] | None = None
 
     def bind_slots(self, slots: Slots) -> None:
         """Look up the rows of batches in these slots; drops all captured passes."""
         self._slots = slots
         self._phase.drop()
-        self.captured, self.last_pass = {}, None
+        self.captured = {}
 
     def capture(
         self,
@@ -107,28 +105,24 @@ class PagedModel:
                 ) from reason
         return self.captured[shapes[0]].logits
 
-    def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
-        """Run a pass of dummy sequences, as long as they can be; returns its logits."""
+    def rehearse(self, num_rows: int, num_logits: int) -> Pass:
+        """Run a pass of dummy sequences, as long as they can be."""
         longest = min(self.max_positions, self._slots.max_model_len)
         lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)]
         return self.forward(HostBatch.dummies(self._slots.dummy, lens, num_logits))
 
-    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
+    def rehearse_short(self, num_seqs: int, num_rows: int) -> Pass:
         """Run a pass of dummy sequences of `num_rows` rows each."""
-        self.forward(HostBatch.dummies(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
+        return self.forward(HostBatch.dummies(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
 
-    def forward(self, batch: HostBatch) -> Tensor:
-        """Compute the batch's rows, and store their KV in the pages; returns the logits, which are
-        valid until the next pass.
-        """
+    def forward(self, batch: HostBatch) -> Pass:
+        """Compute the batch's rows, and store their KV in the pages."""
         smallest_first = reversed(self.captured)
         shape = next((s for s in smallest_first if _holds(s, batch.shape)), None)
         shape = shape or self._padded(batch.shape)
         computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
-        if computed.taps is not None:
-            self.last_pass = shape, computed
         _, _, num_logits = batch.shape
-        return computed.logits[:num_logits]
+        return computed._replace(logits=computed.logits[:num_logits])
 
     def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """The shape to pad an uncaptured pass to so that it is fastest."""
@@ -141,7 +135,9 @@ class PagedModel:
         """The captured part of `forward`, over a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         computed = self.network(PassContext(batch, same_bits=self.network.same_bits))
-        return computed if computed.taps is None else computed._replace(rows=batch.rows)
+        if computed.taps is None:
+            return computed
+        return computed._replace(rows=batch.rows, shape=shape)
 
 
 def captured_shapes(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..api import ReportProgress
+from ..models.network import Pass
 from ..scheduling.plan import Plan, ScheduledRequest
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,12 @@ class Proposer(ABC):
             for scheduled in plan.scheduled:
                 scheduled.num_drafts = 0
 
-    def follow(self, plan: Plan) -> None:
-        """Called after a step is verified, and before the next sequence is seated."""
+    def follow(self, plan: Plan, scored: Pass) -> None:
+        """Called with the target's pass after a step is verified, and before the next sequence is
+        seated.
+        """
         try:
-            self._follow(plan)
+            self._follow(plan, scored)
         except Exception:
             log.exception("the drafts' source lost the thread; its sequences decode plainly")
 
@@ -65,12 +68,12 @@ class Proposer(ABC):
         """Dummy draws that together launch every sampling kernel."""
         return ()
 
-    def rehearse(self) -> None:
-        """Run the largest passes that drafting may need, over padding."""
+    def rehearse(self, scored: Pass) -> None:
+        """Run the largest passes that drafting may need over padding, after the target's."""
         return
 
-    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
-        """Draft for dummy sequences of `num_rows` rows each."""
+    def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
+        """Draft for dummy sequences of `num_rows` rows each, after the target's pass over them."""
         return
 
     def capture(self, report: ReportProgress) -> None:
@@ -80,7 +83,7 @@ class Proposer(ABC):
     @abstractmethod
     def _propose(self, plan: Plan) -> None: ...
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: Plan, scored: Pass) -> None:
         return
 
 

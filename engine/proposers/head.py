@@ -90,16 +90,16 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
     def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
         """A function that returns the logits of these sequences' drafts, one draft at a time."""
 
-    def rehearse(self) -> None:
-        self._read_last_pass()
+    def rehearse(self, scored: Pass) -> None:
+        self._read_pass(scored)
         none_np = np.zeros(0, dtype=np.int64)
         size, k = self._slots.max_num_seqs, self._slots.max_drafts
         packed = self._pack(none_np, none_np, size, k)
         self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
         self._rehearse_edits(self.distributions.logits.new_zeros(size, self._head.vocab_size))
 
-    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
-        self._read_last_pass()
+    def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
+        self._read_pass(scored)
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the head's pass for each captured pass of the target, and all drafting."""
@@ -132,10 +132,10 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         if one_by_one:
             self._draft_one_by_one(one_by_one)
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: Plan, scored: Pass) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""
         try:
-            self._read_last_pass()
+            self._read_pass(scored)
         except Exception:
             for scheduled in plan.scheduled:
                 scheduled.request.speculates = False
@@ -144,10 +144,9 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
             holder = (scheduled.request, scheduled.epoch) if scheduled.samples else None
             self._holders[scheduled.slot or 0] = holder
 
-    def _read_last_pass(self) -> None:
-        assert self._target.last_pass is not None
-        shape, computed = self._target.last_pass
-        self._reads(_NOTHING, shape, *_tensors(computed))
+    def _read_pass(self, scored: Pass) -> None:
+        assert scored.shape is not None
+        self._reads(_NOTHING, scored.shape, *_tensors(scored))
 
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
         """Draw k_i drafts for each sequence on the device; returns the output of `_draft`."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
+from ..models.network import Pass
 from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
@@ -40,10 +41,11 @@ class Top1Proposer(DrawingProposer):
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
         self._phase = Phase(self._draw, slots.device)
 
-    def rehearse(self) -> None:
-        self._rehearse_edits(self._draft.rehearse(self._most_rows, self._slots.max_num_seqs))
+    def rehearse(self, scored: Pass) -> None:
+        drafted = self._draft.rehearse(self._most_rows, self._slots.max_num_seqs)
+        self._rehearse_edits(drafted.logits)
 
-    def rehearse_short(self, num_seqs: int, num_rows: int) -> None:
+    def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
         self._draft.rehearse_short(num_seqs, num_rows)
 
     def capture(self, report: ReportProgress) -> None:
@@ -94,7 +96,7 @@ class Top1Proposer(DrawingProposer):
             np.array(lens),
             np.array([int(scheduled.num_drafts > 0) for scheduled in reading]),
         )
-        logits = self._draft.forward(batch)
+        logits = self._draft.forward(batch).logits
         for scheduled, first, num_unseen in zip(reading, starts, lens, strict=True):
             request = scheduled.request
             if not request.num_drafts_in_flight:  # otherwise it depends on how many of them stand
@@ -115,7 +117,7 @@ class Top1Proposer(DrawingProposer):
                 return logits, None
             ones_np = np.ones_like(slots_np)
             batch = HostBatch.build(slots_np, (j - 1) * ones_np, ones_np, ones_np)
-            return self._draft.forward(batch), None
+            return self._draft.forward(batch).logits, None
 
         def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
             size = self._phase.padded_size(len(slots_np))

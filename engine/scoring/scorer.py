@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..api import MAX_LOGPROBS, ReportProgress
+from ..models.network import Pass
 from ..models.paged_model import PagedModel
 from ..scheduling.plan import MAX_PROMPT_LOGITS, Plan, slots_of
 from ..state.batch import HostBatch
@@ -30,13 +31,13 @@ class Scorer:
         progress = partial(report, "capturing the target's graphs")
         return self._model.capture(num_speculative_tokens + 1, most_rows, True, progress)
 
-    def rehearse(self, num_rows: int, num_logits: int) -> Tensor:
-        """Score `num_rows` dummy rows, with as many prompt logprobs as a step may have.
-
-        Returns `num_logits` rows of logits.
+    def rehearse(self, num_rows: int, num_logits: int) -> Pass:
+        """Score `num_rows` dummy rows, with as many prompt logprobs as a step may have; what it
+        returns has `num_logits` rows of logits.
         """
         num_prompt = max(0, min(MAX_PROMPT_LOGITS, num_rows - num_logits))
-        logits = self._model.rehearse(num_rows, num_prompt + num_logits)
+        scored = self._model.rehearse(num_rows, num_prompt + num_logits)
+        logits = scored.logits
         if num_prompt:
             rows = logits[:num_prompt, : self._vocab_size]
             token_ids = torch.zeros(num_prompt, dtype=torch.int64, device=logits.device)
@@ -44,10 +45,10 @@ class Scorer:
             for part in (rows[:1], rows[1:]):  # the second may not start at 16 bytes
                 gather(part, token_ids[: len(part)], num_top)
         index = torch.arange(num_prompt, num_prompt + num_logits, device=logits.device)
-        return logits[index.clamp_max(len(logits) - 1)]
+        return scored._replace(logits=logits[index.clamp_max(len(logits) - 1)])
 
-    def score(self, plan: Plan) -> Tensor:
-        """Logits of the last k_i + 1 rows of each sampled sequence: [sum(k_i + 1), V].
+    def score(self, plan: Plan) -> Pass:
+        """A pass with logits of the last k_i + 1 rows of each sampled sequence: [sum(k_i + 1), V].
 
         Also starts copying to the host the prompt logprobs that this step scores.
         """
@@ -63,7 +64,8 @@ class Scorer:
             query_lens_np,
             num_logits_np,
         )
-        logits = self._model.forward(batch)
+        scored = self._model.forward(batch)
         if scores_prompts:
-            logits = score_prompts(plan, logits, num_logits_np, self._vocab_size)
-        return logits
+            logits = score_prompts(plan, scored.logits, num_logits_np, self._vocab_size)
+            return scored._replace(logits=logits)
+        return scored

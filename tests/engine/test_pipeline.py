@@ -10,6 +10,7 @@ from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import NewRequest, ProcessorChoice, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.models.network import Pass
 from outrider.engine.scheduling.plan import Plan
 
 K = 3
@@ -203,9 +204,11 @@ def test_a_sequence_that_starts_over_is_right_behind_what_was_launched(
     expected = [tokens(o) for o in run(each, prompt, GREEDY)]
     score, counted = lagging.worker.scorer.score, iter(range(10**6))
 
-    def spoilt(plan: Plan) -> torch.Tensor:
-        logits = score(plan)
-        return torch.full_like(logits, torch.nan) if next(counted) == 3 else logits
+    def spoilt(plan: Plan) -> Pass:
+        scored = score(plan)
+        if next(counted) != 3:
+            return scored
+        return scored._replace(logits=torch.full_like(scored.logits, torch.nan))
 
     monkeypatch.setattr(lagging.worker.scorer, "score", spoilt)
     assert [tokens(o) for o in run(lagging, prompt, GREEDY)] == expected

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import RequestOutput, TokenLogprobs
 from outrider.engine.engine import Engine
+from outrider.engine.models.network import Pass
 from outrider.engine.scheduling import scheduler
+from outrider.engine.state.batch import HostBatch
 
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
 SCORED = replace(GREEDY, prompt_logprobs=3)
@@ -75,10 +77,10 @@ def test_rows_for_the_lm_head_are_bounded(
     rows = []
     forward = engine.worker.scorer._model.forward
 
-    def watch(batch: object) -> torch.Tensor:
-        logits = forward(batch)  # type: ignore[arg-type]
-        rows.append(len(logits))
-        return logits
+    def watch(batch: HostBatch) -> Pass:
+        computed = forward(batch)
+        rows.append(len(computed.logits))
+        return computed
 
     monkeypatch.setattr(engine.worker.scorer._model, "forward", watch)
     outputs = run(engine, MIXED, [SCORED, SCORED, SCORED, GREEDY, SCORED, GREEDY])

@@ -21,6 +21,7 @@ from outrider.engine.api import (
     SamplingParams,
 )
 from outrider.engine.engine import Engine
+from outrider.engine.models.network import Pass
 from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
 
@@ -154,8 +155,9 @@ def test_an_error_behind_a_rejected_draft_is_not_told_of_a_later_failure(
         seen += engine.step()
     score = engine.worker.scorer.score
 
-    def broken(plan: Plan) -> torch.Tensor:
-        return torch.full_like(score(plan), torch.nan)
+    def broken(plan: Plan) -> Pass:
+        scored = score(plan)
+        return scored._replace(logits=torch.full_like(scored.logits, torch.nan))
 
     monkeypatch.setattr(engine.worker.scorer, "score", broken)
     while engine.has_work():

@@ -51,7 +51,7 @@ def paged_logits(
         starts = np.array([step[i][0] for i in rows])
         lens = np.array([step[i][1] for i in rows])
         # A copy: the next graph's output may lie in the same place.
-        logits.append(model.forward(HostBatch.build(rows, starts, lens, lens)).clone())
+        logits.append(model.forward(HostBatch.build(rows, starts, lens, lens)).logits.clone())
     return logits
 
 
