@@ -19,7 +19,7 @@ class Pass(NamedTuple):
     logits: Tensor  # [num_logits, V]
     taps: Tensor | None = None  # [T, num_taps, hidden] residual stream after the tapped layers
     rows: BatchRows | None = None  # of the taps, including padding
-    shape: tuple[int, int, int] | None = None  # (sequences, rows, logits), if there are taps
+    shape: tuple[int, int, int] | None = None  # (sequences, rows, logits), including padding
 
 
 class Network(PagedLayers):

@@ -122,7 +122,7 @@ class PagedModel:
         shape = shape or self._padded(batch.shape)
         computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
         _, _, num_logits = batch.shape
-        return computed._replace(logits=computed.logits[:num_logits])
+        return computed._replace(logits=computed.logits[:num_logits], shape=shape)
 
     def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """The shape to pad an uncaptured pass to so that it is fastest."""
@@ -135,9 +135,7 @@ class PagedModel:
         """The captured part of `forward`, over a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         computed = self.network(PassContext(batch, same_bits=self.network.same_bits))
-        if computed.taps is None:
-            return computed
-        return computed._replace(rows=batch.rows, shape=shape)
+        return computed if computed.taps is None else computed._replace(rows=batch.rows)
 
 
 def captured_shapes(

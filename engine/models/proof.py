@@ -27,8 +27,8 @@ from .experts import ExpertMLP
 from .one_prompt import PAGE, num_pages_of, one_prompt
 from .weights import Dense, Linear, Weight
 
-# Rows of a decode, of a prompt and of a verification: each runs other kernels.
-CHECKED_LENGTHS = (1, 40, 5)
+# Rows of a prompt, of a decode and of a verification: each runs other kernels.
+CHECKED_LENGTHS = (40, 1, 5)
 
 
 class Original:
@@ -82,14 +82,12 @@ class Original:
         if left:
             raise ValueError(f"it has weights that the decoder lacks: {', '.join(left[:3])}")
 
-    def run(self, prompts: Sequence[Tensor], starts: Sequence[int]) -> "list[OriginalPass]":
-        """One pass over several prompts, for which each weight is dequantised once.
-
-        Shape: [T_i] each, from position `starts[i]` on.
-        """
-        input_ids = pad_sequence(list(prompts), batch_first=True)  # no token sees what comes after
-        count = torch.arange(input_ids.shape[1], device=self._device)
-        positions = torch.tensor(starts, device=self._device)[:, None] + count
+    def run(self, contexts: Sequence[PassContext]) -> "list[OriginalPass]":
+        """One pass over these prompts, for which each weight is dequantised once."""
+        # Padded at their ends, which no token before sees; padding has position 0.
+        batches = [context.batch for context in contexts]
+        input_ids = pad_sequence([batch.input_ids for batch in batches], batch_first=True)
+        positions = pad_sequence([batch.rows.positions for batch in batches], batch_first=True)
         states: list[Tensor] = []  # [prompts, longest, hidden] each
         decoder = self.model.get_decoder()
         routers: list[Routed | None] = [None] * len(decoder.layers)
@@ -109,15 +107,15 @@ class Original:
                 hook.remove()
 
         def part(tensor: Tensor, i: int) -> Tensor:
-            return tensor.reshape(*input_ids.shape, -1)[i, : len(prompts[i])]
+            return tensor.reshape(*input_ids.shape, -1)[i, : len(batches[i].input_ids)]
 
         return [
             OriginalPass(
                 [part(state, i) for state in states],
-                [Routed(*(part(told, i) for told in each)) if each else None for each in routers],
+                [told and Routed(*(part(tensor, i) for tensor in told)) for told in routers],
                 part(output.logits, i),
             )
-            for i in range(len(prompts))
+            for i in range(len(batches))
         ]
 
 
@@ -155,21 +153,22 @@ def why_different(
     generator = torch.Generator().manual_seed(0)
     passes = [(starts[0], length) for length in CHECKED_LENGTHS]
     passes += [(first, CHECKED_LENGTHS[-1]) for first in starts[1:]]
-    prompts = [
-        torch.randint(0, len(decoder.embedding), (length,), generator=generator).to(decoder.device)
-        for _, length in passes
-    ]
+    contexts = []
+    for first, length in passes:
+        input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
+        contexts.append(one_prompt(input_ids.to(decoder.device), first, same_bits=same_bits))
+    # The longest by itself: to pad the others to its length would take memory.
+    originals = original.run(contexts[:1]) + original.run(contexts[1:])
     checks = [
-        partial(_difference, decoder, one_prompt(input_ids, first, same_bits=same_bits), theirs)
-        for (first, _), input_ids, theirs in zip(
-            passes, prompts, original.run(prompts, [first for first, _ in passes]), strict=True
-        )
+        partial(_difference, decoder, *each) for each in zip(contexts, originals, strict=True)
     ]
+    # To compile only: at the same time they may write to each other's scratch memory.
     compile_together(checks, decoder.device)
     return next(filter(None, (check() for check in checks)), None)
 
 
 def _difference(decoder: Decoder, context: PassContext, theirs: OriginalPass) -> str | None:
+    """Names the first part that computes something else for one prompt; None if all agree."""
     states, routers, logits = theirs
     if not torch.equal(decoder.embedding[context.batch.input_ids], states[0]):
         return "its embedding"
@@ -192,8 +191,8 @@ def _agrees(
     # A copy, since other threads may bind other pages.
     block = copy.copy(block)
     block.mixer = copy.copy(block.mixer)
-    block.mixer.attention = attention = copy.copy(block.mixer.attention)
-    attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
+    block.mixer.attention = copy.copy(block.mixer.attention)
+    block.mixer.attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
     got = x.clone()
     if routed is None:
         block(got, None, None, context)

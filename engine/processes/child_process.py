@@ -40,7 +40,7 @@ class ChildProcess(Generic[T]):
         command: Sequence[str],
         arguments: Sequence[str],
         *,
-        lines: Sequence[bytes] | Awaitable[Sequence[bytes]],
+        lines: Sequence[bytes] | Callable[[], Awaitable[Sequence[bytes]]],
         decoder: "msgspec.msgpack.Decoder[T]",
         hear: Callable[[T], None],
         environment: Mapping[str, str],
@@ -73,7 +73,7 @@ class ChildProcess(Generic[T]):
             self._process = process
             try:
                 assert process.stdin is not None
-                lines = await self._lines if isinstance(self._lines, Awaitable) else self._lines
+                lines = await self._lines() if callable(self._lines) else self._lines
                 process.stdin.writelines(line + b"\n" for line in lines)
                 exit_code = await process.wait()
             finally:

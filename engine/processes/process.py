@@ -86,6 +86,7 @@ def load_libraries() -> "type[Engine]":
 
 
 def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
+    progress("loading the libraries", 0, 1)
     return load_libraries()(config, progress)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
@@ -36,7 +36,7 @@ class ProcessEngine(EngineClient):
 
     def __init__(
         self,
-        config: EngineConfig | Awaitable[EngineConfig],
+        config: EngineConfig | Callable[[], Awaitable[EngineConfig]],
         progress: ReportProgress | None = None,
         *,
         step_timeout_s: float | None = None,
@@ -106,7 +106,7 @@ class ProcessEngine(EngineClient):
             self._context,
             self._command,
             [str(log.getEffectiveLevel()), self._log_format],
-            lines=self._lines(),
+            lines=self._lines,
             decoder=msgspec.msgpack.Decoder(FromEngine),
             hear=self._hear,
             environment=child_environment(),
@@ -127,7 +127,7 @@ class ProcessEngine(EngineClient):
 
     async def _lines(self) -> list[bytes]:
         if not isinstance(self._config, EngineConfig):
-            self._config = await self._config
+            self._config = await self._config()
         return [msgspec.json.encode(self._config)]
 
     async def _kill_if_hung(self, child: ChildProcess[FromEngine]) -> None:

@@ -135,10 +135,14 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
 
 
 async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
-    preparing = asyncio.create_task(_prepare(settings, console))
     progress = ProgressDisplay(console)
+    preparing = asyncio.create_task(prepare(settings, progress))
+
+    async def engine_config() -> EngineConfig:
+        return (await preparing).engine
+
     engine = ProcessEngine(
-        _engine_config(preparing),
+        engine_config,
         progress,
         step_timeout_s=settings.engine.step_timeout_s or None,
         log_format=settings.server.log_format,
@@ -146,15 +150,20 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
     )
     tasks: list[asyncio.Future[Any]] = [preparing, starting := asyncio.create_task(engine.start())]
     try:
-        prepared = await preparing
-        settings = prepared.settings
-        front = await _front(prepared, engine)
-        shared = [share(listener, settings.server.api_workers) for listener in listeners]
-        sockets = [own for process in zip(*shared, strict=True) for own in process]
-        serving: asyncio.Future[Any] = asyncio.create_task(front.serve(sockets))
-        up: asyncio.Future[Any] = asyncio.gather(starting, front.listening())
-        tasks += serving, up
         with progress:
+            prepared = await preparing
+            settings = prepared.settings
+            defaults = sampling_defaults(
+                settings.server.generation_config, Path(prepared.engine.target.path)
+            )
+            if defaults != NEUTRAL:
+                log.info("sampling: %s, unless a request says otherwise", defaults)
+            front = await _front(prepared, engine)
+            shared = [share(listener, settings.server.api_workers) for listener in listeners]
+            sockets = [own for process in zip(*shared, strict=True) for own in process]
+            serving: asyncio.Future[Any] = asyncio.create_task(front.serve(sockets))
+            up: asyncio.Future[Any] = asyncio.gather(starting, front.listening())
+            tasks += serving, up
             await asyncio.wait({up, serving}, return_when=asyncio.FIRST_COMPLETED)
         if up.done():
             try:
@@ -177,23 +186,6 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _prepare(settings: Settings, console: Console) -> Prepared:
-    with ProgressDisplay(console) as progress:
-        progress("loading the libraries", 0, 1)
-        prepared = await prepare(settings, progress)
-    settings = prepared.settings
-    defaults = sampling_defaults(
-        settings.server.generation_config, Path(prepared.engine.target.path)
-    )
-    if defaults != NEUTRAL:
-        log.info("sampling: %s, unless a request says otherwise", defaults)
-    return prepared
-
-
-async def _engine_config(preparing: asyncio.Task[Prepared]) -> EngineConfig:
-    return (await preparing).engine
 
 
 async def _front(prepared: Prepared, engine: ProcessEngine) -> Server | Workers:

@@ -151,6 +151,7 @@ def main() -> None:
         def progress(stage: str, done: int, total: int) -> None:
             _send(socket, Loading(stage, done, total))
 
+        progress("loading the libraries", 0, 1)
         from .pair import prepare_pair
 
         try:

@@ -21,6 +21,7 @@ import uvloop
 from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
 from engine_clients import scripted_request as request
 
+from outrider.engine.config import EngineConfig
 from outrider.engine.processes import child_process, process_engine
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.engine.processes.messages import Submit
@@ -298,3 +299,33 @@ asyncio.run(main())
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_process_starts_before_its_config_is_known(socket_root: Path) -> None:
+    known = asyncio.Event()
+
+    async def config() -> EngineConfig:
+        await known.wait()
+        return scripted_config()
+
+    client = ScriptedProcessEngine(config)
+    starting = asyncio.create_task(client.start())
+    try:
+        async with asyncio.timeout(10):
+            while not (children := psutil.Process().children()):
+                await asyncio.sleep(0.01)
+        known.set()
+        assert (await starting).pid in {child.pid for child in children}
+    finally:
+        await client.stop()
+
+
+async def test_a_config_that_cannot_be_had_ends_the_process(socket_root: Path) -> None:
+    async def config() -> EngineConfig:
+        raise ValueError("no such model")
+
+    client = ScriptedProcessEngine(config)
+    with pytest.raises(EngineUnavailableError, match="no such model"):
+        await client.start()
+    await client.stop()
+    assert not psutil.Process().children()
