@@ -54,6 +54,10 @@ def pid(client: ScriptedProcessEngine) -> int:
     return client.info.pid
 
 
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
 def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -308,14 +312,15 @@ async def test_the_process_starts_before_its_config_is_known(socket_root: Path) 
         await known.wait()
         return scripted_config()
 
+    others = children()
     client = ScriptedProcessEngine(config)
     starting = asyncio.create_task(client.start())
     try:
         async with asyncio.timeout(10):
-            while not (children := psutil.Process().children()):
+            while not (started := children() - others):
                 await asyncio.sleep(0.01)
         known.set()
-        assert (await starting).pid in {child.pid for child in children}
+        assert {(await starting).pid} == started
     finally:
         await client.stop()
 
@@ -324,8 +329,9 @@ async def test_a_config_that_cannot_be_had_ends_the_process(socket_root: Path) -
     async def config() -> EngineConfig:
         raise ValueError("no such model")
 
+    others = children()
     client = ScriptedProcessEngine(config)
     with pytest.raises(EngineUnavailableError, match="no such model"):
         await client.start()
     await client.stop()
-    assert not psutil.Process().children()
+    assert not children() - others
