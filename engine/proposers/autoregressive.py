@@ -38,13 +38,17 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
         """Compute the rows, and keep each sequence's last one, from which its drafts start."""
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
-        y = self._head(self._head.fused(taps), batch.input_ids, PassContext(batch))
+        y = self._head(self._head.fused(taps), batch.input_ids, self._context(batch))
         # For a sequence with n known tokens, row n - 2; for an unfinished prompt, any row.
         _, positions, _, slots, _, bounds = batch.rows
         first, end = bounds[:-1].clamp_max(len(y) - 1), bounds[1:]
         row = first + self._slots.num_tokens[slots] - 2 - positions[first]
         self._last_rows[slots] = y[row.clamp_max(end - 1).clamp_min(first)]
         return y
+
+    def _context(self, batch: ForwardBatch) -> PassContext:
+        """The head attends as its target does, so that the target's kernels serve both."""
+        return PassContext(batch, same_bits=self._target.network.same_bits)
 
 
 class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
@@ -115,7 +119,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
         """
         rows = ForwardBatch.unpack(packed, shape, self._slots).rows
         batch = ForwardBatch.of_next_tokens(rows, self._slots)
-        return self._head(self._head.recycled(y), batch.input_ids, PassContext(batch))
+        return self._head(self._head.recycled(y), batch.input_ids, self._context(batch))
 
     def _logits(self, y: Tensor) -> Tensor:
         """Shape: [N, hidden] -> [N, V]."""

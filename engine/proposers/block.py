@@ -216,7 +216,7 @@ class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eag
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         y = self._last_rows[batch.rows.slots][None]  # [1, N, hidden]
         if k > 1:
-            masks = self._head.of_masks(PassContext(batch))
+            masks = self._head.of_masks(self._context(batch))
             y = torch.cat((y, masks[rows_of_drafts(batch.rows, k - 1, 0)]))
         logits = self._head.logits(y.flatten(0, 1)).view(*y.shape[:2], -1)
         return _Block(logits, y, batch.rows.slots)

@@ -21,6 +21,7 @@ from ..triton_or_none import tl, triton
 _MIN_UNIT = 256
 SAME_BITS_UNIT = 512  # measured on an H200: less would cost many sequences more than few gain
 _MAX_GROWN_SPLITS = tl.constexpr(16)
+_MOST_DOUBLINGS = 16  # of a unit
 _NO_UNIT = 1 << 30  # no sequence is split
 WIDTH = tl.constexpr(9)  # of an item; see the kernel
 
@@ -79,6 +80,7 @@ def list_items(
         unit = min(1024, max(_MIN_UNIT, triton.next_power_of_2(share)))
         unit = _NO_UNIT if is_prefill else unit
         num_splits = min(_MAX_GROWN_SPLITS.value, _count_splits(max_seq_len, unit))
+    grows = not same_bits and num_splits > 1
     items = torch.empty(
         num_row_blocks * num_splits, WIDTH.value, dtype=torch.int32, device=seq_lens.device
     )
@@ -90,11 +92,11 @@ def list_items(
         seq_lens,
         slots,
         num_reqs,
+        block_q,
+        num_splits,
         unit,
-        REQS=max(32, triton.next_power_of_2(num_reqs)),
-        BLOCK_Q=block_q,
-        SPLITS=num_splits > 1,
-        GROWS=not same_bits,
+        _MOST_DOUBLINGS if grows else 0,
+        REQS=max(64, triton.next_power_of_2(num_reqs)),
         num_warps=1,
     )
     return AttentionItems(
@@ -126,7 +128,8 @@ def start_of(split, unit):
     return ((split - 8 * octave) << octave) * unit
 
 
-@triton.jit(do_not_specialize=["num_reqs", "unit"])
+# One kernel for all kinds of batches: what it saves to compile is more than constants would gain.
+@triton.jit(do_not_specialize=["num_reqs", "block_q", "most_splits", "unit", "num_doublings"])
 def _list_items_kernel(
     items_ptr,  # [most, WIDTH]
     num_items_ptr,  # [1]
@@ -134,11 +137,11 @@ def _list_items_kernel(
     seq_lens_ptr,  # [num_reqs]
     slots_ptr,  # [num_reqs]
     num_reqs,
+    block_q,
+    most_splits,  # of a row; 1: an item covers all tokens
     unit,
+    num_doublings,  # of a unit, at most, until few splits hold the sequence
     REQS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    SPLITS: tl.constexpr,  # whether an item covers one split only
-    GROWS: tl.constexpr,  # whether units double until few splits hold the sequence
 ):
     """Each program: the items of one sequence."""
     request = tl.program_id(0)
@@ -147,15 +150,12 @@ def _list_items_kernel(
     first_rows = tl.load(cu_seqlens_q_ptr + i, mask=is_req, other=0).to(tl.int32)
     query_lens = tl.load(cu_seqlens_q_ptr + i + 1, mask=is_req, other=0).to(tl.int32) - first_rows
     seq_lens = tl.load(seq_lens_ptr + i, mask=is_req, other=0).to(tl.int32)
-    num_splits = tl.full([REQS], 1, tl.int32)
     units = tl.zeros([REQS], tl.int32) + unit
-    if SPLITS:
-        if GROWS:
-            for _ in tl.static_range(16):
-                units = tl.where(units * _MAX_GROWN_SPLITS < seq_lens, units * 2, units)
-        # Sequences without tokens have one split, which is empty.
-        num_splits = split_of(tl.maximum(seq_lens - 1, 0), units) + 1
-    num_items = (query_lens + BLOCK_Q - 1) // BLOCK_Q * num_splits
+    for _ in range(num_doublings):
+        units = tl.where(units * _MAX_GROWN_SPLITS < seq_lens, units * 2, units)
+    # Sequences without tokens have one split, which is empty.
+    num_splits = tl.minimum(split_of(tl.maximum(seq_lens - 1, 0), units) + 1, most_splits)
+    num_items = (query_lens + block_q - 1) // block_q * num_splits
     if request == 0:
         tl.store(num_items_ptr, tl.sum(num_items, 0))
     mine = i == request
@@ -170,15 +170,15 @@ def _list_items_kernel(
     for start in range(0, num_items, 32):
         item = start + tl.arange(0, 32)
         mask = item < num_items
-        first_q = item // num_splits * BLOCK_Q
+        first_q = item // num_splits * block_q
         at = items_ptr + (first_item + item) * WIDTH
         tl.store(at, first_row + first_q, mask=mask)
-        tl.store(at + 1, tl.minimum(query_len - first_q, BLOCK_Q), mask=mask)
+        tl.store(at + 1, tl.minimum(query_len - first_q, block_q), mask=mask)
         tl.store(at + 2, context_len + first_q, mask=mask)  # position of the first row
         tl.store(at + 3, slot, mask=mask)
         tl.store(at + 4, item % num_splits, mask=mask)
         tl.store(at + 5, unit + tl.zeros_like(item), mask=mask)
         # The row block: assumes the most blocks that there can be before it; see the wrapper.
-        tl.store(at + 6, first_row // BLOCK_Q + request + first_q // BLOCK_Q, mask=mask)
+        tl.store(at + 6, first_row // block_q + request + first_q // block_q, mask=mask)
         tl.store(at + 7, context_len + tl.zeros_like(item), mask=mask)
         tl.store(at + 8, context_len + query_len + tl.zeros_like(item), mask=mask)
