@@ -108,6 +108,19 @@ def attention(num_seqs: int, rows_each: int, same_bits: bool) -> None:
     paged_attention(empty(num_rows, 32, 128), cache, cache, items, pages, 1.0)
 
 
+@pytest.mark.parametrize("num_seqs", [1, 3, 64])
+def test_one_kernel_lists_all_kinds_of_batches(num_seqs: int) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        for num, rows_each, same_bits in [
+            (1, 1, False),
+            (num_seqs, 4, True),
+            (num_seqs, 99, False),
+        ]:
+            begins, lens = empty(num + 1, dtype=torch.int64), empty(num, dtype=torch.int64)
+            list_items(begins, lens, lens, num * rows_each, 8, 4, 40_000, same_bits=same_bits)
+    assert len({kernel.hash for kernel in kernels}) == 1
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("launch", "cases"),
