@@ -55,7 +55,7 @@ def scaled_product(
     num_tiles = triton.cdiv(num_out, tile["BLOCK_N"] // (2 if gated else 1)) * triton.cdiv(
         num_rows, tile["BLOCK_M"]
     )
-    in_parts = out.ndim == 3
+    in_parts, share, num_groups = out.ndim == 3, width // num_splits, len(matrix.scale)
     _scaled_kernel[num_tiles, num_splits if in_parts else 1](
         out,
         x.codes,
@@ -65,11 +65,12 @@ def scaled_product(
         bias,
         num_rows,
         num_out,
+        width,
+        share,
         matrix.scale.stride(0),
-        WIDTH=width,
-        SHARE=width // num_splits,
-        GROUP=matrix.group,
-        NUM_GROUPS=len(matrix.scale),
+        EVEN=share % _BLOCK_K == 0,
+        GROUP=matrix.group if num_groups > 1 else 0,
+        NUM_GROUPS=num_groups,
         ROWS=matrix.rows,
         SPLITS=1 if in_parts else num_splits,
         GATED=gated,
@@ -111,16 +112,17 @@ def _tile(
 @triton.jit(do_not_specialize=["num_rows"])
 def _scaled_kernel(
     out_ptr,  # [num_rows, num_out], or parts [splits, num_rows, num_out] float32
-    x_ptr,  # [num_rows, WIDTH]
+    x_ptr,  # [num_rows, width]
     x_scale_ptr,  # [num_rows, NUM_GROUPS]
-    codes_ptr,  # [num_out or 2 * num_out, WIDTH]
+    codes_ptr,  # [num_out or 2 * num_out, width]
     scale_ptr,  # [NUM_GROUPS, num_out / ROWS]
     bias_ptr,  # [num_out or 2 * num_out] or None
     num_rows,
     num_out,
+    width,
+    share,  # of the inputs, which one sum is of
     scale_stride,
-    WIDTH: tl.constexpr,
-    SHARE: tl.constexpr,
+    EVEN: tl.constexpr,  # whether blocks divide a share
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -146,22 +148,22 @@ def _scaled_kernel(
     # If gated, the second half of a block holds the rows of `up` that match the gate's rows.
     weight_row = n + i // OUTS * num_out
     k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + m.to(tl.int64)[None, :] * WIDTH + k[:, None]
-    codes_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    x_at = x_ptr + m.to(tl.int64)[None, :] * width + k[:, None]
+    codes_at = codes_ptr + weight_row.to(tl.int64)[:, None] * width + k[None, :]
     x_scale_at = x_scale_ptr + m * NUM_GROUPS
     scale_at = scale_ptr + weight_row // ROWS
     out_at = out_ptr + (split * num_rows + m).to(tl.int64)[None, :] * num_out
     total = _share(
-        x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, split * SHARE, WIDTH,
-        SHARE, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, DEPENDENT,
+        x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, split * share,
+        share, EVEN, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, DEPENDENT,
     )  # fmt: skip
     if ADDS:
         mask = is_row[None, :] & is_out[:, None]
         total += tl.load(out_at + n[:, None], mask=mask, other=0.0).to(tl.float32)
     for each in tl.static_range(1, SPLITS):
         total += _share(
-            x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, each * SHARE, WIDTH,
-            SHARE, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, False,
+            x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, each * share,
+            share, EVEN, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, False,
         )  # fmt: skip
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
@@ -177,7 +179,7 @@ def _scaled_kernel(
 @triton.jit
 def _share(
     x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, begin,
-    WIDTH: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    share, EVEN: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Products over one share of the inputs; with WAITS the rows are not there yet.
@@ -189,10 +191,10 @@ def _share(
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(WAITS)
     total = tl.zeros([BLOCK_N, BLOCK_M], SUM if NUM_GROUPS == 1 else tl.float32)
-    for start in range(begin, begin + SHARE, BLOCK_K):
+    for start in range(begin, begin + share, BLOCK_K):
         in_x, in_codes = is_row[None, :], is_out[:, None]
-        if SHARE % BLOCK_K != 0:
-            inside = start + k < begin + SHARE
+        if not EVEN:
+            inside = start + k < begin + share
             in_x, in_codes = in_x & inside[:, None], in_codes & inside[None, :]
         x = tl.load(x_at + start, mask=in_x, other=0.0)
         codes = tl.load(codes_at + start, mask=in_codes, other=0.0)
