@@ -92,14 +92,19 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
 
     def rehearse(self, scored: Pass) -> None:
         self._read_pass(scored)
-        none_np = np.zeros(0, dtype=np.int64)
-        size, k = self._slots.max_num_seqs, self._slots.max_drafts
-        packed = self._pack(none_np, none_np, size, k)
-        self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
+        size = self._slots.max_num_seqs
+        self._draft_for_dummies(size)
         self._rehearse_edits(self.distributions.logits.new_zeros(size, self._head.vocab_size))
 
     def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
         self._read_pass(scored)
+        if num_rows == 1:
+            self._draft_for_dummies(num_seqs)
+
+    def _draft_for_dummies(self, size: int) -> None:
+        none_np = np.zeros(0, dtype=np.int64)
+        k = self._slots.max_drafts
+        self._drafts(self._pack(none_np, none_np, size, k), (size, k, *SAMPLING_KINDS[0]))
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the head's pass for each captured pass of the target, and all drafting."""

@@ -62,6 +62,10 @@ class Verifier:
             edited = [logits.float()] if num_columns == self._slots.max_drafts else []
             for x, kind in product([logits, *edited], SAMPLING_KINDS):
                 yield partial(self._run, integers, (2, num_columns, *kind), x)
+            for x in [logits, *edited]:
+                # Row states take longest to compile; what follows them need not wait.
+                shape = (2, num_columns, *SAMPLING_KINDS[0])
+                yield partial(self._run, integers, shape, x, skips_row_state=True)
 
     def rehearse(self, logits: Tensor) -> None:
         """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
@@ -170,8 +174,11 @@ class Verifier:
             ],
         )
 
-    def _run(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
-        """Verify, and write the drawn tokens into the slots.
+    def _run(
+        self, integers: Tensor, shape: Shape, logits: Tensor, *, skips_row_state: bool = False
+    ) -> Tensor:
+        """Verify, and write the drawn tokens into the slots; nothing with `skips_row_state`, which
+        only launches the kernels around that of row states.
 
         Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; returns [B, K + 2]: K + 1
         tokens, padded with -1, and a flag for bad logits.
@@ -204,7 +211,10 @@ class Verifier:
             filters=bool(filters),
             samples=bool(samples),
             draft_rows=slot,
+            skips_row_state=skips_row_state,
         )
+        if skips_row_state:
+            return verified.token_ids
         return write_verified(self._slots.state, slot, rows.anchor, verified)
 
     def _dummies(self, size: int) -> np.ndarray:

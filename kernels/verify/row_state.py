@@ -19,7 +19,6 @@ from ..dependent_launch import (
     wait_for_inputs,
 )
 from ..triton_or_none import tl, triton
-from .bisection import bisect_rows
 from .candidates import (
     CANDIDATE_SCRATCH,
     MAX_GROUPS,
@@ -235,7 +234,7 @@ def row_state(
 ) -> None:
     """Compute every row, and write the outcomes of requests that have no open row.
 
-    `filters` False promises that no row is filtered.
+    `filters` False promises that no row is filtered; otherwise `bisect_rows` must follow.
     """
     logits, drafts = step.logits, step.drafts
     blocks = stats.max.shape[1]
@@ -256,5 +255,3 @@ def row_state(
         num_warps=num_warps,
         maxnreg=max_registers,
     )
-    if filters:
-        bisect_rows(step, stats, rows, verified)
