@@ -207,7 +207,7 @@ class Engine:
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:
-                    request.compiling = self._grammars.start(
+                    request.grammar = self._grammars.start(
                         request.params.grammar, request.params.stop_token_ids
                     )
             self.sequences.add(queued)  # last, so that a refusal leaves nothing behind

@@ -30,11 +30,12 @@ class Begin(msgspec.Struct, array_like=True):
     timeout_s: float
 
 
-class Begun(msgspec.Struct, array_like=True):
-    """The grammar as Lark, or why it cannot be used."""
+class Verdict(msgspec.Struct, array_like=True):
+    """The grammar in llguidance's dialect of Lark, or why it cannot be used."""
 
     lark: str
     error: str | None
+    timed_out: bool = False
 
 
 class Ask(msgspec.Struct, array_like=True):

@@ -35,11 +35,11 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from .grammar_messages import (
     Ask,
     Begin,
-    Begun,
     Questions,
     Syntax,
     Table,
     Told,
+    Verdict,
     receive,
     send,
 )
@@ -205,11 +205,11 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
     try:
         lark = _to_lark(begin.syntax, begin.text)
     except Exception as error:  # not a grammar, or nested too deeply
-        send(connection, Begun("", str(error) or type(error).__name__))
+        send(connection, Verdict("", str(error) or type(error).__name__))
         return
     follower = _Follower(tokenizer, limits, lark)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    send(connection, Begun(lark, follower.error))
+    send(connection, Verdict(lark, follower.error))
     decoder = msgspec.msgpack.Decoder(Questions)
     reserve_s = _RESERVE_S
     while follower.error is None:

@@ -94,22 +94,25 @@ class Sequences:
             self._stop_running(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        if request.compiling is not None:
-            request.compiling.cancel()
+        if request.grammar is not None:
+            request.grammar.leave()
         self.by_id.pop(request.request_id, None)
 
     def take_uncompiled(self) -> list[RequestOutput]:
         """End the sequences whose grammars failed to compile, other than by their own fault."""
         outputs = []
-        for request in [r for r in self.waiting if r.compile_error is not None]:
-            request.finish_reason = "error"
-            outputs.append(request.output([], error=f"grammar: {request.compile_error}"))
-            self.finish(request)
+        for request in list(self.waiting):
+            if request.grammar is not None and request.grammar.compile_error is not None:
+                request.finish_reason = "error"
+                error = f"grammar: {request.grammar.compile_error}"
+                outputs.append(request.output([], error=error))
+                self.finish(request)
         return outputs
 
     def wait_for_grammars(self, timeout_s: float) -> None:
         """Wait until some sequence's grammar is compiled, so that it can start."""
-        compiling = [r.compiling for r in self.waiting if r.compiling is not None]
+        grammars = [r.grammar for r in self.waiting if r.grammar is not None]
+        compiling = [g.process.begun for g in grammars if not g.is_compiled]
         concurrent.futures.wait(compiling, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
     def _stop_running(self, request: Request) -> None:
