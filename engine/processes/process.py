@@ -261,8 +261,7 @@ def main(
     handler.setFormatter(JSONFormatter() if log_format == "json" else LineFormatter(TEXT_LINE))
     logging.basicConfig(level=int(log_level), handlers=[handler])
     logging.captureWarnings(True)
-    (line,) = leave_with_parent(num_lines=1, meanwhile=meanwhile)
-    config = msgspec.json.decode(line, type=EngineConfig)
+    config = msgspec.json.decode(leave_with_parent(meanwhile), type=EngineConfig)
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.set_hwm(0)  # a slow client must not delay the others

@@ -106,7 +106,7 @@ class ProcessEngine(EngineClient):
             self._context,
             self._command,
             [str(log.getEffectiveLevel()), self._log_format],
-            lines=self._lines,
+            line=self._config_line,
             decoder=msgspec.msgpack.Decoder(FromEngine),
             hear=self._hear,
             environment=child_environment(),
@@ -125,10 +125,10 @@ class ProcessEngine(EngineClient):
             return self._last_words
         return describe_exit(exit_code)
 
-    async def _lines(self) -> list[bytes]:
+    async def _config_line(self) -> bytes:
         if not isinstance(self._config, EngineConfig):
             self._config = await self._config()
-        return [msgspec.json.encode(self._config)]
+        return msgspec.json.encode(self._config)
 
     async def _kill_if_hung(self, child: ChildProcess[FromEngine]) -> None:
         """Ping the child now and then; returns after it was killed because it did not answer."""
