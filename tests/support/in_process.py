@@ -60,8 +60,7 @@ class InProcessEngine(EngineClient):
         channel = QueueChannel(lambda message: loop.call_soon_threadsafe(self._receive, message))
 
         def live() -> None:
-            config = self._config
-            if not run(lambda progress: self._make_engine(config, progress), channel, config.cache):
+            if not run(self._make_engine, self._config, channel):
                 loop.call_soon_threadsafe(self._give_up)
 
         self._channel = channel
