@@ -124,7 +124,6 @@ class Engine:
             self.sequences,
             self._kv_cache,
             self.worker,
-            k,
             max_model_len,
             adaptive,
         )

@@ -5,29 +5,17 @@ import time
 from bisect import insort
 from itertools import count
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutput
 from ..config import SchedulerConfig
 from ..request import Request
-from ..state.slots import Slots
 from .kv_cache import KVCacheManager
 
+if TYPE_CHECKING:
+    from ..worker import Worker
+
 _TURN = attrgetter("turn")
-
-
-class Seats(Protocol):
-    """The part of a worker that scheduling uses."""
-
-    slots: Slots
-
-    def seat(self, request: Request) -> None: ...
-
-    def fill(self, grown: list[tuple[Request, int]]) -> None: ...
-
-    def unseat(self, request: Request) -> None: ...
-
-    def must_know(self, request: Request) -> bool: ...
 
 
 class Sequences:
@@ -37,11 +25,15 @@ class Sequences:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, seats: Seats, stats: EngineStats
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        worker: "Worker",
+        stats: EngineStats,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
-        self._seats = seats
+        self._worker = worker
         self._stats = stats
         self.by_id: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order: the first is next
@@ -75,7 +67,7 @@ class Sequences:
             self._stats.prompt_tokens += request.num_prompt_tokens
         self.waiting.remove(request)
         self.running.append(request)
-        self._seats.seat(request)
+        self._worker.seat(request)
 
     def preempt_last(self) -> Request:
         """Preempt the running sequence that is last in turn: it loses slot and pages, and waits.
@@ -117,5 +109,5 @@ class Sequences:
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self._seats.unseat(request)
+        self._worker.unseat(request)
         self._kv_cache.release(request)
