@@ -48,8 +48,8 @@ class ChildProcess(Generic[T]):
         is_shared: bool = False,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="outrider-")
-        self.endpoint = f"ipc://{self._directory.name}/socket"
-        self.connection = Connection(context, self.endpoint, decoder, self._hear_first)
+        endpoint = f"ipc://{self._directory.name}/socket"
+        self.connection = Connection(context, endpoint, decoder, self._hear_first)
         self._command, self._arguments = command, arguments
         self._line = line
         self._hear = hear
@@ -63,7 +63,7 @@ class ChildProcess(Generic[T]):
         with self._directory, contextlib.closing(self.connection):
             process = await asyncio.create_subprocess_exec(
                 *self._command,
-                self.endpoint,
+                self.connection.endpoint,
                 *self._arguments,
                 env=self._environment,
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child that we died
