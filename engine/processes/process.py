@@ -204,7 +204,7 @@ class Clients:
         if gone := [c for c in own if not self._channel.send(c, Outputs(own[c], stats))]:
             self._clients.difference_update(gone)
             self._abort([i for i, client in self._client_of.items() if client in gone])
-            self.tell([])  # there is room now
+            self.tell([])  # the others, that there is room now
 
     def _submit(self, client: bytes, submission_id: int, requests: list[NewRequest]) -> None:
         ids = [request.request_id for request in requests]
