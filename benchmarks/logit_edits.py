@@ -81,12 +81,13 @@ def edit_calls(
         slots_np,
         slots_np * (k + 1),
         np.full(batch, k + 1),
-        np.full(batch, prompt_len + OUTPUT_TOKENS),
+        np.zeros(batch, dtype=np.int64),
     )
+    num_tokens = torch.full((batch + 1,), prompt_len + OUTPUT_TOKENS, device=DEVICE)
     calls: dict[str, Callable[[], object]] = {}
     for name, asked in FEATURES.items():
         for kind, num_asking in (("all", batch), ("one", 1)):
-            edits = LogitEdits(token_ids, vocab)
+            edits = LogitEdits(token_ids, num_tokens, vocab)
             for slot in range(num_asking):
                 prompt = tokens_np[slot, :prompt_len].tolist()
                 made = request(slot, prompt, asked)

@@ -175,7 +175,8 @@ def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:
         config.token_table, config.eos_token_ids, len(config.token_table.token_bytes)
     )
     start_s = time.perf_counter()
-    grammar = compiler.start(lark_of_schema(SCHEMA).text).result()
+    grammar = compiler.start(lark_of_schema(SCHEMA).text)
+    grammar.process.begun.result()
     compiled_s = time.perf_counter() - start_s
     times_s = []
     for token_id in token_ids:

@@ -47,13 +47,12 @@ _IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
 class Engine:
     """A draft/target pair on one device, decoding many sequences at once. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: ReportProgress = ignore_progress) -> None:
         start_s = time.perf_counter()
         # First, so that a bad spec fails before minutes of loading.
         self._processors = ProcessorRegistry(config.logits_processors)
-        report = progress or ignore_progress
         self._config = config
-        self.worker = worker = Worker(config, report)
+        self.worker = worker = Worker(config, progress)
         pair = worker.pair
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._in_flight: LaunchedStep | None = None  # launched, not read yet
@@ -61,18 +60,18 @@ class Engine:
         self._read_s = 0.0  # when the last step was read; the device began the next one then
         loaded_s = time.perf_counter()
         if worker.device.type == "cuda":
-            report("compiling kernels", 0, 1)
+            progress("compiling kernels", 0, 1)
             worker.allocate(1)
             with told_if_it_does_not_fit(config):
                 worker.compile()
         num_pages = config.cache.num_pages
         if num_pages is None:
-            num_pages = measure_pages(worker, config, report)
-        report("allocating the KV cache", 0, 1)
+            num_pages = measure_pages(worker, config, progress)
+        progress("allocating the KV cache", 0, 1)
         self.allocate(num_pages, pair.longest_sequence(num_pages, config))
         if worker.device.type == "cuda" and not config.enforce_eager:
-            worker.capture(report)
-        report("ready", 1, 1)
+            worker.capture(progress)
+        progress("ready", 1, 1)
         ready_s = time.perf_counter()
         self._load_s, self._warm_up_s = ready_s - start_s, ready_s - loaded_s
 
@@ -82,9 +81,9 @@ class Engine:
         draft = pair.draft.network if pair.draft else pair.head
         return EngineInfo(
             device=self._config.device,
-            target_dtype=dtype_name(pair.target.network),
+            target_dtype=_dtype_name(pair.target.network),
             batch_invariant=pair.target.network.same_bits,
-            draft_dtype=dtype_name(draft) if draft else None,
+            draft_dtype=_dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
             max_model_len=self._max_model_len,
             num_pages=self._kv_cache.num_usable_pages,
@@ -124,7 +123,6 @@ class Engine:
             self.sequences,
             self._kv_cache,
             self.worker,
-            k,
             max_model_len,
             adaptive,
         )
@@ -172,10 +170,10 @@ class Engine:
         if step is None:
             return []
         verified = self.worker.read(step)
-        self._read_s = time.perf_counter()
+        last_read_s, self._read_s = self._read_s, time.perf_counter()
         if step.device_s is not None:
             self._pace.observe(step.plan, step.device_s, step.launch_s)
-        return self.committer.commit(step.plan, verified)
+        return self.committer.commit(step.plan, verified, self._read_s - last_read_s)
 
     def spare_s(self) -> float:
         """How long the next launch may wait for new requests before the device runs dry."""
@@ -207,7 +205,7 @@ class Engine:
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:
-                    request.compiling = self._grammars.start(
+                    request.grammar = self._grammars.start(
                         request.params.grammar, request.params.stop_token_ids
                     )
             self.sequences.add(queued)  # last, so that a refusal leaves nothing behind
@@ -271,6 +269,6 @@ def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler
     return GrammarCompiler(config.token_table, config.eos_token_ids, vocab_size)
 
 
-def dtype_name(layers: PagedLayers) -> str:
+def _dtype_name(layers: PagedLayers) -> str:
     name = str(layers.dtype).removeprefix("torch.")
     return f"{name}, weights in {layers.weight_formats}" if layers.weight_formats else name

@@ -1,7 +1,6 @@
 """What the host knows of one sequence, from submission to its last token."""
 
 import time
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from .api import (
@@ -55,8 +54,7 @@ class Request:
         self.num_recorded_pages = 0  # leading pages that the prefix cache was told of
         self.num_recorded_draft_pages = 0
 
-        self.compiling: Future[Grammar] | None = None  # its grammar, until the first step
-        self.grammar: Grammar | None = None  # from then on
+        self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step
 
         self.speculates = True
         self.arrival_s = time.perf_counter()
@@ -110,17 +108,7 @@ class Request:
 
     @property
     def can_start(self) -> bool:
-        return self.compiling is None or (self.compiling.done() and self.compile_error is None)
-
-    @property
-    def compile_error(self) -> str | None:
-        """Why compiling failed, other than by a fault of the grammar itself."""
-        if self.compiling is None or not self.compiling.done():
-            return None
-        if self.compiling.cancelled():
-            return "compiling it was cancelled"
-        error = self.compiling.exception()
-        return None if error is None else f"{type(error).__name__}: {error}"
+        return self.grammar is None or self.grammar.is_compiled
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -161,8 +149,6 @@ class Request:
 
     def follow_grammar(self) -> None:
         """Advance the grammar over all known tokens."""
-        if self.compiling is not None:
-            self.grammar, self.compiling = self.compiling.result(), None
         if self.grammar is not None:
             self.grammar.follow(self.token_ids[self.num_prompt_tokens + self.grammar.num_known :])
 

@@ -12,9 +12,10 @@ if TYPE_CHECKING:  # an engine that follows no grammars runs without msgspec
 class Grammar:
     """Where one sequence stands in its grammar: after its known tokens, or some drafts further.
 
-    `drafts` are those of the current step, as far as the host knows them. `masks[j]` says which
-    tokens may follow j of them: [words] int32, token x is bit x % 32 of word x // 32. If the text
-    is complete, the ids that end it are allowed too. `error` says why nothing may follow any more.
+    Until the grammar `is_compiled`, nothing may be asked of it. `drafts` are those of the current
+    step, as far as the host knows them. `masks[j]` says which tokens may follow j of them: [words]
+    int32, token x is bit x % 32 of word x // 32. If the text is complete, the ids that end it are
+    allowed too. `error` says why nothing may follow any more.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class Grammar:
         self.masks: list[np.ndarray] = []
         self.num_words = len(eos_mask)
         self.process = process
-        self._sequence = process.new_sequence(self)
+        self._sequence = process.new_sequence()
         self._eos_mask, self._end_mask = eos_mask, end_mask
         self._untold: list[int] = []  # known tokens not yet sent to the process
         self._error: str | None = None
@@ -33,6 +34,21 @@ class Grammar:
     @property
     def error(self) -> str | None:
         return self._error or self.process.error
+
+    @property
+    def is_compiled(self) -> bool:
+        begun = self.process.begun
+        return begun.done() and begun.exception() is None
+
+    @property
+    def compile_error(self) -> str | None:
+        """Why compiling failed, other than by a fault of the grammar itself."""
+        error = self.process.begun.exception() if self.process.begun.done() else None
+        return None if error is None else f"{type(error).__name__}: {error}"
+
+    def leave(self) -> None:
+        """The sequence has ended. A compilation that nobody waits for any more is stopped."""
+        self.process.end_sequence(self._sequence)
 
     def follow(self, token_ids: list[int]) -> None:
         """Advance by newly known tokens, and forget the drafts of the step before."""

@@ -30,11 +30,12 @@ class Begin(msgspec.Struct, array_like=True):
     timeout_s: float
 
 
-class Begun(msgspec.Struct, array_like=True):
-    """The grammar as Lark, or why it cannot be used."""
+class Verdict(msgspec.Struct, array_like=True):
+    """The grammar in llguidance's dialect of Lark, or why it cannot be used."""
 
     lark: str
     error: str | None
+    timed_out: bool = False
 
 
 class Ask(msgspec.Struct, array_like=True):
@@ -56,10 +57,10 @@ class Told(msgspec.Struct, array_like=True):
     """An answer. If the grammar fails after the drafts, the mask has no bit set. `error` is set if
     it failed after the known tokens already, `is_over` if the text had ended before."""
 
-    mask: bytes
-    num_fitting: int
-    is_over: bool
-    error: str | None
+    mask: bytes = b""
+    num_fitting: int = 0
+    is_over: bool = False
+    error: str | None = None
 
 
 def send(connection: socket.socket, message: msgspec.Struct | list[Told]) -> None:

@@ -35,11 +35,11 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from .grammar_messages import (
     Ask,
     Begin,
-    Begun,
     Questions,
     Syntax,
     Table,
     Told,
+    Verdict,
     receive,
     send,
 )
@@ -55,48 +55,51 @@ _MAX_THREADS = 8
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
-class _Sequence:
-    def __init__(self, start: LLMatcher) -> None:
-        self.known: list[int] = []
-        self.is_over = False  # an id that ends the text is among the known tokens
-        self.start_again(start)
+class _Position:
+    """A place in a text that follows the grammar."""
 
-    def _consume(self, token_ids: list[int]) -> None:
-        if not self.is_over:
+    def __init__(self, matcher: LLMatcher, is_over: bool = False) -> None:
+        self.matcher = matcher
+        self.is_over = is_over  # an id that ends the text came before it
+
+    def copy(self) -> "_Position":
+        return _Position(self.matcher.deep_copy(), self.is_over)
+
+    def go_on(self, token_ids: list[int]) -> None:
+        if not self.is_over and not self.matcher.is_error():
             num_consumed = self.matcher.try_consume_tokens(token_ids)
             self.is_over = num_consumed < len(token_ids) and not self.matcher.is_error()
 
-    def go_on(self, token_ids: list[int]) -> None:
-        self.known += token_ids
-        self._consume(token_ids)
-        self._forget_drafts()
 
-    def _forget_drafts(self) -> None:
-        self._ahead: LLMatcher | None = None
-        self._num_ahead = 0
-        self._is_over_ahead = False
+class _Sequence:
+    """A sequence's known tokens, and the drafts of the present step."""
+
+    def __init__(self, start: LLMatcher) -> None:
+        self._known: list[int] = []
+        self.start_again(start)
 
     def start_again(self, start: LLMatcher) -> None:
-        self.matcher, self.is_over = start.deep_copy(), False
-        self._consume(self.known)
-        self._forget_drafts()
+        self.position = _Position(start.deep_copy())
+        self.position.go_on(self._known)
+        self._ahead: _Position | None = None
 
-    def behind(self, drafts: list[int]) -> tuple[LLMatcher, bool]:
-        """A matcher that has followed these drafts, and whether the text had ended before. It is a
-        copy: the drafts may be rejected, so a failure after them must not fail the sequence. A step
-        must first ask with no drafts."""
+    def go_on(self, token_ids: list[int]) -> None:
+        self._known += token_ids
+        self.position.go_on(token_ids)
+        self._ahead = None
+
+    def behind(self, drafts: list[int]) -> _Position:
+        """The position after these drafts. It is a copy: the drafts may be rejected, so a failure
+        after them must not fail the sequence. A step must first ask with no drafts."""
         if not drafts:
-            self._forget_drafts()
-        if self.is_over or not drafts:
-            return self.matcher, self.is_over
+            self._ahead = None
+        if self.position.is_over or not drafts:
+            return self.position
         if self._ahead is None:
-            self._ahead = self.matcher.deep_copy()
-        for token_id in drafts[self._num_ahead :]:
-            if not self._is_over_ahead and not self._ahead.is_error():
-                num_consumed = self._ahead.try_consume_tokens([token_id])
-                self._is_over_ahead = num_consumed == 0 and not self._ahead.is_error()
-            self._num_ahead += 1
-        return self._ahead, self._is_over_ahead
+            self._ahead, self._num_ahead = self.position.copy(), 0
+        self._ahead.go_on(drafts[self._num_ahead :])
+        self._num_ahead = len(drafts)
+        return self._ahead
 
 
 class _Follower:
@@ -147,26 +150,25 @@ class _Follower:
 
     def _tell(self, asks: list[Ask]) -> tuple[list[Told], bool]:
         """The answers, and whether the grammar failed in any of them."""
-        told = [self._fits(ask) if ask.fits else Told(b"", 0, False, None) for ask in asks]
+        told = [Told() for _ in asks]
         asked: list[tuple[Told, LLMatcher]] = []
         for ask, each in zip(asks, told, strict=True):
-            if not ask.fits:
-                matcher, each.is_over = self._sequences[ask.sequence].behind(ask.drafts)
-                if not each.is_over:
-                    asked.append((each, matcher))
+            sequence = self._sequences[ask.sequence]
+            if ask.fits:
+                copy = sequence.position.copy()
+                each.num_fitting = 0 if copy.is_over else copy.matcher.validate_tokens(ask.drafts)
+            else:
+                position = sequence.behind(ask.drafts)
+                each.is_over = position.is_over
+                if not position.is_over:
+                    asked.append((each, position.matcher))
         masks = self._masks([matcher for _, matcher in asked])
         for (each, matcher), mask in zip(asked, masks, strict=True):
             each.mask = bytes(self._mask_bytes) if matcher.is_error() else mask
         for ask, each in zip(asks, told, strict=True):
-            each.error = _error_of(self._sequences[ask.sequence].matcher)
-        failed = [each.error for each in told if each.error is not None]
-        return told, bool(failed) or any(matcher.is_error() for _, matcher in asked)
-
-    def _fits(self, ask: Ask) -> Told:
-        sequence = self._sequences[ask.sequence]
-        copy = sequence.matcher.deep_copy()
-        num_fitting = 0 if sequence.is_over else copy.validate_tokens(ask.drafts)
-        return Told(b"", num_fitting, False, None)
+            each.error = _error_of(self._sequences[ask.sequence].position.matcher)
+        has_failed = any(each.error is not None for each in told)
+        return told, has_failed or any(matcher.is_error() for _, matcher in asked)
 
     def _masks(self, matchers: list[LLMatcher]) -> list[bytes]:
         size, num_masks = self._mask_bytes, len(matchers)
@@ -205,11 +207,11 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
     try:
         lark = _to_lark(begin.syntax, begin.text)
     except Exception as error:  # not a grammar, or nested too deeply
-        send(connection, Begun("", str(error) or type(error).__name__))
+        send(connection, Verdict("", str(error) or type(error).__name__))
         return
     follower = _Follower(tokenizer, limits, lark)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    send(connection, Begun(lark, follower.error))
+    send(connection, Verdict(lark, follower.error))
     decoder = msgspec.msgpack.Decoder(Questions)
     reserve_s = _RESERVE_S
     while follower.error is None:

@@ -10,13 +10,13 @@ import sys
 import tempfile
 import time
 import weakref
-from collections import deque
+from concurrent.futures import Future
 from threading import Lock
 from typing import Any
 
 import msgspec
 
-from .grammar_messages import Ask, Begin, Begun, Questions, Syntax, Table, Told, receive, send
+from .grammar_messages import Ask, Begin, Questions, Syntax, Table, Told, Verdict, receive, send
 
 _GRACE_S = 10.0  # to start up; normally the process ends itself in time
 _ANSWER_S = 10.0
@@ -34,21 +34,24 @@ class GrammarProcess:
     `error` says why the grammar cannot be used, or no longer.
     """
 
+    begun: "Future[Verdict]"  # of the call of `begin`, for a grammar that sequences follow
+
     def __init__(self, zygote: "Zygote") -> None:
         self.error: str | None = None
-        self.lark = ""
-        self.timed_out = False
         self._zygote = zygote
         self._connection: socket.socket | None = None
         self._lifeline_fd: int | None = None
         self._is_closed = False
         self._lock = Lock()
-        self._sequences = itertools.count()
-        self._dropped: deque[int] = deque()
+        self._numbers = itertools.count()
+        self._sequences: set[int] = set()  # those that have not ended
+        self._ended: list[int] = []  # those that the process has not been told of
         self._decoder = msgspec.msgpack.Decoder(list[Told])
 
-    def begin(self, syntax: Syntax, text: str, timeout_s: float) -> "GrammarProcess":
+    def begin(self, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
         """Compile; raises OSError if no process can be started."""
+        if self._is_closed:
+            return Verdict("", "it was given up before it was compiled")
         connection, lifeline_fd = self._zygote.fork()
         with self._lock:
             self._connection, self._lifeline_fd = connection, lifeline_fd
@@ -58,43 +61,53 @@ class GrammarProcess:
         connection.settimeout(timeout_s + _GRACE_S)
         try:
             send(connection, Begin(syntax, text, timeout_s))
-            begun = msgspec.msgpack.decode(receive(connection), type=Begun)
+            verdict = msgspec.msgpack.decode(receive(connection), type=Verdict)
         except UnicodeEncodeError:
-            self.error = "it has half of a surrogate pair, which is no character"
+            verdict = Verdict("", "it has half of a surrogate pair, which is no character")
         except (EOFError, OSError):
-            self._fail()
+            verdict = Verdict("", _TOO_MUCH)
             if time.monotonic() - start_s >= timeout_s:
-                self.timed_out = True
-                self.error = f"compiling it took longer than {timeout_s:g} s; make it smaller"
-        else:
-            self.lark, self.error = begun.lark, begun.error
+                reason = f"compiling it took longer than {timeout_s:g} s; make it smaller"
+                verdict = Verdict("", reason, timed_out=True)
+        self.error = verdict.error
         if self.error is not None:
             self.close()
         connection.settimeout(_ANSWER_S)
-        return self
+        return verdict
 
-    def is_alive(self) -> bool:
-        """Whether more sequences may use the grammar. Cheap; call it while no answer is due."""
-        if self.error is None and self._connection is not None:
-            poll = select.poll()
-            poll.register(self._connection, select.POLLIN)
-            if not poll.poll(0):  # with no answer due, all there can be to read is the end
-                return True
+    def is_usable(self) -> bool:
+        """Whether more sequences may follow the grammar. Cheap; call it while no answer is due."""
+        if self._is_closed:
+            return False
+        if not self.begun.done():
+            return True
+        if self._connection is None:  # no process could be started
+            return False
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        if poll.poll(0):  # with no answer due, all there can be to read is the end
             self._fail()
-        return False
+        return self.error is None
 
-    def new_sequence(self, follower: object) -> int:
-        """A number for a sequence; the process drops it once `follower` is deleted."""
-        sequence = next(self._sequences)
-        weakref.finalize(follower, self._dropped.append, sequence).atexit = False
-        return sequence
+    def new_sequence(self) -> int:
+        """A number for a sequence that follows the grammar until `end_sequence`."""
+        number = next(self._numbers)
+        self._sequences.add(number)
+        return number
+
+    def end_sequence(self, number: int) -> None:
+        """Forget a sequence. If none is left, there is nobody to compile for any more."""
+        self._sequences.discard(number)
+        self._ended.append(number)
+        if not self._sequences and not self.begun.done():
+            self.close()
 
     def ask(self, asks: list[tuple[int, list[int], list[int], bool]]) -> None:
         """Send questions (grammar_messages.Ask); `told` returns the answers."""
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        ended, self._ended = self._ended, []
         if self.error is None and self._connection is not None:
             try:
-                send(self._connection, Questions(dropped, [Ask(*ask) for ask in asks]))
+                send(self._connection, Questions(ended, [Ask(*ask) for ask in asks]))
             except OSError:
                 self._fail()
 

@@ -1,8 +1,8 @@
 """A child process at the other end of a private socket. It never outlives its parent.
 
-It is started as COMMAND ENDPOINT ARGUMENTS, and binds a socket to that endpoint. It reads a few
-lines from its stdin, which stays open as long as the parent lives. The lines may come later than
-the process: it can import its libraries meanwhile.
+It is started as COMMAND ENDPOINT ARGUMENTS, and binds a socket to that endpoint. It reads one line
+from its stdin, which stays open as long as the parent lives. The line may come later than the
+process starts: the process can import its libraries meanwhile.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class ChildProcess(Generic[T]):
         command: Sequence[str],
         arguments: Sequence[str],
         *,
-        lines: Sequence[bytes] | Callable[[], Awaitable[Sequence[bytes]]],
+        line: bytes | Callable[[], Awaitable[bytes]],
         decoder: "msgspec.msgpack.Decoder[T]",
         hear: Callable[[T], None],
         environment: Mapping[str, str],
@@ -48,10 +48,10 @@ class ChildProcess(Generic[T]):
         is_shared: bool = False,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="outrider-")
-        self.endpoint = f"ipc://{self._directory.name}/socket"
-        self.connection = Connection(context, self.endpoint, decoder, self._hear_first)
+        endpoint = f"ipc://{self._directory.name}/socket"
+        self.connection = Connection(context, endpoint, decoder, self._hear_first)
         self._command, self._arguments = command, arguments
-        self._lines = lines
+        self._line = line
         self._hear = hear
         self._environment = environment
         self._pass_fds = pass_fds
@@ -63,7 +63,7 @@ class ChildProcess(Generic[T]):
         with self._directory, contextlib.closing(self.connection):
             process = await asyncio.create_subprocess_exec(
                 *self._command,
-                self.endpoint,
+                self.connection.endpoint,
                 *self._arguments,
                 env=self._environment,
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child that we died
@@ -73,8 +73,8 @@ class ChildProcess(Generic[T]):
             self._process = process
             try:
                 assert process.stdin is not None
-                lines = await self._lines() if callable(self._lines) else self._lines
-                process.stdin.writelines(line + b"\n" for line in lines)
+                line = await self._line() if callable(self._line) else self._line
+                process.stdin.write(line + b"\n")
                 exit_code = await process.wait()
             finally:
                 if process.returncode is None:
@@ -115,11 +115,10 @@ def describe_exit(exit_code: int) -> str:
     return f"it left with exit code {exit_code}"
 
 
-def leave_with_parent(
-    *, num_lines: int, meanwhile: Callable[[], object] = lambda: None
-) -> list[bytes]:
-    """Called first in the child: read its lines, after `meanwhile`, and end together with the
-    parent, however that ends and whatever this process is doing."""
+def leave_with_parent(meanwhile: Callable[[], object] = lambda: None) -> bytes:
+    """Called first in the child: from then on it ends together with the parent, however that ends
+    and whatever the child is doing. Returns the line from the parent, after calling `meanwhile`.
+    """
     # Nothing in this process may read from the lifeline, or pass it on to a child.
     lifeline_fd = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -129,7 +128,9 @@ def leave_with_parent(
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     meanwhile()
-    lines = _read_lines(lifeline_fd, num_lines)
+    line = bytearray()
+    while not line.endswith(b"\n") and (part := os.read(lifeline_fd, 65536)):
+        line += part
 
     def watch() -> None:
         while os.read(lifeline_fd, 1):
@@ -137,13 +138,4 @@ def leave_with_parent(
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
-    return lines
-
-
-def _read_lines(fd: int, num_lines: int) -> list[bytes]:
-    data = bytearray()
-    num_read = 0
-    while num_read < num_lines and (part := os.read(fd, 65536)):
-        data += part
-        num_read += part.count(b"\n")
-    return bytes(data).split(b"\n")[:num_lines]
+    return bytes(line)

@@ -15,7 +15,9 @@ from ..api import (
     QueueFullError,
     ReportProgress,
     RequestOutput,
+    ignore_progress,
 )
+from .connection import Connection
 from .messages import (
     Abort,
     Admitted,
@@ -92,7 +94,7 @@ class OutputStream:
 class EngineClient(ABC):
     """The server's end of one engine, which passes the engine's answers to the open streams.
 
-    Subclasses start the engine and carry the messages.
+    Subclasses start the engine and connect to it.
 
     `state` goes from "starting" to "ready". If the engine dies, it becomes "restarting" and then
     "ready" again. "failed" (it could not start, or keeps dying) and "stopped" are final: make a new
@@ -100,11 +102,12 @@ class EngineClient(ABC):
     the engine was ready.
     """
 
-    def __init__(self, progress: ReportProgress | None = None) -> None:
+    def __init__(self, progress: ReportProgress = ignore_progress) -> None:
         self.state: EngineState = "starting"
         self.status_reason: str | None = None
         self.info: EngineInfo | None = None
         self._progress = progress
+        self._connection: Connection[FromEngine] | None = None  # while there is an engine
         self._up: asyncio.Future[EngineInfo] | None = None  # awaited by `start`
         self._last_words = ""  # the reason, if the engine said that it cannot go on
         self._submission_ids = count()
@@ -136,9 +139,10 @@ class EngineClient(ABC):
     def _launch(self) -> None:
         """Start the engine. Its messages go to `_receive`; `_down` is called when it ends."""
 
-    @abstractmethod
     def _send(self, message: ToEngine) -> None:
-        """Send a message without waiting."""
+        """Send a message without waiting; without an engine, do nothing."""
+        if self._connection is not None:
+            self._connection.send(message)
 
     async def generate(self, requests: list[NewRequest]) -> OutputStream:
         """Submit sequences together; returns once the engine has admitted them.
@@ -203,8 +207,7 @@ class EngineClient(ABC):
             case Refused(submission_id, reason, text):
                 self._submitted.pop(submission_id).fail(_REFUSALS[reason](text))
             case Loading(stage, done, total):
-                if self._progress:
-                    self._progress(stage, done, total)
+                self._progress(stage, done, total)
             case Ready(info):
                 self.info, self.state, self.status_reason = info, "ready", None
                 if self._up and not self._up.done():

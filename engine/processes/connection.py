@@ -29,6 +29,7 @@ class Connection(Generic[T]):
         *,
         binds: bool = False,
     ) -> None:
+        self.endpoint = endpoint
         self.socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
         self.socket.linger = 0

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -54,53 +54,72 @@ TEXT_LINE = "%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s
 log = logging.getLogger("outrider.engine.processes.process")
 
 
-class Channel(Protocol):
-    """The engine's end of the connections to its clients, each of which has a name."""
-
-    def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
-        """The messages that arrive within `wait_s`, in order, each with the name of its sender.
-
-        None: wait for the first message.
-        """
-        ...
-
-    def send(self, client: bytes, message: FromEngine) -> bool:
-        """Send without waiting for the client to read; returns False if the client has gone."""
-        ...
-
-
-def _do_without_triton() -> None:
-    """Keep torch and transformers from loading Triton where it has no use: it takes 70 MB."""
-    import torch
-
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # as if it were missing
-
-
 def load_libraries() -> "type[Engine]":
     """Import the engine, which takes seconds: torch, transformers."""
-    _do_without_triton()
+    import torch
+
+    # Where Triton has no use, torch and transformers must not load it: it takes 70 MB.
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # as if it were missing
     from ..engine import Engine
 
     return Engine
 
 
-def load_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
-    progress("loading the libraries", 0, 1)
-    return load_libraries()(config, progress)
-
-
-def _load_warm_engine(config: EngineConfig, progress: "ReportProgress") -> "Engine":
-    engine = load_engine(config, progress)
+def load_engine(config: EngineConfig, progress: ReportProgress) -> "Engine":
+    """Load an engine, and start what its first request would otherwise have to wait for."""
+    engine = load_libraries()(config, progress)
     engine.warm_up_grammars()
     gc.collect()
     give_memory_back()
     return engine
 
 
-def run(
-    make_engine: "Callable[[ReportProgress], Engine]", channel: Channel, cache: CacheConfig
-) -> bool:
+class Channel:
+    """The engine's end of the connections to its clients, each of which has a name."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
+        """The messages that arrive within `wait_s`, in order, each with the name of its sender.
+
+        None: wait for the first message.
+        """
+        end_s = time.perf_counter() + (wait_s or 0.0)
+        messages: list[tuple[bytes, ToEngine]] = []
+        while True:
+            try:
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                is_idle = wait_s is None and not messages
+                left_ms = max(0, int(1000 * (end_s - time.perf_counter())))
+                if not self._socket.poll(None if is_idle else left_ms):
+                    return messages
+                continue
+            data = b"".join(frames)
+            try:
+                messages.append((client, self._decoder.decode(data)))
+            except Exception as error:  # bytes that cannot be decoded, for any reason
+                log.warning("ignored %d bytes that are no message: %s", len(data), error)
+
+    def send(self, client: bytes, message: FromEngine) -> bool:
+        """Send without waiting for the client to read; returns False if the client has gone."""
+        try:
+            self._socket.send_multipart([client, self._encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+
+MakeEngine = Callable[[EngineConfig, ReportProgress], "Engine"]
+
+
+def run(make_engine: MakeEngine, config: EngineConfig, channel: Channel) -> bool:
     """Load and serve; errors are logged and sent as Failed. Returns True after a Shutdown."""
     messages = channel.receive(None)
     owner, _ = messages[0]
@@ -109,8 +128,8 @@ def run(
         channel.send(owner, Loading(stage, done, total))
 
     try:
-        with _publisher(cache) as publisher:
-            engine = make_engine(report)
+        with _publisher(config.cache) as publisher:
+            engine = make_engine(config, report)
             channel.send(owner, Ready(engine.info))
             if publisher is not None:
                 publisher.clear()
@@ -185,7 +204,7 @@ class Clients:
         if gone := [c for c in own if not self._channel.send(c, Outputs(own[c], stats))]:
             self._clients.difference_update(gone)
             self._abort([i for i, client in self._client_of.items() if client in gone])
-            self.tell([])  # there is room now
+            self.tell([])  # the others, that there is room now
 
     def _submit(self, client: bytes, submission_id: int, requests: list[NewRequest]) -> None:
         ids = [request.request_id for request in requests]
@@ -217,61 +236,21 @@ class Clients:
             self._client_of.pop(request_id, None)  # an id may be listed twice
 
 
-class _SocketChannel:
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-
-    def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
-        end_s = time.perf_counter() + (wait_s or 0.0)
-        messages: list[tuple[bytes, ToEngine]] = []
-        while True:
-            try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                is_idle = wait_s is None and not messages
-                left_ms = max(0, int(1000 * (end_s - time.perf_counter())))
-                if not self._socket.poll(None if is_idle else left_ms):
-                    return messages
-                continue
-            data = b"".join(frames)
-            try:
-                messages.append((client, self._decoder.decode(data)))
-            except Exception as error:  # bytes that cannot be decoded, for any reason
-                log.warning("ignored %d bytes that are no message: %s", len(data), error)
-
-    def send(self, client: bytes, message: FromEngine) -> bool:
-        try:
-            self._socket.send_multipart([client, self._encoder.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
-
-
-def main(
-    make_engine: "Callable[[EngineConfig, ReportProgress], Engine]",
-    meanwhile: Callable[[], object] = lambda: None,
-) -> int:
+def main(make_engine: MakeEngine, meanwhile: Callable[[], object] = lambda: None) -> int:
     """Run the engine process; `meanwhile` is called before its config has come."""
     endpoint, log_level, log_format = sys.argv[1:]
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else LineFormatter(TEXT_LINE))
     logging.basicConfig(level=int(log_level), handlers=[handler])
     logging.captureWarnings(True)
-    (line,) = leave_with_parent(num_lines=1, meanwhile=meanwhile)
-    config = msgspec.json.decode(line, type=EngineConfig)
+    config = msgspec.json.decode(leave_with_parent(meanwhile), type=EngineConfig)
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.set_hwm(0)  # a slow client must not delay the others
         socket.router_mandatory = True  # sending to a client that has gone raises
         socket.bind(endpoint)
-        channel = _SocketChannel(socket)
-        served = run(lambda progress: make_engine(config, progress), channel, config.cache)
-    return 0 if served else 1
+        return 0 if run(make_engine, config, Channel(socket)) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(_load_warm_engine, meanwhile=load_libraries))
+    sys.exit(main(load_engine, meanwhile=load_libraries))

@@ -12,11 +12,11 @@ from typing import Literal
 import msgspec
 import zmq.asyncio
 
-from ..api import ReportProgress
+from ..api import ReportProgress, ignore_progress
 from ..config import EngineConfig
 from .child_process import ChildProcess, Restarts, describe_exit
 from .client import EngineClient
-from .messages import FromEngine, Hello, Ready, Shutdown, Status, ToEngine
+from .messages import FromEngine, Hello, Ready, Shutdown, Status
 
 log = logging.getLogger("outrider.engine.processes.process_engine")
 
@@ -37,7 +37,7 @@ class ProcessEngine(EngineClient):
     def __init__(
         self,
         config: EngineConfig | Callable[[], Awaitable[EngineConfig]],
-        progress: ReportProgress | None = None,
+        progress: ReportProgress = ignore_progress,
         *,
         step_timeout_s: float | None = None,
         log_format: Literal["text", "json"] = "text",
@@ -49,7 +49,6 @@ class ProcessEngine(EngineClient):
         self._is_shared = is_shared
         self._config = config
         self._context = zmq.asyncio.Context()
-        self._child: ChildProcess[FromEngine] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0
         self._heard = asyncio.Event()  # set by each message
@@ -57,15 +56,12 @@ class ProcessEngine(EngineClient):
     @property
     def status(self) -> Status:
         """What the processes that share the engine must know."""
-        endpoint = self._child.endpoint if self._child and self.state == "ready" else None
+        connection = self._connection if self.state == "ready" else None
+        endpoint = None if connection is None else connection.endpoint
         return Status(self.state, self.status_reason, self.info, endpoint, self._past_stats)
 
     def _launch(self) -> None:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
-
-    def _send(self, message: ToEngine) -> None:
-        if self._child is not None:
-            self._child.connection.send(message)
 
     async def stop(self) -> None:
         was_ready = self.state == "ready"
@@ -102,22 +98,23 @@ class ProcessEngine(EngineClient):
     async def _run_child(self) -> str:
         """Start a child and handle its messages until it ends; returns the reason why it ended."""
         self._last_words = ""
-        self._child = child = ChildProcess(
+        child = ChildProcess(
             self._context,
             self._command,
             [str(log.getEffectiveLevel()), self._log_format],
-            lines=self._lines,
+            line=self._config_line,
             decoder=msgspec.msgpack.Decoder(FromEngine),
             hear=self._hear,
             environment=child_environment(),
             is_shared=self._is_shared,
         )
+        self._connection = child.connection
         self._send(Hello())
         watchdog = asyncio.create_task(self._kill_if_hung(child), name="engine watchdog")
         try:
             exit_code = await child.run()
         finally:
-            self._child = None
+            self._connection = None
             watchdog.cancel()
         if watchdog.done() and not watchdog.cancelled():
             return f"no step ended within {self._step_timeout_s:g} s (engine.step_timeout_s)"
@@ -125,10 +122,10 @@ class ProcessEngine(EngineClient):
             return self._last_words
         return describe_exit(exit_code)
 
-    async def _lines(self) -> list[bytes]:
+    async def _config_line(self) -> bytes:
         if not isinstance(self._config, EngineConfig):
             self._config = await self._config()
-        return [msgspec.json.encode(self._config)]
+        return msgspec.json.encode(self._config)
 
     async def _kill_if_hung(self, child: ChildProcess[FromEngine]) -> None:
         """Ping the child now and then; returns after it was killed because it did not answer."""

@@ -8,7 +8,7 @@ import zmq.asyncio
 
 from .client import EngineClient
 from .connection import Connection
-from .messages import FromEngine, FromOwner, Hello, Ready, Shutdown, Status, ToEngine, Up
+from .messages import FromEngine, FromOwner, Hello, Ready, Shutdown, Status, Up
 
 
 class SharedEngine(EngineClient):
@@ -25,7 +25,6 @@ class SharedEngine(EngineClient):
         self._on_shutdown = on_shutdown
         self._context = zmq.asyncio.Context()
         self._owner: Connection[FromOwner] | None = None
-        self._engine: Connection[FromEngine] | None = None
 
     def _launch(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromOwner)
@@ -45,14 +44,10 @@ class SharedEngine(EngineClient):
         self._down("stopped", "the engine was stopped")
         self._context.destroy(linger=0)
 
-    def _send(self, message: ToEngine) -> None:
-        if self._engine is not None:
-            self._engine.send(message)
-
     def _leave_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _hear(self, message: FromOwner) -> None:
         match message:
@@ -62,8 +57,8 @@ class SharedEngine(EngineClient):
                 self._leave_engine()
                 if info is not None and endpoint is not None:
                     decoder = msgspec.msgpack.Decoder(FromEngine)
-                    self._engine = Connection(self._context, endpoint, decoder, self._receive)
-                    self._engine.send(Hello())
+                    self._connection = Connection(self._context, endpoint, decoder, self._receive)
+                    self._connection.send(Hello())
                     self._receive(Ready(info))
                 elif state != "starting":
                     self._down(state, reason or state)

@@ -1,7 +1,5 @@
 """Updates the sequences: when a step is launched, and when the host has read it."""
 
-import time
-
 from ..api import EngineStats, RequestOutput
 from ..request import Request
 from ..state.slots import Slots
@@ -34,7 +32,6 @@ class Committer:
         self._stats = stats
         self._max_model_len = max_model_len
         self._adaptive = adaptive
-        self._last_commit_s = 0.0
 
     def launched(self, plan: Plan) -> None:
         """Record what a step computes, as soon as it is launched; what it draws is recorded by
@@ -54,10 +51,13 @@ class Committer:
             # Pages may be shared at once: whoever finds them runs later on the device.
             self._kv_cache.record_computed(request)
 
-    def commit(self, plan: Plan, result: StepResult) -> list[RequestOutput]:
-        """Advance every sequence by what a step drew; ends those that are done, skips void ones."""
+    def commit(self, plan: Plan, result: StepResult, elapsed_s: float) -> list[RequestOutput]:
+        """Advance every sequence by what a step drew; ends those that are done, skips void ones.
+
+        `elapsed_s` is the time from when the step before was read to when this one was.
+        """
         self._stats.steps += 1
-        self._observe(plan, result)
+        self._observe(plan, result, elapsed_s)
         outputs = []
         sampled_idx = 0
         for scheduled in plan.scheduled:
@@ -70,9 +70,8 @@ class Committer:
             sampled_idx += 1
         return outputs
 
-    def _observe(self, plan: Plan, result: StepResult) -> None:
+    def _observe(self, plan: Plan, result: StepResult, elapsed_s: float) -> None:
         """Report to the choice of k how many drafts stood, and how long the step took."""
-        last_commit_s, self._last_commit_s = self._last_commit_s, time.perf_counter()
         sampled = plan.sampled
         if self._adaptive is None or not sampled:
             return
@@ -81,7 +80,7 @@ class Committer:
         self._adaptive.observe(
             [s.num_drafts for s in sampled],
             [len(drawn) - 1 for drawn in result.token_ids],
-            self._last_commit_s - last_commit_s if is_timed else None,
+            elapsed_s if is_timed else None,
             [s.request.params.num_speculative_tokens is None for s in sampled],
         )
 

@@ -1,11 +1,16 @@
 """Plans the next step: which sequences run, for how many tokens, with how many drafts."""
 
+from typing import TYPE_CHECKING
+
 from ..config import SchedulerConfig
 from ..request import Request
 from .adaptive_speculation import AdaptiveSpeculation, times_decoding
 from .kv_cache import KVCacheManager
 from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest
-from .sequences import Seats, Sequences
+from .sequences import Sequences
+
+if TYPE_CHECKING:
+    from ..worker import Worker
 
 
 class Scheduler:
@@ -25,19 +30,17 @@ class Scheduler:
         config: SchedulerConfig,
         sequences: Sequences,
         kv_cache: KVCacheManager,
-        seats: Seats,
-        num_speculative_tokens: int,
+        worker: "Worker",
         max_model_len: int,
         adaptive: AdaptiveSpeculation | None = None,
     ) -> None:
         self._config = config
         self._sequences = sequences
         self._kv_cache = kv_cache
-        self._seats = seats
-        self._slots = seats.slots
-        self._max_speculative_tokens = num_speculative_tokens
+        self._worker = worker
+        self._slots = worker.slots
         # For requests that leave k open.
-        self._num_speculative_tokens, self._least_chance = num_speculative_tokens, 0.0
+        self._num_speculative_tokens, self._least_chance = worker.max_drafts, 0.0
         self._adaptive = adaptive
         self._max_model_len = max_model_len
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
@@ -77,7 +80,7 @@ class Scheduler:
                 break
             prefilling.append(request)
             budget -= num_rows
-        self._seats.fill(self._grown)
+        self._worker.fill(self._grown)
         self._grown.clear()
         return plan
 
@@ -86,7 +89,7 @@ class Scheduler:
         return any(
             request.is_in_flight
             and self._num_drafts_wanted(request) > 0
-            and self._seats.must_know(request)
+            and self._worker.must_know(request)
             for request in self._sequences.running
         )
 
@@ -210,7 +213,7 @@ class Scheduler:
         if not request.speculates:
             return 0
         k = request.params.num_speculative_tokens
-        return self._num_speculative_tokens if k is None else min(k, self._max_speculative_tokens)
+        return self._num_speculative_tokens if k is None else min(k, self._worker.max_drafts)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         first = len(request.pages)

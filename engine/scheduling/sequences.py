@@ -5,29 +5,17 @@ import time
 from bisect import insort
 from itertools import count
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutput
 from ..config import SchedulerConfig
 from ..request import Request
-from ..state.slots import Slots
 from .kv_cache import KVCacheManager
 
+if TYPE_CHECKING:
+    from ..worker import Worker
+
 _TURN = attrgetter("turn")
-
-
-class Seats(Protocol):
-    """The part of a worker that scheduling uses."""
-
-    slots: Slots
-
-    def seat(self, request: Request) -> None: ...
-
-    def fill(self, grown: list[tuple[Request, int]]) -> None: ...
-
-    def unseat(self, request: Request) -> None: ...
-
-    def must_know(self, request: Request) -> bool: ...
 
 
 class Sequences:
@@ -37,11 +25,15 @@ class Sequences:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, seats: Seats, stats: EngineStats
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        worker: "Worker",
+        stats: EngineStats,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
-        self._seats = seats
+        self._worker = worker
         self._stats = stats
         self.by_id: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order: the first is next
@@ -75,7 +67,7 @@ class Sequences:
             self._stats.prompt_tokens += request.num_prompt_tokens
         self.waiting.remove(request)
         self.running.append(request)
-        self._seats.seat(request)
+        self._worker.seat(request)
 
     def preempt_last(self) -> Request:
         """Preempt the running sequence that is last in turn: it loses slot and pages, and waits.
@@ -94,25 +86,28 @@ class Sequences:
             self._stop_running(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        if request.compiling is not None:
-            request.compiling.cancel()
+        if request.grammar is not None:
+            request.grammar.leave()
         self.by_id.pop(request.request_id, None)
 
     def take_uncompiled(self) -> list[RequestOutput]:
         """End the sequences whose grammars failed to compile, other than by their own fault."""
         outputs = []
-        for request in [r for r in self.waiting if r.compile_error is not None]:
-            request.finish_reason = "error"
-            outputs.append(request.output([], error=f"grammar: {request.compile_error}"))
-            self.finish(request)
+        for request in list(self.waiting):
+            if request.grammar is not None and request.grammar.compile_error is not None:
+                request.finish_reason = "error"
+                error = f"grammar: {request.grammar.compile_error}"
+                outputs.append(request.output([], error=error))
+                self.finish(request)
         return outputs
 
     def wait_for_grammars(self, timeout_s: float) -> None:
         """Wait until some sequence's grammar is compiled, so that it can start."""
-        compiling = [r.compiling for r in self.waiting if r.compiling is not None]
+        grammars = [r.grammar for r in self.waiting if r.grammar is not None]
+        compiling = [g.process.begun for g in grammars if not g.is_compiled]
         concurrent.futures.wait(compiling, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self._seats.unseat(request)
+        self._worker.unseat(request)
         self._kv_cache.release(request)

@@ -26,9 +26,7 @@ log = logging.getLogger("outrider.server")
 
 def main() -> None:
     endpoint, *listener_fds = sys.argv[1:]
-    (line,) = leave_with_parent(num_lines=1)
-    prepared = Prepared.from_json(line)
-    del line
+    prepared = Prepared.from_json(leave_with_parent())
     settings = prepared.settings.server
     configure_logging(settings.log_level, settings.log_format, Console(file=sys.stderr))
     listeners = [socket.socket(fileno=int(fd)) for fd in listener_fds]

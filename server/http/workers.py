@@ -41,7 +41,7 @@ class Workers:
     def __init__(self, prepared: Prepared, engine: ProcessEngine) -> None:
         self.leaving = False
         self._settings = prepared.settings.server
-        self._lines = [prepared.to_json()]
+        self._line = prepared.to_json()
         self._engine = engine
         self._engine.on_change = self._tell
         self._context = zmq.asyncio.Context()
@@ -110,7 +110,7 @@ class Workers:
             self._context,
             (sys.executable, "-P", "-m", "outrider.server.http.worker"),
             [str(listener.fileno()) for listener in listeners],
-            lines=self._lines,
+            line=self._line,
             decoder=msgspec.msgpack.Decoder(Up),
             hear=hear,
             environment=environment,

@@ -100,7 +100,7 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
         context,
         (sys.executable, "-P", "-m", "outrider.server.models.prepare"),
         [],
-        lines=[settings.to_json()],
+        line=settings.to_json(),
         decoder=msgspec.msgpack.Decoder(_Told),
         hear=hear,
         environment=dict(os.environ),
@@ -138,8 +138,7 @@ def _send(socket: "zmq.Socket[bytes]", message: _Told) -> None:
 
 def main() -> None:
     (endpoint,) = sys.argv[1:]
-    (line,) = leave_with_parent(num_lines=1)
-    settings = Settings.model_validate_json(line)
+    settings = Settings.model_validate_json(leave_with_parent())
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set_hwm(0)
         socket.bind(endpoint)

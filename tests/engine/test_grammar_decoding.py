@@ -1,7 +1,7 @@
 """Sequences that must match a grammar, through the whole engine."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tokenizers_for_tests import byte_level_tokenizer
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
-from outrider.engine.grammars.grammar import Grammar
+from outrider.engine.grammars.grammar_messages import Verdict
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB = TOKENIZER.backend.get_vocab_size()
@@ -135,30 +135,32 @@ def test_others_run_while_a_grammar_is_compiled(
 ) -> None:
     engine = Engine(config(tiny_model))
     assert engine._grammars is not None
-    compiled = engine._grammars.start(OBJECT)
-    pending: list[Future[Grammar]] = []
+    pending: list[tuple[Callable[[], Verdict], Future[Verdict]]] = []
 
-    def start(grammar: str, stop_token_ids: Sequence[int]) -> Future[Grammar]:
-        pending.append(Future())
-        return pending[-1]
+    def later(work: Callable[[], Verdict]) -> Future[Verdict]:
+        pending.append((work, Future()))
+        return pending[-1][1]
 
-    monkeypatch.setattr(engine._grammars, "start", start)
+    monkeypatch.setattr(engine._grammars, "_run", later)
     bound, free = replace(GREEDY, grammar=OBJECT, max_tokens=4), replace(GREEDY, max_tokens=4)
+    gone = replace(bound, grammar=f"{OBJECT} ")
     engine.submit(
         [
             NewRequest(request_id=name, prompt_token_ids=PROMPT, params=params)
-            for name, params in (("bound", bound), ("free", free), ("gone", bound))
+            for name, params in (("bound", bound), ("free", free), ("gone", gone))
         ]
     )
+    processes = list(engine._grammars._processes.values())
     finished = []
     while not finished:
         finished += [o.request_id for o in engine.step() if o.finish_reason is not None]
     assert finished == ["free"]
     engine.abort(["gone"])
-    assert [compiling.cancelled() for compiling in pending] == [False, True]
+    assert [process.is_usable() for process in processes] == [True, False]
     assert engine.step() == []  # which waits a moment for the grammar
     assert engine.has_work()
-    pending[0].set_result(compiled.result())
+    compile_it, begun = pending[0]
+    begun.set_result(compile_it())
     while engine.has_work():
         finished += [o.request_id for o in engine.step() if o.finish_reason is not None]
     assert finished == ["free", "bound"]
@@ -179,22 +181,23 @@ def test_sequences_whose_grammars_cannot_be_compiled_leave_nothing_behind(
 ) -> None:
     engine = Engine(config(tiny_model))
     assert engine._grammars is not None
-    futures: list[Future[Grammar]] = []
+    futures: list[Future[Verdict]] = []
 
-    def start(grammar: str, stop_token_ids: Sequence[int]) -> Future[Grammar]:
+    def run_none(work: Callable[[], Verdict]) -> Future[Verdict]:
         if futures:
             raise RuntimeError("can't start new thread")
         futures.append(Future())
         return futures[-1]
 
-    monkeypatch.setattr(engine._grammars, "start", start)
+    monkeypatch.setattr(engine._grammars, "_run", run_none)
     params = replace(GREEDY, grammar=OBJECT, max_tokens=4)
     pair = [
-        NewRequest(request_id=name, prompt_token_ids=PROMPT, params=params) for name in ("a", "b")
+        NewRequest(request_id=name, prompt_token_ids=PROMPT, params=replace(params, grammar=text))
+        for name, text in (("a", OBJECT), ("b", f"{OBJECT} "))
     ]
     with pytest.raises(RuntimeError, match="start new thread"):
         engine.submit(pair)
-    assert futures[0].cancelled()
+    assert [process.is_usable() for process in engine._grammars._processes.values()] == [False]
     assert not engine.has_work()
     assert engine.stats().num_waiting == 0
     monkeypatch.undo()
@@ -207,9 +210,9 @@ def test_a_compilation_that_ends_in_an_exception_ends_its_own_sequence(
 ) -> None:
     engine = Engine(config(tiny_model))
     assert engine._grammars is not None
-    broken: Future[Grammar] = Future()
+    broken: Future[Verdict] = Future()
     broken.set_exception(OSError("no more processes"))
-    monkeypatch.setattr(engine._grammars, "start", lambda grammar, stop_token_ids: broken)
+    monkeypatch.setattr(engine._grammars, "_run", lambda work: broken)
     free = replace(GREEDY, max_tokens=4)
     bad, good = run(engine, [PROMPT] * 2, [replace(free, grammar=OBJECT), free])
     assert (bad[-1].finish_reason, good[-1].finish_reason) == ("error", "length")

@@ -81,7 +81,7 @@ def test_what_takes_too_long_is_ended(compiler: GrammarCompiler) -> None:
     verdict = compiler.check("lark", SLOW, 0.1).result()
     assert verdict.timed_out
     assert "longer than 0.1 s" in (verdict.error or "")
-    becomes_true(lambda: len(forks(compiler)) <= 1 + len(compiler._compiled))
+    becomes_true(lambda: len(forks(compiler)) <= 1 + len(compiler._processes))
 
 
 def test_memory_is_bounded(compiler: GrammarCompiler) -> None:
@@ -140,14 +140,18 @@ def test_giving_up_ends_the_compilation() -> None:
     compiler = make()
     compile_grammar(compiler, GOOD)
     first, second = compiler.start(SLOW), compiler.start(SLOW)
-    becomes_true(lambda: compiler._compiling[SLOW].process._connection is not None)
+    assert first.process is second.process
+    process = first.process
+    becomes_true(lambda: process._connection is not None)
     becomes_true(lambda: len(forks(compiler)) > 2)
-    compiling = compiler._compiling[SLOW]
-    assert first.cancel()
-    assert not compiling.process._is_closed  # the second waits for it still
-    assert second.cancel()
-    compiling.begun.result(timeout=5)  # not the ten seconds that it may take
-    assert SLOW not in compiler._compiling
+    first.leave()
+    assert process.is_usable()  # the second waits for it still
+    second.leave()
+    process.begun.result(timeout=5)  # not the ten seconds that it may take
+    assert not process.is_usable()
+    third = compiler.start(SLOW)
+    assert third.process is not process
+    third.leave()
 
 
 def test_nothing_is_left_of_what_was_used() -> None:
@@ -160,7 +164,7 @@ def test_nothing_is_left_of_what_was_used() -> None:
     for i in range(20):
         allowed(compile_grammar(compiler, GOOD + " " * i))
         compiler.check("lark", f"start: nobody{i}", 5.0).result()
-    assert len(compiler._compiled) < 20
+    assert len(compiler._processes) < 20
     del compiler
     gc.collect()
     becomes_true(lambda: me.num_fds() <= num_fds)

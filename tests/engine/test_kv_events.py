@@ -13,7 +13,7 @@ from engines import engine_config
 from tiny_models import save_tiny_model
 
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
-from outrider.engine.config import CacheConfig
+from outrider.engine.config import CacheConfig, EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.processes.messages import (
     FromEngine,
@@ -173,11 +173,11 @@ def test_an_engine_publishes_what_it_caches(
     config = replace(engine_config(target), cache=cache)
     prompt = list(range(10))
 
-    def load(progress: ReportProgress) -> Engine:
+    def load(config: EngineConfig, progress: ReportProgress) -> Engine:
         time.sleep(0.5)  # as models take longer to load than subscribers to find the socket
         return load_engine(config, progress)
 
-    assert run(load, Client(request(prompt, max_tokens=4)), cache)
+    assert run(load, config, Client(request(prompt, max_tokens=4)))
     told = []
     while socket.poll(500):
         told += heard(socket)[1]

@@ -241,7 +241,7 @@ async def test_bytes_that_are_no_message_do_not_end_the_engine(
     deeply_nested = b"\x83\xa4type\xa5Abort\xabrequest_ids\x90\xa1x" + b"\x91" * 100_000 + b"\x00"
     hostile = [b"", b"\xc1", deeply_nested, b"\x81\xa4type\xa4Nope", b"\x81\xa4type\xa6Submit"]
     hostile += [rng.randbytes(rng.randrange(1, 200)) for _ in range(500)]
-    socket: Any = client._child.connection.socket  # type: ignore[union-attr]
+    socket: Any = client._connection.socket  # type: ignore[union-attr]
     for data in hostile:
         await socket.send(data)
     assert await collect(running) == {"a": list(range(50))}
@@ -253,7 +253,7 @@ async def test_bytes_that_are_no_message_do_not_end_the_engine(
 async def test_an_answer_to_nobody_does_not_disturb_the_client(
     client: ScriptedProcessEngine,
 ) -> None:
-    socket: Any = client._child.connection.socket  # type: ignore[union-attr]
+    socket: Any = client._connection.socket  # type: ignore[union-attr]
     await socket.send(msgspec.msgpack.encode(Submit(99, [request("stray")])))
     assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from asgi import Reply, post
+from grammars import compile_grammar
 from message_parts import merged_calls
 from scripted_client import steps
 from served import Served
@@ -51,7 +52,7 @@ def served(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Served:
 def allows(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, text: str) -> bool:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert grammar is not None
-    return compiler.start(grammar).result().fitting([*ids, EOS]) == [*ids, EOS]
+    return compile_grammar(compiler, grammar).fitting([*ids, EOS]) == [*ids, EOS]
 
 
 def chat(served: Served, **fields: Any) -> Reply:

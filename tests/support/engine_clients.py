@@ -10,7 +10,13 @@ import msgspec
 import scripted_engine
 from in_process import InProcessEngine
 
-from outrider.engine.api import EngineInfo, NewRequest, ReportProgress, SamplingParams
+from outrider.engine.api import (
+    EngineInfo,
+    NewRequest,
+    ReportProgress,
+    SamplingParams,
+    ignore_progress,
+)
 from outrider.engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from outrider.engine.processes.client import EngineClient, OutputStream
 from outrider.engine.processes.connection import Connection
@@ -26,7 +32,7 @@ class ScriptedProcessEngine(ProcessEngine):
 
 
 def scripted_in_process(
-    config: EngineConfig, progress: ReportProgress | None = None
+    config: EngineConfig, progress: ReportProgress = ignore_progress
 ) -> InProcessEngine:
     make_engine = cast(Any, scripted_engine.ScriptedEngine)
     return InProcessEngine(config, progress, make_engine=make_engine)
@@ -35,7 +41,7 @@ def scripted_in_process(
 class ScriptedSharedEngine(SharedEngine):
     """Shares an engine that somebody else on this event loop owns."""
 
-    def __init__(self, config: EngineConfig, progress: ReportProgress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: ReportProgress = ignore_progress) -> None:
         self.owner = ScriptedProcessEngine(config, progress, is_shared=True)
         self._directory = tempfile.TemporaryDirectory()
         super().__init__(f"ipc://{self._directory.name}/socket", on_shutdown=lambda: None)

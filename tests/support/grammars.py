@@ -12,7 +12,9 @@ from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 def compile_grammar(
     compiler: GrammarCompiler, text: str, stop_token_ids: Sequence[int] = ()
 ) -> Grammar:
-    return compiler.start(text, stop_token_ids).result()
+    grammar = compiler.start(text, stop_token_ids)
+    grammar.process.begun.result()
+    return grammar
 
 
 def allowed(grammar: Grammar, num_drafts: int = 0) -> set[int]:

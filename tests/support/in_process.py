@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from outrider.engine.api import ReportProgress
+from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import EngineConfig
 from outrider.engine.processes.client import EngineClient
 from outrider.engine.processes.messages import FromEngine, Hello, Shutdown, ToEngine
@@ -45,7 +45,7 @@ class InProcessEngine(EngineClient):
     def __init__(
         self,
         config: EngineConfig,
-        progress: ReportProgress | None = None,
+        progress: ReportProgress = ignore_progress,
         *,
         make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine,
     ) -> None:
@@ -60,8 +60,7 @@ class InProcessEngine(EngineClient):
         channel = QueueChannel(lambda message: loop.call_soon_threadsafe(self._receive, message))
 
         def live() -> None:
-            config = self._config
-            if not run(lambda progress: self._make_engine(config, progress), channel, config.cache):
+            if not run(self._make_engine, self._config, channel):
                 loop.call_soon_threadsafe(self._give_up)
 
         self._channel = channel
