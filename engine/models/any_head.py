@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from ..api import ignore_progress
 from ..config import ModelConfig
 from .admission import DTYPES
-from .any_checkpoint import Progress
+from .checkpoint import Progress
 from .head import Head
 from .head_config import HeadError
 from .head_loading import read_head

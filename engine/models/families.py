@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from .any_checkpoint import AnyCheckpoint
 from .attention import Rope
+from .checkpoint import AnyCheckpoint
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
 from .head_config import STATIC_ROPE

@@ -5,6 +5,7 @@ from outrider.kernels.model.rms_norm import Norm
 from .checkpoint import Checkpoint
 from .experts import ExpertMLP, ExpertWeights
 from .formats import UnsupportedFormatError
+from .formats.mxfp4 import read_experts
 from .llama import LlamaReader
 
 _ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in its configuration
@@ -25,10 +26,13 @@ class GptOssReader(LlamaReader):
             norm=norm,
             router=self.linear(width, **{f"{name}.router": num_experts}),
             experts=ExpertWeights(
-                gate_up=checkpoint.experts(
-                    f"{experts}.gate_up_proj", (num_experts, 2 * inner, width), interleaved=True
+                gate_up=read_experts(
+                    checkpoint,
+                    f"{experts}.gate_up_proj",
+                    (num_experts, 2 * inner, width),
+                    interleaved=True,
                 ),
-                down=checkpoint.experts(f"{experts}.down_proj", (num_experts, width, inner)),
+                down=read_experts(checkpoint, f"{experts}.down_proj", (num_experts, width, inner)),
                 top_k=config.num_experts_per_tok,
                 alpha=getattr(config, "swiglu_alpha", _ALPHA),
                 limit=getattr(config, "swiglu_limit", _LIMIT),

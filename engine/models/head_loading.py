@@ -10,12 +10,10 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .any_checkpoint import AnyCheckpoint, Progress
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .blocks import Block
-from .checkpoint import Checkpoint
+from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
 from .eagle3 import Eagle3Head
-from .formats import Read
 from .head import Head
 from .head_config import BlockConfig, HeadConfig, HeadError
 from .head_vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids

@@ -8,9 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
-from .any_checkpoint import AnyCheckpoint
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
+from .checkpoint import AnyCheckpoint
 from .experts import ExpertMLP
 from .weights import Linear, Weight
 

@@ -24,13 +24,12 @@ from .admission import (
     max_positions,
     resolve_dtype,
 )
-from .any_checkpoint import AnyCheckpoint, Progress
 from .architectures import load_config
-from .checkpoint import Checkpoint
+from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
-from .formats import FORMATS, Read, UnsupportedFormatError, reader_of, without_format
+from .formats import FORMATS, UnsupportedFormatError, reader_of, without_format
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel

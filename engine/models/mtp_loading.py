@@ -6,9 +6,8 @@ from typing import Any
 from outrider.kernels.model.rms_norm import Norm
 
 from ..config import ModelConfig
-from .any_checkpoint import Progress
 from .architectures import load_config
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Progress
 from .families import window_of
 from .head_config import HeadError
 from .head_loading import head_checkpoint

@@ -12,8 +12,8 @@ from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
-from .any_checkpoint import Progress
 from .attention import PassContext
+from .checkpoint import Progress
 from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
 from .network import Pass

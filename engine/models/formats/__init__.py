@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..checkpoint import Read
 from . import awq, compressed_tensors, fp8, gptq, mxfp4
-from .base import Read, UnsupportedFormatError
+from .base import UnsupportedFormatError
 
-__all__ = ["FORMATS", "Read", "UnsupportedFormatError", "reader_of"]
+__all__ = ["FORMATS", "UnsupportedFormatError", "reader_of", "without_format"]
 
 FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
     "awq": awq.reader,
