@@ -8,8 +8,7 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm
 
 from .attention import PassContext
-from .blocks import Block
-from .stack import Stack
+from .blocks import Block, Stack
 from .weights import Kept, Linear
 
 

@@ -1,19 +1,15 @@
 """Loads a model directory as a network on its device."""
 
-import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedConfig
 
 from ..api import ignore_progress
 from ..config import ModelConfig
@@ -34,7 +30,6 @@ from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
-from .packed_modules import pack_linears
 from .proof import CHECKED_LENGTHS, Original, why_different
 from .same_bits import keep_bits
 from .weights import Dense, Tiles, packed
@@ -202,25 +197,16 @@ class _Loader:
 
     def whole_model(self) -> Network:
         """The model as transformers has it."""
-        network = HuggingFaceModel(self._load_whole)
-        if self.device.type == "cpu":
-            pack_linears(network.model, rounds=rounds_weights(self.config, self.is_draft))
+        network = HuggingFaceModel(
+            self.config,
+            self.hf_config,
+            self.dtype,
+            self.device,
+            self.progress,
+            rounds=rounds_weights(self.config, self.is_draft),
+        )
         self._keep_bits(network)
         return network
-
-    def _load_whole(self, attention: str) -> Any:
-        with _weights_counted(self.progress):
-            model = AutoModelForCausalLM.from_pretrained(
-                self.config.path,
-                config=self.hf_config,
-                dtype=self.dtype,
-                device_map={"": self.device},
-                attn_implementation=attention,
-                trust_remote_code=self.config.trust_remote_code,
-                local_files_only=True,
-                **transformers_arguments(Path(self.config.path)),
-            )
-        return model.eval().requires_grad_(False)
 
     def _keep_bits(self, network: Network) -> None:
         """Make the bits of its rows independent of the batch, if that is wanted."""
@@ -267,24 +253,3 @@ def drafted_tokens(folder: Path, vocab_size: int) -> Tensor | None:
             "mend it, or remove it: all tokens are proposed then"
         )
     return torch.tensor(ids)
-
-
-@contextlib.contextmanager
-def _weights_counted(progress: Progress) -> Iterator[None]:
-    """Have transformers report loaded weights to `progress` instead of drawing a progress bar."""
-
-    def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _counted(args[0], progress) if args else make_bar(*args, **kwargs)
-
-    transformers_logging.disable_progress_bar()
-    previous = transformers_logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(previous)
-
-
-def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
-    for done, item in enumerate(items):
-        progress(done, len(items))
-        yield item
