@@ -14,6 +14,18 @@ _ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in i
 class GptOssReader(LlamaReader):
     """Reads the parts of a gpt-oss."""
 
+    own_fields = frozenset(
+        {
+            "experts_per_token",  # repeated in num_experts_per_tok
+            "initial_context_length",  # repeated in rope_parameters
+            "num_experts_per_tok",
+            "num_local_experts",
+            "router_aux_loss_coef",  # of training
+            "swiglu_alpha",
+            "swiglu_limit",
+        }
+    )
+
     def mlp(self, name: str, norm: Norm) -> ExpertMLP:
         """Raises UnsupportedFormatError if its experts are not in MXFP4, or damaged."""
         config, experts = self._config, f"{name}.experts"
