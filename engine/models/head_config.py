@@ -29,29 +29,8 @@ _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' name
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
 # Types of RoPE, also of models; others depend on the length of the sequence.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-# Keys of a head's config, besides those of its layers.
-_OWN_KEYS = {
-    "architectures",
-    "auto_map",
-    "aux_hidden_state_layer_ids",
-    "dflash_config",
-    "draft_vocab_size",
-    "eagle_aux_hidden_state_layer_ids",
-    "eagle_config",
-    "fc_norm",
-    "mask_token_id",
-    "model_type",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-    "speculators_config",
-    "speculators_model_type",
-    "speculators_version",
-    "target_hidden_size",
-    "target_layer_ids",
-    "torch_dtype",
-    "transformer_layer_config",
-}
+# Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
+_LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
 
 class HeadError(ValueError):
@@ -79,7 +58,6 @@ class HeadConfig:
     kind: str  # an entry of KINDS
     layers: "LlamaConfig"  # of its decoder layers
     draft_vocab_size: int
-    target_hidden_size: int
     boundaries: tuple[int, ...] | None  # those that it reads, ascending; None: EAGLE-3's default
     norm_before_residual: bool
     norm_before_fc: bool
@@ -103,7 +81,6 @@ class HeadConfig:
             kind=kind,
             layers=layers,
             draft_vocab_size=told.get("draft_vocab_size") or layers.vocab_size,
-            target_hidden_size=told.get("target_hidden_size") or layers.hidden_size,
             boundaries=_boundaries(told),
             norm_before_residual=bool(told.get("norm_before_residual")),
             norm_before_fc=bool(told.get("norm_before_fc")),
@@ -150,7 +127,7 @@ def _kind(told: dict[str, Any]) -> str | None:
 def _layers(told: dict[str, Any]) -> "LlamaConfig":
     from transformers import LlamaConfig  # takes seconds, and `head_kind` does not need it
 
-    kept = {key: value for key, value in told.items() if key not in _OWN_KEYS}
+    kept = {key: value for key, value in told.items() if key not in _LEFT_OUT}
     if kept.get("hidden_act", "silu") != "silu":
         raise HeadError(f"its activation is {kept['hidden_act']}; silu is known here")
     if not kept.get("rope_parameters"):

@@ -104,10 +104,6 @@ def _checkpoint(
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
     width, target_width = config.layers.hidden_size, target.input_embedding.shape[1]
-    if config.target_hidden_size != target_width and "fc.weight" not in checkpoint:
-        raise HeadError(
-            f"it reads states of width {config.target_hidden_size}, the target's are {target_width}"
-        )
     fc = checkpoint.linear("fc")
     if fc.weight.shape != (width, num_taps * target_width):
         raise HeadError(

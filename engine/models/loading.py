@@ -25,7 +25,7 @@ from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
-from .formats import FORMATS, UnsupportedFormatError, reader_of, without_format
+from .formats import FORMATS, UnsupportedFormatError, take_format
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
@@ -100,14 +100,13 @@ def quantised_format(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[
     if config.quantization not in (None, "fp8"):
         raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")
     try:
-        quantised = reader_of(hf_config)
+        quantised = take_format(hf_config)
     except UnsupportedFormatError as reason:
         raise UnsupportedModelError(_refused(str(reason))) from None
     if quantised is not None and config.quantization is not None:
         raise UnsupportedModelError(
             f"its weights are quantised already ({quantised[0]}); leave quantization out"
         )
-    without_format(hf_config)
     return quantised
 
 
