@@ -48,7 +48,7 @@ class AttentionMixer:
         return self.output.add_to(x, out.flatten(1), norm=next_norm)
 
     def store(self, qkv: Tensor, num_heads: int, context: PassContext) -> Tensor:
-        """Leave keys and values in the pages; returns the rotated queries, if the rows have any.
+        """Store keys and values in the pages; returns the rotated queries, if the rows have any.
 
         Shape: qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim]
         """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
+from outrider.kernels.model.packed_linear import pack_weight
 from outrider.kernels.model.rope import store
 
 from ..config import ModelConfig
@@ -87,8 +87,7 @@ class HuggingFaceModel(Network):
     def output_head(self) -> Linear:
         layer: Any = self.model.get_output_embeddings()
         if isinstance(layer, PackedLinear):
-            shape = (self.vocab_size, self.input_embedding.shape[1])
-            return Linear(Packed(layer.packed_weight, shape), layer.bias)
+            return layer.linear
         return Linear(Dense(layer.weight), layer.bias)
 
     def tap(self, layers: Sequence[int]) -> None:
@@ -203,15 +202,14 @@ class HuggingFaceModel(Network):
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference on a CPU, with a weight from `pack_weight`."""
+    """`nn.Linear` for inference on a CPU, with a packed weight."""
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+    def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self.packed_weight = weight
-        self.bias = bias
+        self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.packed_weight, self.bias)
+        return self.linear(x)
 
 
 @torch.inference_mode()
@@ -227,9 +225,10 @@ def pack_linears(model: nn.Module, *, rounds: bool = False) -> int:
             # A subclass may have another forward.
             if type(child) is not nn.Linear:
                 continue
-            packed = pack_weight(child.weight, rounds=rounds)
-            if packed is not None:
-                setattr(parent, name, PackedLinear(packed, child.bias))
+            matrix = pack_weight(child.weight, rounds=rounds)
+            if matrix is not None:
+                weight = Packed(matrix, (child.out_features, child.in_features))
+                setattr(parent, name, PackedLinear(Linear(weight, child.bias)))
                 num_packed += 1
     return num_packed
 

@@ -36,8 +36,9 @@ from .weights import Dense, Tiles, packed
 
 log = logging.getLogger(__name__)
 
-# Of a draft model, beside its config: the ids of the tokens that it proposes. On a CPU the head is
-# most of a small draft's pass, and all but the rarest tokens need a quarter of it.
+# A file beside a draft model's config, with the ids of the tokens that it proposes. On a CPU the
+# output layer takes most of a small draft's pass, and a quarter of its rows covers all but the
+# rarest tokens.
 DRAFTED_TOKENS = "draft_tokens.json"
 
 
@@ -118,7 +119,7 @@ def _refused(reason: str) -> str:
 
 
 def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:
-    """Whether a CPU may round the weights: output is exact with any draft, and "auto" allows it."""
+    """Whether a CPU may round the weights: a draft's, since any draft leaves the output exact."""
     return is_draft and config.dtype == "auto"
 
 

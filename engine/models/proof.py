@@ -120,7 +120,7 @@ class Original:
 
 
 class Routed(NamedTuple):
-    """What transformers' router got and said."""
+    """The inputs and outputs of transformers' router."""
 
     normed: Tensor  # [T, hidden]
     logits: Tensor  # [T, E]
@@ -214,7 +214,7 @@ def _agrees(
 
 
 def _routes_alike(block: Block, routed: Routed) -> bool:
-    """Whether our router says the same of the same rows, and chooses the same experts by it."""
+    """Whether our router computes these logits, and chooses the same experts from them."""
     assert isinstance(block.mlp, ExpertMLP)
     eps, theirs = torch.finfo(routed.logits.dtype).eps, routed.logits.float()
     ours = block.mlp.router(routed.normed).float()

@@ -64,7 +64,7 @@ def _prove(network: Network, max_len: int) -> None:
     input_ids = input_ids.to(device)
 
     def logits(first: int, end: int) -> Tensor:
-        # What overflows is no difference: NaN would not equal itself.
+        # Overflow is no difference, though NaN does not equal itself.
         ids = input_ids[first:end]
         part = one_prompt(ids, first, follows=True, max_len=max_len, same_bits=True)
         return network(part).logits.nan_to_num()

@@ -81,7 +81,7 @@ class Weight(Kept, ABC):
         raise TypeError(f"{type(self).__name__} takes no codes")
 
     def taken(self, x: Tensor, output: int) -> Tensor:
-        """The numbers that this output multiplies: x itself, or rounded. Shape: [T, K]."""
+        """The inputs that this output is computed from: x, or x rounded. Shape: [T, K]."""
         return x
 
     def with_same_bits(self, bias: Tensor | None) -> "Weight":
