@@ -149,7 +149,7 @@ class PagedAttention:
 
     @property
     def heads(self) -> Heads:
-        """What is computed, but for the numbers."""
+        """Its shape, from which `same_bits_attention` knows in which order it sums."""
         return Heads(
             self.num_heads,
             self.num_kv_heads,

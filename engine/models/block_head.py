@@ -23,8 +23,7 @@ A confidence head estimates how likely draft i stands if those before it do:
 sigmoid(w . [h_i; e] + b).
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,8 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from .attention import PassContext
 from .head import Head
-from .weights import Linear, packed
+from .head_config import BlockConfig
+from .weights import Linear
 
 
 class MarkovHead(NamedTuple):
@@ -80,35 +80,29 @@ class BlockHead(Head):
 
     def __init__(
         self,
+        config: BlockConfig,
         *,
         hidden_norm: Norm,
         context_kv: Sequence[Linear],
-        block_size: int,
-        mask_token_id: int,
-        predicts_from_anchor: bool,
-        embedding_scale: float,
         markov: MarkovHead | None,
         confidence: ConfidenceHead | None,
         **layers: Any,
     ) -> None:
-        """`layers` as in Head; `context_kv` is the part of each mixer's qkv for keys and values;
-        `block_size` is the number of rows of a block in training, including the anchor.
-        """
+        """`layers` as in Head; `context_kv` is the part of each mixer's qkv for keys and values."""
         super().__init__(**layers)
         self.kind = "dflash" if markov is None else "dspark"
         self.hidden_norm = hidden_norm
         self.context_kv = list(context_kv)
-        self.mask_token_id = mask_token_id
+        self.mask_token_id = config.mask_token_id
         # Rows of a block before the first that predicts a draft.
-        self.num_leading_rows = 0 if predicts_from_anchor else 1
-        self.max_drafts = block_size - self.num_leading_rows
-        self.embedding_scale = embedding_scale
+        self.num_leading_rows = 0 if config.predicts_from_anchor else 1
+        self.max_drafts = config.size - self.num_leading_rows
+        self.embedding_scale = config.embedding_scale
         self.markov = markov
         self.confidence = confidence
 
-    def pack(self, *, rounds: bool) -> None:
-        super().pack(rounds=rounds)
-        change = partial(packed, rounds=rounds)
+    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
+        super().change_linears(change)
         self.context_kv = [change(linear) for linear in self.context_kv]
         if self.markov is not None:
             self.markov = self.markov._replace(output=change(self.markov.output))

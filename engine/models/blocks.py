@@ -1,15 +1,16 @@
-"""The two parts of a decoder block: a mixer, which looks at other tokens, and an MLP.
+"""Decoder blocks, their two parts, and stacks of them.
 
-A part gets the residual stream x and adds its output to it, in place:
+A block is a mixer, which looks at other tokens, and an MLP. Each part gets the residual stream x
+and adds its output to it, in place:
 
     x += part(norm(x))
 
 If the part before has already applied this norm, the result is passed as `normed`. In the same way
-a part applies the norm of the next part if that is cheap, and returns the result, or else None. A
-new kind of layer is a class of this form, which a subclass of `LlamaReader` builds.
+a part applies the norm of the next part if that is cheap, and returns the result; otherwise it
+returns None. A new kind of layer is a class of this form, which a subclass of `LlamaReader` builds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from outrider.kernels.model.row_codes import Normed
 
 from .attention import PagedAttention, PassContext, Rope
 from .experts import ExpertMLP
+from .paged_layers import PagedLayers
 from .weights import Kept, Linear
 
 
@@ -46,7 +48,7 @@ class AttentionMixer:
         return self.output.add_to(x, out.flatten(1), norm=next_norm)
 
     def store(self, qkv: Tensor, num_heads: int, context: PassContext) -> Tensor:
-        """Leave keys and values in the pages; returns the rotated queries, if the rows have any.
+        """Store keys and values in the pages; returns the rotated queries, if the rows have any.
 
         Shape: qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim]
         """
@@ -126,3 +128,51 @@ class Block:
     def changed(self, change: Callable[[Linear], Linear]) -> "Block":
         """The same block with its linear layers replaced."""
         return Block(self.mixer.changed(change), self.mlp.changed(change))
+
+
+class Stack(PagedLayers):
+    """Embedding, blocks, norm and output layer, however a model passes its rows through them."""
+
+    def __init__(
+        self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, head: Linear
+    ) -> None:
+        """Shape: embedding [V, hidden]; head of [V', hidden]."""
+        self.embedding = embedding
+        self.blocks = list(blocks)
+        self.norm = norm
+        self.head = head
+        self.dtype, self.device = norm.weight.dtype, norm.weight.device
+        self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
+
+    @property
+    def attentions(self) -> list[PagedAttention]:
+        return [block.mixer.attention for block in self.blocks]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All linear layers that a pass computes, except those of experts."""
+        return [*(linear for block in self.blocks for linear in block.linears), self.head]
+
+    @property
+    def weights(self) -> list[Kept]:
+        return [*(weight for block in self.blocks for weight in block.weights), self.head.weight]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
+        return sum(weight.num_bytes for weight in self.weights)
+
+    @property
+    def weight_formats(self) -> str:
+        return ", ".join(sorted({weight.format for weight in self.weights} - {""}))
+
+    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
+        """Replace all linear layers, one by one, so that old weights are freed early."""
+        for i, block in enumerate(self.blocks):
+            self.blocks[i] = block.changed(change)
+        self.head = change(self.head)
+
+    def through_blocks(self, x: Tensor, normed: Normed | None, context: PassContext) -> None:
+        """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden]."""
+        for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
+            normed = block(x, normed, next_norm, context)

@@ -1,7 +1,12 @@
-"""A model directory of safetensors files, or of one file of torch.save."""
+"""The tensors of a model directory: of safetensors files, or of one file of torch.save.
+
+`gguf_checkpoint.py` reads the same from a GGUF file.
+"""
 
 import json
 import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +15,74 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.expert_matrix import ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8, stack
 
-from .any_checkpoint import AnyCheckpoint, Progress
-from .formats import Read, UnsupportedFormatError
-from .formats.mxfp4 import read_experts
 from .narrow_weight import Narrow, Scaled, Stacked
-from .weights import Dense, RoundedInputs, Weight
+from .weights import Dense, Linear, RoundedInputs, Weight
 
 log = logging.getLogger(__name__)
 
+Progress = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
+# (checkpoint, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
+# UnsupportedFormatError.
+Read = Callable[["Checkpoint", str], NarrowMatrix | None]
+
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLE = "pytorch_model.bin"  # the format of some heads
-# By safetensors' names.
-_DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_FLOATS = ("F32", "BF16", "F16", "F64")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class AnyCheckpoint(ABC):
+    """Tensors and layers, read by transformers' names when they are asked for."""
+
+    has_quantised: bool  # whether any layer read so far was quantised
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+        self.dtype, self._device = dtype, device
+        self._progress, self._num_read = progress, 0
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @property
+    @abstractmethod
+    def _num_tensors(self) -> int: ...
+
+    @abstractmethod
+    def stored(self, name: str) -> Tensor:
+        """A tensor in the dtype that it is stored in, or float32 if it is quantised."""
+
+    @abstractmethod
+    def tensor(self, *names: str) -> Tensor:
+        """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
+
+    @abstractmethod
+    def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight: ...
+
+    @abstractmethod
+    def _tied(self, embedding: Tensor) -> Weight:
+        """The weight of a head that shares the matrix of the embedding."""
+
+    def linear(self, *names: str) -> Linear:
+        """Linear layers that read the same input, as one layer with the outputs of all.
+
+        Raises UnsupportedFormatError if one is in a format that is not served.
+        """
+        return Linear(self._weight(names), self._bias(names))
+
+    def head(self, name: str, tied: Tensor | None = None) -> Linear:
+        """The layer that computes the logits; `tied` is the embedding if it shares its matrix."""
+        if tied is not None:
+            return Linear(self._tied(tied), None)
+        return Linear(self._weight((name,), is_head=True), self._bias((name,)))
+
+    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
+        biases = [f"{name}.bias" for name in names]
+        return self.tensor(*biases) if biases[0] in self else None
+
+    def _count(self) -> None:
+        self._num_read += 1
+        self._progress(self._num_read, self._num_tensors)
 
 
 class Checkpoint(AnyCheckpoint):
@@ -62,20 +109,18 @@ class Checkpoint(AnyCheckpoint):
         self._read, self._rounds = read, rounds
         self._rounds_inputs, self._rounds_logits = rounds_inputs, rounds_logits
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
-        self._keeps_narrow = uses_triton(torch.empty(0, device=device))
+        self.keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False
         self._warned = False
         index = folder / _INDEX
         if index.is_file():
-            file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif not (folder / _SINGLE).exists() and (folder / _PICKLE).exists():
-            file_of = dict.fromkeys(_Unpickled(folder / _PICKLE).keys(), _PICKLE)
+            file_name_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files = {name: _open(folder / name) for name in set(file_name_of.values())}
+            self._file_of = {tensor: files[name] for tensor, name in file_name_of.items()}
         else:
-            with safe_open(folder / _SINGLE, "pt") as single:
-                file_of = dict.fromkeys(single.keys(), _SINGLE)
-        # Opened on the CPU, where a read is a view of the file, so that no copy stays on a device.
-        self._files: dict[str, Any] = {name: _open(folder / name) for name in set(file_of.values())}
-        self._file_of = file_of
+            is_pickled = (folder / _PICKLE).exists() and not (folder / _SINGLE).exists()
+            file = _open(folder / (_PICKLE if is_pickled else _SINGLE))
+            self._file_of = dict.fromkeys(file.keys(), file)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -84,70 +129,54 @@ class Checkpoint(AnyCheckpoint):
     def _num_tensors(self) -> int:
         return len(self._file_of)
 
+    def _view(self, name: str) -> Tensor:
+        """A tensor as it is stored: a view of its file, on the CPU, so that no copy is left behind.
+
+        Raises KeyError naming the tensor if there is none.
+        """
+        file = self._file_of[name]
+        view: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
+        return view
+
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in; float32 if it is one that no format looks for."""
-        part = self._files[self._file_of[name]].get_slice(name)
-        return _DTYPES.get(part.get_dtype(), torch.float32)
+        """The dtype that a tensor is stored in."""
+        return self._view(name).dtype
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+        return tuple(self._view(name).shape)
 
     def part(self, name: str, index: int) -> Tensor:
         """One entry of the first dimension, in its stored dtype, on the device."""
         if index == 0:
             self._count()
-        tensor: Tensor = self._files[self._file_of[name]].get_slice(name)[index]
-        return tensor.to(self._device)
+        return self._view(name)[index].to(self._device)
 
     def stored(self, name: str) -> Tensor:
         self._count()
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
-        return tensor.to(self._device)
+        return self._view(name).to(self._device)
 
     def tensor(self, *names: str) -> Tensor:
-        parts = [self._files[self._file_of[name]].get_slice(name) for name in names]
-        shapes = [part.get_shape() for part in parts]
-        for name, part in zip(names, parts, strict=True):
-            if part.get_dtype() not in _FLOATS:
+        views = [self._view(name) for name in names]
+        for name, view in zip(names, views, strict=True):
+            if view.dtype not in _FLOATS:
                 raise ValueError(
-                    f"{name} is of dtype {part.get_dtype()}; {', '.join(_FLOATS)} are read here"
+                    f"{name} is of dtype {view.dtype}; {', '.join(map(str, _FLOATS))} are read here"
                 )
-        out = torch.empty(
-            sum(shape[0] for shape in shapes),
-            *shapes[0][1:],
-            dtype=self._dtype,
-            device=self._device,
-        )
+        num_rows = sum(len(view) for view in views)
+        out = torch.empty(num_rows, *views[0].shape[1:], dtype=self.dtype, device=self._device)
         first = 0
-        for part, shape in zip(parts, shapes, strict=True):
-            out[first : first + shape[0]].copy_(part[:])
-            first += shape[0]
+        for view in views:
+            out[first : first + len(view)].copy_(view)
+            first += len(view)
             self._count()
         return out
 
     def integers(self, name: str) -> Tensor:
         """A tensor of integers or booleans, on the CPU."""
-        values: Tensor = self._files[self._file_of[name]].get_slice(name)[:]
-        if values.is_floating_point():
-            raise ValueError(f"{name} is of dtype {values.dtype}; it holds integers")
-        return values.long()
-
-    def experts(
-        self, name: str, shape: tuple[int, int, int], *, interleaved: bool = False
-    ) -> ExpertMatrix:
-        """The same linear layer of every expert, in MXFP4, also on a CPU. Shape: [E, N, K].
-
-        Raises UnsupportedFormatError naming a tensor that is missing or not as it must be.
-        """
-        self.has_quantised = True
-        if self._dtype == torch.float16:
-            raise UnsupportedFormatError("float16 cannot hold every number of MXFP4; take bfloat16")
-        if not self._keeps_narrow:
-            self._warn_once(
-                "its experts are unpacked one at a time in every pass, since only a GPU multiplies "
-                "by them as they are: this takes no more memory, but much time"
-            )
-        return read_experts(self, name, shape, interleaved=interleaved)
+        view = self._view(name)
+        if view.is_floating_point():
+            raise ValueError(f"{name} is of dtype {view.dtype}; it holds integers")
+        return view.long()
 
     def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
         matrices = [self._read(self, name) if self._read else None for name in names]
@@ -164,7 +193,7 @@ class Checkpoint(AnyCheckpoint):
             Dense(self.tensor(f"{name}.weight")) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
-        if self._keeps_narrow or not all(isinstance(weight, Dense) for weight in weights):
+        if self.keeps_narrow or not all(isinstance(weight, Dense) for weight in weights):
             return Stacked(weights)
         return Dense(torch.cat([weight.dequantised() for weight in weights]))
 
@@ -177,52 +206,25 @@ class Checkpoint(AnyCheckpoint):
         return self._narrow(round_to_fp8(matrix, rounds_inputs=self._rounds_inputs))
 
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
-        if self._keeps_narrow:
-            return (Scaled if matrix.rounds_inputs else Narrow)(matrix, self._dtype)
-        self._warn_once(
-            f"the weights are unpacked to {str(self._dtype).removeprefix('torch.')}, since only a "
+        if self.keeps_narrow:
+            return (Scaled if matrix.rounds_inputs else Narrow)(matrix, self.dtype)
+        self.warn_once(
+            f"the weights are unpacked to {str(self.dtype).removeprefix('torch.')}, since only a "
             "GPU multiplies by them as they are: they take the memory and the time of the plain "
             "model"
         )
-        plain = Dense(dequantise(matrix, self._dtype))
+        plain = Dense(dequantise(matrix, self.dtype))
         return plain if matrix.row_format is None else RoundedInputs(plain, matrix.row_format)
 
-    def _warn_once(self, warning: str) -> None:
+    def warn_once(self, warning: str) -> None:
         if not self._warned:
             log.warning("%s", warning)
             self._warned = True
 
 
-class _Unpickled:
-    """A file of torch.save, with the interface of safetensors. Loading it runs no code."""
-
-    def __init__(self, path: Path) -> None:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        self._tensors: dict[str, Tensor] = loaded.get("state_dict", loaded)
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def get_slice(self, name: str) -> "_Slice":
-        return _Slice(self._tensors[name])
-
-
-class _Slice:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index]
-
-
 def _open(path: Path) -> Any:
-    return _Unpickled(path) if path.suffix == ".bin" else safe_open(path, "pt")
+    """A file of safetensors or, if it is a .bin, of torch.save; loading it runs no code."""
+    if path.suffix != ".bin":
+        return safe_open(path, "pt")
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return loaded.get("state_dict", loaded)

@@ -10,9 +10,8 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from .attention import PassContext
-from .blocks import Block
+from .blocks import Block, Stack
 from .network import Network, Pass
-from .stack import Stack
 from .weights import Dense, Linear
 
 # Measured: one thread finishes such a layer before another, asleep for 30 us, has woken up.

@@ -35,7 +35,7 @@ class ExpertWeights(Kept):
 class ExpertMLP:
     """The sum over a row's experts of weight * down(glu(gate_up(x))); see `kernels/model/experts`.
 
-    Rows that only fill up a batch are computed like the others, so their experts are read, too.
+    Padding rows are computed like the others, so their experts are read, too.
     """
 
     norm: Norm

@@ -4,13 +4,13 @@ To add a family that is a Llama under another name, enter it in FAMILIES. If its
 write a subclass of LlamaReader, as in `gpt_oss.py`, and the parts that it needs in `blocks.py`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from .any_checkpoint import AnyCheckpoint
 from .attention import Rope
+from .checkpoint import AnyCheckpoint
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
 from .head_config import STATIC_ROPE
@@ -85,7 +85,7 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
         return "its architecture has no decoder here"
     told = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
     given = {key for key, value in told.items() if value not in (None, False)}
-    known = _IMPLEMENTED | _NEUTRAL | FAMILIES[config.model_type].fields
+    known = _IMPLEMENTED | _NEUTRAL | FAMILIES[config.model_type].own_fields
     if unknown := sorted(given - known):
         return f"its config has {', '.join(unknown)}"
     rope = config.rope_parameters or {}
@@ -104,7 +104,7 @@ def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
 
     Raises KeyError naming a tensor that the checkpoint lacks.
     """
-    reader = FAMILIES[config.model_type].reader(checkpoint, config)
+    reader = FAMILIES[config.model_type](checkpoint, config)
     no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # rotates by 0 at every position
     has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = [
@@ -127,37 +127,16 @@ def window_of(config: Any, layer: int) -> int | None:
     return window
 
 
-class Family(NamedTuple):
-    """What is special to models of a type."""
-
-    reader: type[LlamaReader] = LlamaReader  # of their layers
-    fields: frozenset[str] = frozenset()  # of its configuration alone that the code implements
-
-
-_LLAMA = Family()
-_GPT_OSS = Family(
-    GptOssReader,
-    frozenset(
-        {
-            "experts_per_token",  # repeated in num_experts_per_tok
-            "initial_context_length",  # repeated in rope_parameters
-            "num_experts_per_tok",
-            "num_local_experts",
-            "router_aux_loss_coef",  # of training
-            "swiglu_alpha",
-            "swiglu_limit",
-        }
-    ),
-)
-FAMILIES: dict[str, Family] = {
-    "cwm": _LLAMA,
-    "gpt_oss": _GPT_OSS,
-    "llama": _LLAMA,
-    "mimo": _LLAMA,
-    "ministral": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "seed_oss": _LLAMA,
-    "smollm3": _LLAMA,
+# By model type, the class that reads its layers.
+FAMILIES: dict[str, type[LlamaReader]] = {
+    "cwm": LlamaReader,
+    "gpt_oss": GptOssReader,
+    "llama": LlamaReader,
+    "mimo": LlamaReader,
+    "ministral": LlamaReader,
+    "mistral": LlamaReader,
+    "qwen2": LlamaReader,
+    "qwen3": LlamaReader,
+    "seed_oss": LlamaReader,
+    "smollm3": LlamaReader,
 }

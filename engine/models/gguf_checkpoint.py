@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .any_checkpoint import AnyCheckpoint, Progress
+from .checkpoint import AnyCheckpoint, Progress
 from .gguf_file import FILE_NAME, GgufFile
 from .weights import Dense, Tiles, Weight
 
@@ -84,7 +84,7 @@ class GgufCheckpoint(AnyCheckpoint):
         return self._read(name).dequantised().view(self._file.shape_of(_gguf_name(name)))
 
     def tensor(self, *names: str) -> Tensor:
-        return torch.cat([self.stored(name).to(self._dtype) for name in names]).to(self._device)
+        return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self._device)
 
     def _tied(self, embedding: Tensor) -> Weight:
         return self._weight(("model.embed_tokens",)) if self._keeps_width else Dense(embedding)
@@ -101,7 +101,7 @@ class GgufCheckpoint(AnyCheckpoint):
             parts = [Codes(part.dequantised()) for part in parts]
         columns = [part for part in zip(*parts, strict=True) if part[0] is not None]
         merged = Codes(*(torch.cat(column) for column in columns))
-        return Tiles(pack(merged, layout), self._dtype)
+        return Tiles(pack(merged, layout), self.dtype)
 
     def _read(self, name: str) -> Codes:
         gguf_name = _gguf_name(name)

@@ -5,6 +5,7 @@ from outrider.kernels.model.rms_norm import Norm
 from .checkpoint import Checkpoint
 from .experts import ExpertMLP, ExpertWeights
 from .formats import UnsupportedFormatError
+from .formats.mxfp4 import read_experts
 from .llama import LlamaReader
 
 _ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in its configuration
@@ -12,6 +13,18 @@ _ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in i
 
 class GptOssReader(LlamaReader):
     """Reads the parts of a gpt-oss."""
+
+    own_fields = frozenset(
+        {
+            "experts_per_token",  # repeated in num_experts_per_tok
+            "initial_context_length",  # repeated in rope_parameters
+            "num_experts_per_tok",
+            "num_local_experts",
+            "router_aux_loss_coef",  # of training
+            "swiglu_alpha",
+            "swiglu_limit",
+        }
+    )
 
     def mlp(self, name: str, norm: Norm) -> ExpertMLP:
         """Raises UnsupportedFormatError if its experts are not in MXFP4, or damaged."""
@@ -25,10 +38,13 @@ class GptOssReader(LlamaReader):
             norm=norm,
             router=self.linear(width, **{f"{name}.router": num_experts}),
             experts=ExpertWeights(
-                gate_up=checkpoint.experts(
-                    f"{experts}.gate_up_proj", (num_experts, 2 * inner, width), interleaved=True
+                gate_up=read_experts(
+                    checkpoint,
+                    f"{experts}.gate_up_proj",
+                    (num_experts, 2 * inner, width),
+                    interleaved=True,
                 ),
-                down=checkpoint.experts(f"{experts}.down_proj", (num_experts, width, inner)),
+                down=read_experts(checkpoint, f"{experts}.down_proj", (num_experts, width, inner)),
                 top_k=config.num_experts_per_tok,
                 alpha=getattr(config, "swiglu_alpha", _ALPHA),
                 limit=getattr(config, "swiglu_limit", _LIMIT),

@@ -1,17 +1,15 @@
 """The common part of heads: layers that read the target's hidden states and draft for it."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 
 from .attention import PassContext
-from .blocks import Block
-from .stack import Stack
-from .weights import Kept, Linear, packed
+from .blocks import Block, Stack
+from .weights import Kept, Linear
 
 
 class Head(Stack):
@@ -48,10 +46,8 @@ class Head(Stack):
     def weights(self) -> list[Kept]:
         return [*super().weights, self.fc.weight]
 
-    def pack(self, *, rounds: bool) -> None:
-        """Convert the weights to the fastest format for a CPU; `rounds` allows 8 bits."""
-        change = partial(packed, rounds=rounds)
-        self.change_linears(change)
+    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
+        super().change_linears(change)
         self.fc = change(self.fc)
 
 

@@ -1,14 +1,19 @@
-"""Reads the configs of heads, of which there are several formats.
+"""What a directory says of its head: configs of several formats, and MTP heads inside targets.
 
 A flat config is that of a Llama with some more keys. The speculators library has the config of the
 layer inside its own. Boundary b of a target is its residual stream after b layers; boundary 0 are
 the embeddings.
+
+An MTP head has no config. It is a layer more in a target's own checkpoint, and only the names of
+its tensors tell of it. To add a family's, enter its dialect in DIALECTS.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -24,29 +29,8 @@ _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' name
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
 # Types of RoPE, also of models; others depend on the length of the sequence.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-# Keys of a head's config, besides those of its layers.
-_OWN_KEYS = {
-    "architectures",
-    "auto_map",
-    "aux_hidden_state_layer_ids",
-    "dflash_config",
-    "draft_vocab_size",
-    "eagle_aux_hidden_state_layer_ids",
-    "eagle_config",
-    "fc_norm",
-    "mask_token_id",
-    "model_type",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-    "speculators_config",
-    "speculators_model_type",
-    "speculators_version",
-    "target_hidden_size",
-    "target_layer_ids",
-    "torch_dtype",
-    "transformer_layer_config",
-}
+# Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
+_LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
 
 class HeadError(ValueError):
@@ -74,7 +58,6 @@ class HeadConfig:
     kind: str  # an entry of KINDS
     layers: "LlamaConfig"  # of its decoder layers
     draft_vocab_size: int
-    target_hidden_size: int
     boundaries: tuple[int, ...] | None  # those that it reads, ascending; None: EAGLE-3's default
     norm_before_residual: bool
     norm_before_fc: bool
@@ -98,7 +81,6 @@ class HeadConfig:
             kind=kind,
             layers=layers,
             draft_vocab_size=told.get("draft_vocab_size") or layers.vocab_size,
-            target_hidden_size=told.get("target_hidden_size") or layers.hidden_size,
             boundaries=_boundaries(told),
             norm_before_residual=bool(told.get("norm_before_residual")),
             norm_before_fc=bool(told.get("norm_before_fc")),
@@ -145,7 +127,7 @@ def _kind(told: dict[str, Any]) -> str | None:
 def _layers(told: dict[str, Any]) -> "LlamaConfig":
     from transformers import LlamaConfig  # takes seconds, and `head_kind` does not need it
 
-    kept = {key: value for key, value in told.items() if key not in _OWN_KEYS}
+    kept = {key: value for key, value in told.items() if key not in _LEFT_OUT}
     if kept.get("hidden_act", "silu") != "silu":
         raise HeadError(f"its activation is {kept['hidden_act']}; silu is known here")
     if not kept.get("rope_parameters"):
@@ -227,3 +209,64 @@ def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfi
         markov=markov,
         has_confidence=bool(own.get("enable_confidence_head")),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpDialect:
+    """Names of the tensors of a family's MTP head, and how it combines its inputs."""
+
+    layer: str  # what the names of its decoder layer begin with
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str  # the last one
+    hidden_first: bool  # the projection reads [h; e], not [e; h]
+    zeroes_first: bool  # in row 0, zeros take the place of the embedding
+    norm_offset: float = 0.0  # is added to the weights of these three norms
+
+
+_MIMO = "model.mtp_layers.0"
+# By the target's model type.
+DIALECTS = {
+    "mimo": MtpDialect(
+        layer=_MIMO,
+        projection=f"{_MIMO}.input_proj",
+        embedding_norm=f"{_MIMO}.token_layernorm",
+        hidden_norm=f"{_MIMO}.hidden_layernorm",
+        norm=f"{_MIMO}.final_layernorm",
+        hidden_first=True,
+        zeroes_first=True,
+    ),
+}
+
+
+def mtp_dialect(folder: Path) -> MtpDialect:
+    """The dialect of the MTP head in this model directory; raises HeadError if there is none."""
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    if model_type not in DIALECTS:
+        raise HeadError(
+            f"no MTP head is known for models of type {model_type}; known are those of "
+            f"{', '.join(DIALECTS)}"
+        )
+    dialect = DIALECTS[model_type]
+    name = f"{dialect.projection}.weight"
+    if name not in _tensor_names(folder):
+        raise HeadError(
+            f"its files hold no MTP head ({name}), which quantised and fine-tuned checkpoints "
+            "often leave out"
+        )
+    return dialect
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return set(json.loads(index.read_text())["weight_map"])
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return set()  # a GGUF file, say
+    try:
+        with safe_open(single, "np") as file:
+            return set(file.keys())
+    except SafetensorError as error:
+        raise HeadError(f"{single.name} is damaged or cut short ({error})") from None

@@ -1,30 +1,83 @@
-"""Reads the heads that have a directory of their own."""
+"""Loads the head of a target: one from a directory of its own, or an MTP head beside the target."""
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 
+from ..api import ignore_progress
 from ..config import ModelConfig
-from .any_checkpoint import AnyCheckpoint, Progress
+from .admission import DTYPES
+from .architectures import load_config
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .blocks import Block
-from .checkpoint import Checkpoint
+from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
 from .eagle3 import Eagle3Head
-from .formats import Read
+from .families import window_of
 from .head import Head
-from .head_config import BlockConfig, HeadConfig, HeadError
+from .head_config import BlockConfig, HeadConfig, HeadError, MtpDialect, mtp_dialect
 from .head_vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids
 from .llama import LlamaReader, check_shape
+from .loading import quantised_format, rounds_weights
+from .mtp import MtpHead
 from .network import Network
-from .weights import Dense, Linear
+from .weights import Dense, Linear, packed
 
 
-def read_head(config: ModelConfig, target: Network, progress: Progress) -> tuple[Head, list[int]]:
+def load_head(
+    config: ModelConfig,
+    target: Network,
+    target_path: str,
+    progress: Progress = ignore_progress,
+) -> Head:
+    """Load the head in a directory; from now on the target hands out the states that it reads.
+
+    The head computes in the target's dtype. Raises HeadError naming both models.
+    """
+    name, read = ("MTP head of", _read_mtp_head) if config.is_mtp else ("head", _read_head)
+    with _errors_told(f"the {name} {config.path} cannot draft for {target_path}"):
+        _check_settings(config, target)
+        head, tapped = read(config, target, progress)
+        target.tap(tapped)
+    if target.device.type == "cpu":
+        head.change_linears(partial(packed, rounds=rounds_weights(config, is_draft=True)))
+    return head
+
+
+def _check_settings(config: ModelConfig, target: Network) -> None:
+    """Raises HeadError if a head cannot have these settings."""
+    if config.quantization not in (None, "fp8"):
+        raise HeadError(f"draft.quantization is {config.quantization!r}; it may be fp8")
+    if config.dtype != "auto" and DTYPES.get(config.dtype) != target.dtype:
+        raise HeadError(
+            f"its dtype is set to {config.dtype}, but a head computes in its target's, which "
+            f"is {str(target.dtype).removeprefix('torch.')}: leave draft.dtype out"
+        )
+
+
+@contextmanager
+def _errors_told(what: str) -> Iterator[None]:
+    """Add the names of both models to errors."""
+    try:
+        yield
+    except KeyError as error:
+        raise HeadError(f"{what}: its file has no tensor {error}") from None
+    except (FileNotFoundError, ValueError) as error:
+        raise HeadError(f"{what}: {error}") from None
+    except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
+        raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None
+
+
+def _read_head(config: ModelConfig, target: Network, progress: Progress) -> tuple[Head, list[int]]:
     """The head in a directory, and the layers of the target whose states it reads.
 
     Raises KeyError naming a tensor that is missing, HeadError naming what does not fit.
@@ -33,12 +86,12 @@ def read_head(config: ModelConfig, target: Network, progress: Progress) -> tuple
     if config.head_layers:
         head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
     boundaries = head_config.boundaries_of(len(target.attentions))
-    checkpoint = head_checkpoint(config, target, progress)
+    checkpoint = _checkpoint(config, target, progress)
     head = _build(head_config, checkpoint, target, len(boundaries))
     return head, [boundary - 1 for boundary in boundaries]
 
 
-def head_checkpoint(
+def _checkpoint(
     config: ModelConfig, target: Network, progress: Progress, *, read: Read | None = None
 ) -> Checkpoint:
     """The checkpoint of a head, which computes in its target's dtype; `read` as in Checkpoint."""
@@ -51,10 +104,6 @@ def head_checkpoint(
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
     width, target_width = config.layers.hidden_size, target.input_embedding.shape[1]
-    if config.target_hidden_size != target_width and "fc.weight" not in checkpoint:
-        raise HeadError(
-            f"it reads states of width {config.target_hidden_size}, the target's are {target_width}"
-        )
     fc = checkpoint.linear("fc")
     if fc.weight.shape != (width, num_taps * target_width):
         raise HeadError(
@@ -149,15 +198,12 @@ def _block_head(
     check_mask_token(block.mask_token_id, shared["embedding"])
     markov = None if block.markov is None else _markov_head(config, block.markov, reader)
     return BlockHead(
+        block,
         hidden_norm=reader.norm("hidden_norm"),
         context_kv=[
             _kv_part(reader.checkpoint, f"layers.{i}.self_attn", each)
             for i, each in enumerate(shared["blocks"])
         ],
-        block_size=block.size,
-        mask_token_id=block.mask_token_id,
-        predicts_from_anchor=block.predicts_from_anchor,
-        embedding_scale=block.embedding_scale,
         markov=markov,
         confidence=_confidence_head(config, markov, reader) if block.has_confidence else None,
         **shared,
@@ -201,3 +247,43 @@ def _kv_part(checkpoint: AnyCheckpoint, attention_name: str, block: Block) -> Li
     attention = block.mixer.attention
     first = attention.num_heads * attention.head_dim
     return Linear(Dense(weight.matrix[first:]), None if bias is None else bias[first:])
+
+
+def _read_mtp_head(
+    config: ModelConfig, target: Network, progress: Progress
+) -> tuple[MtpHead, list[int]]:
+    """The MTP head of the target in this directory, and the states that it reads: the last.
+
+    Raises KeyError naming a tensor that is missing, HeadError naming what does not fit.
+    """
+    if config.head_layers is not None:
+        raise HeadError("it reads the last layer's states: leave draft.head_layers out")
+    folder = Path(config.path)
+    dialect = mtp_dialect(folder)
+    hf_config: Any = load_config(folder)
+    quantised = quantised_format(config, hf_config)
+    read = quantised[1] if quantised else None
+    checkpoint = _checkpoint(config, target, progress, read=read)
+    return _mtp_head(dialect, hf_config, checkpoint, target), [len(target.attentions)]
+
+
+def _mtp_head(dialect: MtpDialect, config: Any, checkpoint: Checkpoint, target: Network) -> MtpHead:
+    reader, width = LlamaReader(checkpoint, config), config.hidden_size
+    rope = reader.rope(target.device)
+
+    def norm(name: str) -> Norm:
+        read = reader.norm(name)
+        return read._replace(weight=read.weight + dialect.norm_offset)
+
+    return MtpHead(
+        dialect,
+        embedding_norm=norm(dialect.embedding_norm),
+        hidden_norm=norm(dialect.hidden_norm),
+        fc=reader.linear(2 * width, **{dialect.projection: width}),
+        embedding=target.input_embedding,
+        blocks=[reader.block(dialect.layer, rope, window=window_of(config, 0))],
+        norm=norm(dialect.norm),
+        head=target.output_head,
+        target_ids=None,
+        vocab_size=target.vocab_size,
+    )

@@ -1,4 +1,4 @@
-"""How a head's tokens relate to its target's: what each loads of its own, and what it shares."""
+"""The embedding, output layer and vocabulary of a head: its own, or those of its target."""
 
 import torch
 from torch import Tensor

@@ -7,20 +7,26 @@ name in the interface, and that function knows the model's current batch.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
+from outrider.kernels.model.packed_linear import pack_weight
 from outrider.kernels.model.rope import store
 
+from ..config import ModelConfig
 from .admission import UnsupportedModelError
 from .attention import PagedAttention, PassContext
+from .checkpoint import Progress
+from .gguf_file import transformers_arguments
 from .network import Network, Pass
-from .packed_modules import PackedLinear
 from .weights import Dense, Linear, Packed
 
 # Must not contain "flash", "sdpa", "flex", "paged|" or "/", which mean something to transformers.
@@ -31,8 +37,17 @@ _numbers = count()
 class HuggingFaceModel(Network):
     """A causal LM of transformers: its own code around our attention."""
 
-    def __init__(self, load: Callable[[str], PreTrainedModel]) -> None:
-        """`load` returns the model, with the attention implementation of the given name.
+    def __init__(
+        self,
+        config: ModelConfig,
+        hf_config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        *,
+        rounds: bool,
+    ) -> None:
+        """Load the model onto a device; on a CPU, `rounds` allows rounding to 8 bits.
 
         Raises UnsupportedModelError if the model would silently compute wrong results.
         """
@@ -41,10 +56,23 @@ class HuggingFaceModel(Network):
         self._num_calls = 0
         name = _NAME.format(next(_numbers))
         AttentionInterface.register(name, self._attend)
-        self.model = load(name)
+        with _weights_counted(progress):
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                config=hf_config,
+                dtype=dtype,
+                device_map={"": device},
+                attn_implementation=name,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=True,
+                **transformers_arguments(Path(config.path)),
+            )
+        self.model = model.eval().requires_grad_(False)
         self.dtype, self.device = self.model.dtype, self.model.device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self._dry_run()
+        if device.type == "cpu":
+            pack_linears(self.model, rounds=rounds)
 
     @property
     def attentions(self) -> list[PagedAttention]:
@@ -59,8 +87,7 @@ class HuggingFaceModel(Network):
     def output_head(self) -> Linear:
         layer: Any = self.model.get_output_embeddings()
         if isinstance(layer, PackedLinear):
-            shape = (self.vocab_size, self.input_embedding.shape[1])
-            return Linear(Packed(layer.packed_weight, shape), layer.bias)
+            return layer.linear
         return Linear(Dense(layer.weight), layer.bias)
 
     def tap(self, layers: Sequence[int]) -> None:
@@ -172,3 +199,56 @@ class HuggingFaceModel(Network):
                 f"of its {num_layers} layers, {len(self._attention_of)} called our attention, "
                 f"{self._num_calls} times in all"
             )
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for inference on a CPU, with a packed weight."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@torch.inference_mode()
+def pack_linears(model: nn.Module, *, rounds: bool = False) -> int:
+    """Replace each plain linear layer by a packed one that computes the same.
+
+    With `rounds`, weights may be rounded to 8 bits. Returns how many layers were replaced: none if
+    oneDNN lacks the dtype or this torch the operator.
+    """
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            # A subclass may have another forward.
+            if type(child) is not nn.Linear:
+                continue
+            matrix = pack_weight(child.weight, rounds=rounds)
+            if matrix is not None:
+                weight = Packed(matrix, (child.out_features, child.in_features))
+                setattr(parent, name, PackedLinear(Linear(weight, child.bias)))
+                num_packed += 1
+    return num_packed
+
+
+@contextmanager
+def _weights_counted(progress: Progress) -> Iterator[None]:
+    """Have transformers report loaded weights to `progress` instead of drawing a progress bar."""
+
+    def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _counted(args[0], progress) if args else make_bar(*args, **kwargs)
+
+    transformers_logging.disable_progress_bar()
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        progress(done, len(items))
+        yield item

@@ -8,9 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
-from .any_checkpoint import AnyCheckpoint
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
+from .checkpoint import AnyCheckpoint
 from .experts import ExpertMLP
 from .weights import Linear, Weight
 
@@ -20,6 +20,9 @@ _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_sc
 
 class LlamaReader:
     """Reads the parts of a model, and checks their shapes."""
+
+    # Of a configuration, implemented here and not for every family.
+    own_fields: frozenset[str] = frozenset()
 
     def __init__(self, checkpoint: AnyCheckpoint, config: Any) -> None:
         """`config` has the fields of a Llama's."""

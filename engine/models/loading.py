@@ -1,19 +1,15 @@
 """Loads a model directory as a network on its device."""
 
-import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedConfig
 
 from ..api import ignore_progress
 from ..config import ModelConfig
@@ -24,26 +20,25 @@ from .admission import (
     max_positions,
     resolve_dtype,
 )
-from .any_checkpoint import AnyCheckpoint, Progress
 from .architectures import load_config
-from .checkpoint import Checkpoint
+from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
-from .formats import FORMATS, Read, UnsupportedFormatError, reader_of, without_format
+from .formats import FORMATS, UnsupportedFormatError, take_format
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
-from .packed_modules import pack_linears
 from .proof import CHECKED_LENGTHS, Original, why_different
 from .same_bits import keep_bits
 from .weights import Dense, Tiles, packed
 
 log = logging.getLogger(__name__)
 
-# Of a draft model, beside its config: the ids of the tokens that it proposes. On a CPU the head is
-# most of a small draft's pass, and all but the rarest tokens need a quarter of it.
+# A file beside a draft model's config, with the ids of the tokens that it proposes. On a CPU the
+# output layer takes most of a small draft's pass, and a quarter of its rows covers all but the
+# rarest tokens.
 DRAFTED_TOKENS = "draft_tokens.json"
 
 
@@ -106,14 +101,13 @@ def quantised_format(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[
     if config.quantization not in (None, "fp8"):
         raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")
     try:
-        quantised = reader_of(hf_config)
+        quantised = take_format(hf_config)
     except UnsupportedFormatError as reason:
         raise UnsupportedModelError(_refused(str(reason))) from None
     if quantised is not None and config.quantization is not None:
         raise UnsupportedModelError(
             f"its weights are quantised already ({quantised[0]}); leave quantization out"
         )
-    without_format(hf_config)
     return quantised
 
 
@@ -125,7 +119,7 @@ def _refused(reason: str) -> str:
 
 
 def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:
-    """Whether a CPU may round the weights: output is exact with any draft, and "auto" allows it."""
+    """Whether a CPU may round the weights: a draft's, since any draft leaves the output exact."""
     return is_draft and config.dtype == "auto"
 
 
@@ -203,25 +197,16 @@ class _Loader:
 
     def whole_model(self) -> Network:
         """The model as transformers has it."""
-        network = HuggingFaceModel(self._load_whole)
-        if self.device.type == "cpu":
-            pack_linears(network.model, rounds=rounds_weights(self.config, self.is_draft))
+        network = HuggingFaceModel(
+            self.config,
+            self.hf_config,
+            self.dtype,
+            self.device,
+            self.progress,
+            rounds=rounds_weights(self.config, self.is_draft),
+        )
         self._keep_bits(network)
         return network
-
-    def _load_whole(self, attention: str) -> Any:
-        with _weights_counted(self.progress):
-            model = AutoModelForCausalLM.from_pretrained(
-                self.config.path,
-                config=self.hf_config,
-                dtype=self.dtype,
-                device_map={"": self.device},
-                attn_implementation=attention,
-                trust_remote_code=self.config.trust_remote_code,
-                local_files_only=True,
-                **transformers_arguments(Path(self.config.path)),
-            )
-        return model.eval().requires_grad_(False)
 
     def _keep_bits(self, network: Network) -> None:
         """Make the bits of its rows independent of the batch, if that is wanted."""
@@ -268,24 +253,3 @@ def drafted_tokens(folder: Path, vocab_size: int) -> Tensor | None:
             "mend it, or remove it: all tokens are proposed then"
         )
     return torch.tensor(ids)
-
-
-@contextlib.contextmanager
-def _weights_counted(progress: Progress) -> Iterator[None]:
-    """Have transformers report loaded weights to `progress` instead of drawing a progress bar."""
-
-    def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _counted(args[0], progress) if args else make_bar(*args, **kwargs)
-
-    transformers_logging.disable_progress_bar()
-    previous = transformers_logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(previous)
-
-
-def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
-    for done, item in enumerate(items):
-        progress(done, len(items))
-        yield item

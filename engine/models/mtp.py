@@ -22,6 +22,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from .attention import PassContext
 from .head import AutoregressiveHead
+from .head_config import MtpDialect
 
 
 class MtpHead(AutoregressiveHead):
@@ -30,20 +31,14 @@ class MtpHead(AutoregressiveHead):
     kind = "mtp"
 
     def __init__(
-        self,
-        *,
-        embedding_norm: Norm,
-        hidden_norm: Norm,
-        hidden_first: bool,
-        zeroes_first: bool,
-        **layers: Any,
+        self, dialect: MtpDialect, *, embedding_norm: Norm, hidden_norm: Norm, **layers: Any
     ) -> None:
-        """`layers` as in Head; `fc` is the projection. See MtpDialect for the flags."""
+        """`layers` as in Head; `fc` is the projection."""
         super().__init__(**layers)
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
-        self.hidden_first = hidden_first
-        self.zeroes_first = zeroes_first
+        self.hidden_first = dialect.hidden_first
+        self.zeroes_first = dialect.zeroes_first
 
     def fused(self, taps: Tensor) -> Tensor:
         return taps.flatten(1)

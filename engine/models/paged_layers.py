@@ -9,7 +9,7 @@ from .attention import PagedAttention
 
 
 class PagedLayers(ABC):
-    """The part of a page that belongs to one model."""
+    """The attention layers of one model, each with its part of every page."""
 
     dtype: torch.dtype
     device: torch.device

@@ -12,12 +12,12 @@ from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
-from .any_checkpoint import Progress
 from .attention import PassContext
+from .checkpoint import Progress
 from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
 from .network import Pass
-from .thread_counts import alike_thread_counts
+from .same_bits import alike_thread_counts
 
 # Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
 # GPU takes longer to compute the pass than the host to launch its kernels, so no graph is needed.

@@ -25,7 +25,7 @@ from .blocks import Block
 from .decoder import Decoder
 from .experts import ExpertMLP
 from .one_prompt import PAGE, num_pages_of, one_prompt
-from .weights import Dense, Linear, Weight
+from .weights import Linear
 
 # Rows of a prompt, of a decode and of a verification: each runs other kernels.
 CHECKED_LENGTHS = (40, 1, 5)
@@ -120,7 +120,7 @@ class Original:
 
 
 class Routed(NamedTuple):
-    """What transformers' router got and said."""
+    """The inputs and outputs of transformers' router."""
 
     normed: Tensor  # [T, hidden]
     logits: Tensor  # [T, E]
@@ -214,7 +214,7 @@ def _agrees(
 
 
 def _routes_alike(block: Block, routed: Routed) -> bool:
-    """Whether our router says the same of the same rows, and chooses the same experts by it."""
+    """Whether our router computes these logits, and chooses the same experts from them."""
     assert isinstance(block.mlp, ExpertMLP)
     eps, theirs = torch.finfo(routed.logits.dtype).eps, routed.logits.float()
     ours = block.mlp.router(routed.normed).float()
@@ -234,32 +234,25 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _split(linear: Linear, *modules: nn.Linear) -> None:
+    """Give each module its part of a layer's weight and bias, and its inputs as the weight takes
+    them.
+
+    A weight is dequantised only while its modules run, since all at once may not fit. The first
+    module that runs does it for all of them.
+    """
     sizes = [module.out_features for module in modules]
     biases = linear.bias.split(sizes) if linear.bias is not None else [None] * len(modules)
     for module, bias in zip(modules, biases, strict=True):
         if bias is not None:
             module.bias = nn.Parameter(bias, requires_grad=False)
-    if isinstance(linear.weight, Dense):
-        for module, part in zip(modules, linear.weight.matrix.split(sizes), strict=True):
-            _assign(module, part)
-    else:
-        _assign_in_turn(modules, linear.weight, sizes)
-
-
-def _assign_in_turn(modules: Sequence[nn.Linear], weight: Weight, sizes: list[int]) -> None:
-    """Dequantise a weight only while its modules run: for all at once there may be no room.
-
-    The first module that runs makes it, for all of them. Each gets its inputs as the weight takes
-    them.
-    """
     nothing = torch.empty(0)
     parts: dict[nn.Linear, Tensor] = {}  # of modules that have yet to run
 
     def take(first: int, module: nn.Linear, args: tuple[Tensor]) -> tuple[Tensor]:
         if module not in parts:
-            parts.update(zip(modules, weight.dequantised().split(sizes), strict=True))
+            parts.update(zip(modules, linear.weight.dequantised().split(sizes), strict=True))
         _assign(module, parts.pop(module))
-        taken = weight.taken(args[0].flatten(0, -2), first)
+        taken = linear.weight.taken(args[0].flatten(0, -2), first)
         return (taken.view_as(args[0]),)
 
     def give_back(module: nn.Linear, *_: object) -> None:

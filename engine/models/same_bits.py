@@ -1,4 +1,4 @@
-"""Makes the bits of a target's rows independent of the batch, and checks this at load."""
+"""Finds out at load what a target's bits depend on, and makes them independent of the batch."""
 
 from functools import partial
 from itertools import accumulate, pairwise
@@ -13,6 +13,7 @@ from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
+from .proof import CHECKED_LENGTHS
 from .weights import with_same_bits
 
 # Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
@@ -63,7 +64,7 @@ def _prove(network: Network, max_len: int) -> None:
     input_ids = input_ids.to(device)
 
     def logits(first: int, end: int) -> Tensor:
-        # What overflows is no difference: NaN would not equal itself.
+        # Overflow is no difference, though NaN does not equal itself.
         ids = input_ids[first:end]
         part = one_prompt(ids, first, follows=True, max_len=max_len, same_bits=True)
         return network(part).logits.nan_to_num()
@@ -102,3 +103,34 @@ def _why_products_vary(network: Network) -> str:
         name = str(dtype).removeprefix("torch.")
         return f"oneDNN multiplies no {name} on this processor, only float32 (target.dtype)"
     return "some of its products are the library's own choice"
+
+
+@torch.inference_mode()
+def alike_thread_counts(network: Network) -> tuple[int, ...]:
+    """All threads, a half, a quarter and so on: those for which the logits have the same bits.
+
+    Found by trying: a library may split its sums differently for another number of threads.
+    """
+    most = torch.get_num_threads()
+    counts, count = [most], most // 2
+    truth = _logits(network)
+    try:
+        while count >= 1:
+            torch.set_num_threads(count)
+            if all(map(torch.equal, _logits(network), truth)):
+                counts.append(count)
+            count //= 2
+    finally:
+        torch.set_num_threads(most)
+    return tuple(counts)
+
+
+def _logits(network: Network) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for length in CHECKED_LENGTHS:
+        network.bind_cache(num_pages_of(length), PAGE)
+        ids = torch.randint(0, network.vocab_size, (length,), generator=generator)
+        found.append(network(one_prompt(ids)).logits)
+    network.free_cache()
+    return found

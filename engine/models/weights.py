@@ -19,6 +19,7 @@ from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, pack
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.same_bits_linear import (
+    LibraryRows,
     add_same_bits_linear,
     library_rows,
     same_bits_linear,
@@ -80,7 +81,7 @@ class Weight(Kept, ABC):
         raise TypeError(f"{type(self).__name__} takes no codes")
 
     def taken(self, x: Tensor, output: int) -> Tensor:
-        """The numbers that this output multiplies: x itself, or rounded. Shape: [T, K]."""
+        """The inputs that this output is computed from: x, or x rounded. Shape: [T, K]."""
         return x
 
     def with_same_bits(self, bias: Tensor | None) -> "Weight":
@@ -116,44 +117,33 @@ class Unfused(Weight):
 class Dense(Weight):
     """A plain matrix. Our kernels multiply by it on a GPU, torch does on a CPU."""
 
-    def __init__(self, matrix: Tensor) -> None:
-        """Shape: matrix [N, K], dense."""
-        self.matrix = matrix
+    def __init__(self, matrix: Tensor, library: LibraryRows | None = None) -> None:
+        """With `library`, from `library_rows`, a row's bits do not depend on the batch.
+
+        Shape: matrix [N, K], dense.
+        """
+        self.matrix, self._library = matrix, library
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.num_bytes = matrix.nbytes
+        self.same_bits = library is not None
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        if self._library is not None:
+            return same_bits_linear(x, self.matrix, bias, self._library, **fused)
         return linear(x, self.matrix, bias, **fused)
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
+        if self._library is not None:
+            return add_same_bits_linear(residual, x, self.matrix, bias, self._library, norm=norm)
         return add_linear(residual, x, self.matrix, bias, norm=norm)
 
     def dequantised(self) -> Tensor:
         return self.matrix
 
-    def with_same_bits(self, bias: Tensor | None) -> "SameBits":
-        return SameBits(self.matrix, bias)
-
-
-class SameBits(Dense):
-    """A plain matrix on a GPU; the bits of a row's product do not depend on the batch."""
-
-    same_bits = True
-
-    def __init__(self, matrix: Tensor, bias: Tensor | None) -> None:
-        """Raises ValueError if this GPU cannot. Shape: matrix [N, K], dense, bias [N]."""
-        super().__init__(matrix)
-        self._library = library_rows(matrix, bias)
-
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        return same_bits_linear(x, self.matrix, bias, self._library, **fused)
-
-    def add_to(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Tensor | None:
-        return add_same_bits_linear(residual, x, self.matrix, bias, self._library, norm=norm)
+    def with_same_bits(self, bias: Tensor | None) -> "Dense":
+        return Dense(self.matrix, library_rows(self.matrix, bias))
 
 
 class Packed(Unfused):

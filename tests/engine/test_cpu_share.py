@@ -13,9 +13,9 @@ from tiny_models import DEVICE
 from outrider.engine import cpu_share
 from outrider.engine.config import ModelConfig
 from outrider.engine.cpu_share import CPUShare, fitting
-from outrider.engine.models import thread_counts
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Pass
+from outrider.engine.models.same_bits import alike_thread_counts
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -114,8 +114,8 @@ def test_only_counts_with_the_same_bits_are_offered(
         found = real(self, context)
         return found._replace(logits=found.logits + 1e-3 * torch.get_num_threads())
 
-    assert 2 in thread_counts.alike_thread_counts(network)
+    assert 2 in alike_thread_counts(network)
     monkeypatch.setattr(type(network), "__call__", by_threads)
-    assert thread_counts.alike_thread_counts(network) == (2,)
+    assert alike_thread_counts(network) == (2,)
     assert torch.get_num_threads() == 2
     assert all(attention.pages is None for attention in network.attentions)

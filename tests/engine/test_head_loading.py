@@ -17,8 +17,8 @@ from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models.any_head import load_head
 from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
+from outrider.engine.models.head_loading import load_head
 from outrider.engine.models.loading import load_network
 
 
@@ -62,7 +62,7 @@ def change(head: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] 
         ),
         ("fc.weight", None, "no tensor 'fc.weight'"),
         ("midlayer.mlp.up_proj.weight", None, "no tensor 'midlayer.mlp.up_proj.weight'"),
-        ("midlayer.mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype I8"),
+        ("midlayer.mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype torch.int8"),
         ("lm_head.weight", lambda t: t[:40].contiguous(), "lm_head.weight is 40 x 32"),
         (
             "norm.weight",

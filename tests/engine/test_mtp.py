@@ -20,10 +20,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models.any_head import load_head
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.head_config import HeadError
+from outrider.engine.models.head_loading import load_head
 from outrider.engine.models.loading import load_network
 
 K = 3
@@ -133,7 +133,7 @@ def test_a_head_that_knows_the_next_token_is_always_right(target: Path) -> None:
         ("final_layernorm.weight", lambda t: t[:8].contiguous(), "weight is 8; by its config"),
         ("mlp.up_proj.weight", None, f"no tensor '{LAYER}.mlp.up_proj.weight'"),
         ("mlp.up_proj.weight", lambda t: t[:9].contiguous(), "is 73 x 32; by its config it must"),
-        ("mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype I8"),
+        ("mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype torch.int8"),
         ("self_attn.q_proj.weight", lambda t: t[:16].contiguous(), "is 80 x 32; by its config"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engine.models.packed_modules import pack_linears
+from outrider.engine.models.hugging_face import pack_linears
 from outrider.kernels.model import packed_linear
 from outrider.kernels.model.packed_linear import has_products, padded_rows
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..checkpoint import Read
 from . import awq, compressed_tensors, fp8, gptq, mxfp4
-from .base import Read, UnsupportedFormatError
+from .base import UnsupportedFormatError
 
-__all__ = ["FORMATS", "Read", "UnsupportedFormatError", "reader_of"]
+__all__ = ["FORMATS", "UnsupportedFormatError", "take_format"]
 
 FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
     "awq": awq.reader,
@@ -26,29 +27,27 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
 _KEYS = ("quantization_config", "compression_config")
 
 
-def reader_of(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
+def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
     """The format of a checkpoint's layers and its reader; None if they are plain.
 
-    Raises UnsupportedFormatError naming the format, or its option, that is not served.
+    Removes the format from the configuration, which is then that of the plain model. Raises
+    UnsupportedFormatError naming the format, or its option, that is not served.
     """
+    found = None
     for config in (hf_config, hf_config.get_text_config()):
         for key in _KEYS:
-            if not (told := getattr(config, key, None)):
-                continue
-            told = told if isinstance(told, dict) else told.to_dict()
-            name = str(told.get("quant_method") or key)
-            if name not in FORMATS:
-                raise UnsupportedFormatError(f"{name} is none of {', '.join(FORMATS)}")
-            try:
-                return name, FORMATS[name](told)
-            except UnsupportedFormatError as reason:
-                raise UnsupportedFormatError(f"{name}: {reason}") from None
-    return None
-
-
-def without_format(hf_config: PreTrainedConfig) -> None:
-    """Turn the configuration, in place, into that of the plain model."""
-    for config in (hf_config, hf_config.get_text_config()):
-        for key in _KEYS:
+            told = getattr(config, key, None)
             if hasattr(config, key):
                 delattr(config, key)
+            if told and found is None:
+                found = key, told if isinstance(told, dict) else told.to_dict()
+    if found is None:
+        return None
+    key, told = found
+    name = str(told.get("quant_method") or key)
+    if name not in FORMATS:
+        raise UnsupportedFormatError(f"{name} is none of {', '.join(FORMATS)}")
+    try:
+        return name, FORMATS[name](told)
+    except UnsupportedFormatError as reason:
+        raise UnsupportedFormatError(f"{name}: {reason}") from None

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
-from .base import Read, Tensors, UnsupportedFormatError, group_of, unpacked
+from ..checkpoint import Checkpoint, Read
+from .base import UnsupportedFormatError, group_of, unpacked
 
 # The place of each of the eight outputs in a word.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -23,7 +24,7 @@ def reader(config: dict[str, Any]) -> Read:
     return _read
 
 
-def _read(tensors: Tensors, layer: str) -> NarrowMatrix | None:
+def _read(tensors: Checkpoint, layer: str) -> NarrowMatrix | None:
     if f"{layer}.qweight" not in tensors:
         return None
     if f"{layer}.qzeros" not in tensors:

@@ -1,40 +1,11 @@
 """Tools for reading quantised layers."""
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
-
-from outrider.kernels.model.narrow_matrix import NarrowMatrix
 
 
 class UnsupportedFormatError(ValueError):
     """The layers are in a format that is not served; the message says which."""
-
-
-class Tensors(Protocol):
-    """The tensors of a checkpoint."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def stored(self, name: str) -> Tensor:
-        """The tensor in its stored dtype, on the device."""
-
-    def dtype_of(self, name: str) -> torch.dtype: ...
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor in the model's dtype, on the device."""
-
-    def shape_of(self, name: str) -> tuple[int, ...]: ...
-
-    def part(self, name: str, index: int) -> Tensor:
-        """One entry of the first dimension, in its stored dtype, on the device."""
-
-
-# (tensors, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
-# UnsupportedFormatError.
-Read = Callable[[Tensors, str], NarrowMatrix | None]
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
 
+from ..checkpoint import Checkpoint, Read
 from . import fp8
-from .base import Read, Tensors, UnsupportedFormatError, group_of, order_of, signed, unpacked
+from .base import UnsupportedFormatError, group_of, order_of, signed, unpacked
 
 _FORMATS = {
     "dense",
@@ -64,7 +65,7 @@ def _rounded_inputs(group: dict[str, Any]) -> str | None:
 
 
 def _read(
-    tensors: Tensors, layer: str, block: list[int] | None, rounded: set[str]
+    tensors: Checkpoint, layer: str, block: list[int] | None, rounded: set[str]
 ) -> NarrowMatrix | None:
     if f"{layer}.weight_packed" in tensors:
         if tensors.dtype_of(f"{layer}.weight_packed") == torch.uint8:
@@ -75,7 +76,7 @@ def _read(
     return fp8.read(tensors, layer, block, rounds_inputs="float" in rounded)
 
 
-def _read_packed(tensors: Tensors, layer: str) -> NarrowMatrix:
+def _read_packed(tensors: Checkpoint, layer: str) -> NarrowMatrix:
     """Integers packed into words along the inputs, zero points along the outputs."""
     words = tensors.stored(f"{layer}.weight_packed")
     num_out, num_in = tensors.stored(f"{layer}.weight_shape").tolist()
@@ -104,7 +105,7 @@ def _read_packed(tensors: Tensors, layer: str) -> NarrowMatrix:
     )
 
 
-def _read_int8(tensors: Tensors, layer: str, *, rounds_inputs: bool) -> NarrowMatrix:
+def _read_int8(tensors: Checkpoint, layer: str, *, rounds_inputs: bool) -> NarrowMatrix:
     codes = tensors.stored(f"{layer}.weight")
     scale = tensors.stored(f"{layer}.weight_scale")
     if f"{layer}.weight_zero_point" in tensors:
@@ -123,7 +124,7 @@ def _read_int8(tensors: Tensors, layer: str, *, rounds_inputs: bool) -> NarrowMa
     )
 
 
-def _read_mxfp4(tensors: Tensors, layer: str) -> NarrowMatrix:
+def _read_mxfp4(tensors: Checkpoint, layer: str) -> NarrowMatrix:
     if f"{layer}.weight_global_scale" in tensors:
         raise UnsupportedFormatError(f"{layer} is in NVFP4")
     pairs = tensors.stored(f"{layer}.weight_packed")  # [N, K / 2], even inputs low

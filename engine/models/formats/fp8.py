@@ -6,7 +6,8 @@ import torch
 
 from outrider.kernels.model.narrow_matrix import STEP, NarrowMatrix, narrow_matrix
 
-from .base import Read, Tensors, UnsupportedFormatError
+from ..checkpoint import Checkpoint, Read
+from .base import UnsupportedFormatError
 
 # Checkpoints' names for the factor of the weights.
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -23,7 +24,7 @@ def reader(config: dict[str, Any]) -> Read:
 
 
 def read(
-    tensors: Tensors, layer: str, block: list[int] | None, *, rounds_inputs: bool = False
+    tensors: Checkpoint, layer: str, block: list[int] | None, *, rounds_inputs: bool = False
 ) -> NarrowMatrix | None:
     """`block`: how many outputs and inputs share a scale; None if scales are not for blocks."""
     if tensors.dtype_of(f"{layer}.weight") != torch.float8_e4m3fn:

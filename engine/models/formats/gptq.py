@@ -7,7 +7,8 @@ from torch import Tensor
 
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
 
-from .base import Read, Tensors, UnsupportedFormatError, group_of, order_of, signed, unpacked
+from ..checkpoint import Checkpoint, Read
+from .base import UnsupportedFormatError, group_of, order_of, signed, unpacked
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -19,7 +20,7 @@ def reader(config: dict[str, Any]) -> Read:
     return lambda tensors, layer: _read(tensors, layer, 1 if layout == "gptq" else 0)
 
 
-def _read(tensors: Tensors, layer: str, added: int) -> NarrowMatrix | None:
+def _read(tensors: Checkpoint, layer: str, added: int) -> NarrowMatrix | None:
     if f"{layer}.qweight" not in tensors:
         return None
     words = tensors.stored(f"{layer}.qweight")  # [K * bits / 32, N]

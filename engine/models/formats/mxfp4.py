@@ -8,7 +8,8 @@ from outrider.kernels.model.e2m1 import MOST_EXPONENT
 from outrider.kernels.model.expert_matrix import GROUP, ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
-from .base import Read, Tensors, UnsupportedFormatError
+from ..checkpoint import Checkpoint, Read
+from .base import UnsupportedFormatError
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -17,13 +18,21 @@ def reader(config: dict[str, Any]) -> Read:
 
 
 def read_experts(
-    tensors: Tensors, name: str, shape: tuple[int, int, int], *, interleaved: bool
+    tensors: Checkpoint, name: str, shape: tuple[int, int, int], *, interleaved: bool = False
 ) -> ExpertMatrix:
-    """The same linear layer of every expert, read one expert at a time.
+    """The same linear layer of every expert, in MXFP4 also on a CPU; read one expert at a time.
 
     With `interleaved`, even outputs are the gate's, and come first. Shape: [E, N, K].
     Raises UnsupportedFormatError naming a tensor that is missing or not as it must be.
     """
+    tensors.has_quantised = True
+    if tensors.dtype == torch.float16:
+        raise UnsupportedFormatError("float16 cannot hold every number of MXFP4; take bfloat16")
+    if not tensors.keeps_narrow:
+        tensors.warn_once(
+            "its experts are unpacked one at a time in every pass, since only a GPU multiplies by "
+            "them as they are: this takes no more memory, but much time"
+        )
     num_experts, num_out, num_in = shape
     blocks, scales, bias = (f"{name}_{part}" for part in ("blocks", "scales", "bias"))
     if num_in % (2 * GROUP):
