@@ -25,9 +25,11 @@ def shared_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-def num_stages_of(most: int, stage_bytes: int, device: torch.device) -> int:
-    """How many blocks a program loads ahead: `most`, or as many as shared memory holds."""
-    return max(1, min(most, shared_bytes(device) // stage_bytes))
+def num_stages_of(most: int, stage_bytes: int, device: torch.device, kept_bytes: int = 0) -> int:
+    """How many blocks a program loads ahead: `most`, or as many as shared memory holds beside
+    `kept_bytes`.
+    """
+    return max(1, min(most, (shared_bytes(device) - kept_bytes) // stage_bytes))
 
 
 @functools.cache

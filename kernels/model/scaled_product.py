@@ -22,6 +22,8 @@ from .silu_mul import silu
 from .tiles import BLOCK_N, num_splits_of, tile_of_program
 
 _BLOCK_K = 128
+_AHEAD = 512  # inputs whose codes a program loads before its rows are there
+_AHEAD_ROWS = 32  # with more rows it does not: registers and shared memory hold no more
 _MANY_ROWS = 256
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
@@ -51,11 +53,15 @@ def scaled_product(
     assert out.is_contiguous()
     num_rows, width = x.codes.shape
     num_out = out.shape[-1]
-    tile = _tile(num_rows, matrix, num_splits, has_two_sums=adds or len(matrix.scale) > 1)
+    in_parts, share, num_groups = out.ndim == 3, width // num_splits, len(matrix.scale)
+    is_even = share % _BLOCK_K == 0
+    # Whether or not they are loaded ahead, these are summed last: any tile must sum in one order.
+    last = _AHEAD if is_even and share > _AHEAD and num_groups == 1 else 0
+    ahead = last if num_rows <= _AHEAD_ROWS else 0
+    tile = _tile(num_rows, matrix, num_splits, ahead, has_two_sums=adds or num_groups > 1)
     num_tiles = triton.cdiv(num_out, tile["BLOCK_N"] // (2 if gated else 1)) * triton.cdiv(
         num_rows, tile["BLOCK_M"]
     )
-    in_parts, share, num_groups = out.ndim == 3, width // num_splits, len(matrix.scale)
     _scaled_kernel[num_tiles, num_splits if in_parts else 1](
         out,
         x.codes,
@@ -68,7 +74,9 @@ def scaled_product(
         width,
         share,
         matrix.scale.stride(0),
-        EVEN=share % _BLOCK_K == 0,
+        EVEN=is_even,
+        LAST=last,
+        AHEAD=ahead > 0,
         GROUP=matrix.group if num_groups > 1 else 0,
         NUM_GROUPS=num_groups,
         ROWS=matrix.rows,
@@ -82,7 +90,7 @@ def scaled_product(
 
 
 def _tile(
-    num_rows: int, matrix: NarrowMatrix, num_splits: int, *, has_two_sums: bool
+    num_rows: int, matrix: NarrowMatrix, num_splits: int, ahead: int, *, has_two_sums: bool
 ) -> dict[str, int]:
     """Block sizes, warps, and how many blocks a program loads ahead; no sum depends on these."""
     # Measured on an H200.
@@ -105,7 +113,9 @@ def _tile(
         "BLOCK_N": block_n,
         "BLOCK_K": _BLOCK_K,
         "num_warps": num_warps,
-        "num_stages": num_stages_of(num_stages, stage_bytes, matrix.codes.device),
+        "num_stages": num_stages_of(
+            num_stages, stage_bytes, matrix.codes.device, (block_m + block_n) * ahead
+        ),
     }
 
 
@@ -123,6 +133,8 @@ def _scaled_kernel(
     share,  # of the inputs, which one sum is of
     scale_stride,
     EVEN: tl.constexpr,  # whether blocks divide a share
+    LAST: tl.constexpr,  # how many of a share's first inputs are summed last
+    AHEAD: tl.constexpr,  # whether their codes are loaded before the rows are there
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -147,15 +159,14 @@ def _scaled_kernel(
     is_row, is_out = m < num_rows, n < num_out
     # If gated, the second half of a block holds the rows of `up` that match the gate's rows.
     weight_row = n + i // OUTS * num_out
-    k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + m.to(tl.int64)[None, :] * width + k[:, None]
-    codes_at = codes_ptr + weight_row.to(tl.int64)[:, None] * width + k[None, :]
+    x_at = x_ptr + m.to(tl.int64)[None, :] * width
+    codes_at = codes_ptr + weight_row.to(tl.int64)[:, None] * width
     x_scale_at = x_scale_ptr + m * NUM_GROUPS
     scale_at = scale_ptr + weight_row // ROWS
     out_at = out_ptr + (split * num_rows + m).to(tl.int64)[None, :] * num_out
     total = _share(
         x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, split * share,
-        share, EVEN, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, DEPENDENT,
+        share, EVEN, LAST, AHEAD, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, DEPENDENT,
     )  # fmt: skip
     if ADDS:
         mask = is_row[None, :] & is_out[:, None]
@@ -163,7 +174,7 @@ def _scaled_kernel(
     for each in tl.static_range(1, SPLITS):
         total += _share(
             x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, each * share,
-            share, EVEN, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, False,
+            share, EVEN, LAST, False, GROUP, NUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, False,
         )  # fmt: skip
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
@@ -179,8 +190,9 @@ def _scaled_kernel(
 @triton.jit
 def _share(
     x_at, x_scale_at, codes_at, scale_at, scale_stride, is_row, is_out, begin,
-    share, EVEN: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAITS: tl.constexpr,
+    share, EVEN: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Products over one share of the inputs; with WAITS the rows are not there yet.
 
@@ -189,15 +201,23 @@ def _share(
     CODE: tl.constexpr = codes_at.dtype.element_ty
     SUM: tl.constexpr = tl.int32 if tl.int8 == CODE else tl.float32
     k = tl.arange(0, BLOCK_K)
+    if AHEAD:
+        first = tl.arange(0, LAST)
+        codes_ahead = tl.load(codes_at + begin + first[None, :], mask=is_out[:, None], other=0.0)
     wait_for_inputs(WAITS)
+    if AHEAD:
+        x_ahead = tl.load(x_at + begin + first[:, None], mask=is_row[None, :], other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], SUM if NUM_GROUPS == 1 else tl.float32)
-    for start in range(begin, begin + share, BLOCK_K):
+    for place in range(LAST, share if AHEAD else share + LAST, BLOCK_K):
+        start = begin + place
+        if LAST > 0:
+            start = tl.where(place < share, start, start - share)
         in_x, in_codes = is_row[None, :], is_out[:, None]
         if not EVEN:
             inside = start + k < begin + share
             in_x, in_codes = in_x & inside[:, None], in_codes & inside[None, :]
-        x = tl.load(x_at + start, mask=in_x, other=0.0)
-        codes = tl.load(codes_at + start, mask=in_codes, other=0.0)
+        x = tl.load(x_at + (start + k)[:, None], mask=in_x, other=0.0)
+        codes = tl.load(codes_at + (start + k)[None, :], mask=in_codes, other=0.0)
         if NUM_GROUPS == 1:
             total = tl.dot(codes, x, total, out_dtype=SUM)
         else:
@@ -206,6 +226,8 @@ def _share(
             scale = tl.load(scale_at + group * scale_stride, mask=is_out, other=0.0)
             part = tl.dot(codes, x, out_dtype=SUM)
             total += part.to(tl.float32) * scale.to(tl.float32)[:, None] * x_scale[None, :]
+    if AHEAD:
+        total = tl.dot(codes_ahead, x_ahead, total, out_dtype=SUM)
     if NUM_GROUPS == 1:
         x_scale = tl.load(x_scale_at, mask=is_row, other=0.0)
         scale = tl.load(scale_at, mask=is_out, other=0.0).to(tl.float32)

@@ -127,7 +127,7 @@ def test_one_kernel_lists_all_kinds_of_batches(num_seqs: int) -> None:
     [
         (plain, [(32,), (64,)]),
         (narrow, [("fp8", 64), ("int4", 200)]),
-        (scaled, [(6144, 64), (6144, 128), (24576, 128), (6144, 300)]),
+        (scaled, [(6144, 1), (6144, 64), (6144, 128), (24576, 128), (6144, 300)]),
         (attention, [(1, 4, False), (2, 300, True)]),
     ],
 )

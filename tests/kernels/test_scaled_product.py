@@ -8,6 +8,7 @@ from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import scaled_linear as module
+from outrider.kernels.model import scaled_product
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_matrix import (
     Kind,
@@ -144,6 +145,7 @@ def test_a_row_comes_out_the_same_in_any_company(
         pytest.skip("the interpreter's products are numpy's")
     monkeypatch.setattr(module, "parts_of", lambda matrix: 2)
     monkeypatch.setattr(module, "MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
+    monkeypatch.setattr(scaled_product, "_AHEAD", 256)
     check_rows_keep_bits(
         scaled_linear,
         add_scaled_linear,
