@@ -40,7 +40,7 @@ def serve(settings: Settings) -> int:
     # The present stream, because conversions redirect sys.stderr later.
     console = Console(file=sys.stderr)
     configure_logging(settings.server.log_level, settings.server.log_format, console)
-    # Until uvicorn takes over; otherwise SIGTERM would not even end a container's first process.
+    # Without a handler SIGTERM would not even end a container's first process.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         prepare_for_clients(settings.server)
@@ -56,7 +56,7 @@ def serve(settings: Settings) -> int:
     except (ModelError, TracingError, WorkerError, OSError) as error:
         log.error("%s", error)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
 
 
@@ -135,6 +135,7 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
 
 
 async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
+    _be_cancelled_by(signal.SIGTERM)
     progress = ProgressDisplay(console)
     preparing = asyncio.create_task(prepare(settings, progress))
 
@@ -186,6 +187,17 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _be_cancelled_by(sig: signal.Signals) -> None:
+    """Cancel the running task on this signal, as asyncio does on Ctrl-C, until uvicorn takes over.
+
+    An exception from the signal's handler could come anywhere: between opening a socket and the
+    line that sees to its end, say, and then the process would wait for that socket for ever.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    signal.signal(sig, lambda *_: loop.call_soon_threadsafe(task.cancel))
 
 
 async def _front(prepared: Prepared, engine: ProcessEngine) -> Server | Workers:
