@@ -13,7 +13,11 @@ HERE = Path(__file__).parent
 # In parts, for workers beside each other; the longest file first.
 SLOWEST = ["batch_invariance", "kernel_equals_reference", "paged_attention", "invariance"]
 SLOWEST += ["edges", "breakpoints"]
-FILES = sorted(HERE.glob("test_*.py"), key=lambda path: (path.stem[5:] not in SLOWEST, path.stem))
+NOT_TRITON = {"cpu_layers", "exact_rules", "sampled"}  # without a Triton kernel
+FILES = sorted(
+    (path for path in HERE.glob("test_*.py") if path.stem[5:] not in NOT_TRITON),
+    key=lambda path: (path.stem[5:] not in SLOWEST, path.stem),
+)
 PARTS: list[Any] = [("not slow and not deep and not sweep", FILES[i::2]) for i in range(2)]
 PARTS += [
     pytest.param(tier, FILES[i::2], marks=getattr(pytest.mark, tier))

@@ -117,7 +117,7 @@ def test_answer_that_fails_under_way_does_not_end_the_batch(serve: Serve) -> Non
     assert told["b"]["response"]["status_code"] == 200
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_command_answers_a_file(tmp_path: Path) -> None:
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     target = save_tiny_model_with_tokenizer(tmp_path / "target")

@@ -88,6 +88,7 @@ def test_prompts_of_every_category_are_shipped() -> None:
     assert by_category({}) == {}
 
 
+@pytest.mark.deep
 def test_the_command_measures_a_pair_and_writes_json(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     pair = ["--set", f"target.model={target}", "--set", f"draft.model={target}"]

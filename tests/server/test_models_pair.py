@@ -47,6 +47,7 @@ def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> No
     assert config.speculation.num_speculative_tokens == 4
 
 
+@pytest.mark.deep
 def test_another_process_prepares_the_same(models: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = settings_for(models, "draft", "speculation.proposer=auto", "server.api_keys=secret")
     with caplog.at_level(logging.INFO, "outrider"):

@@ -100,6 +100,7 @@ def test_a_killed_build_leaves_nothing_that_counts(home: Path) -> None:
     assert sorted(child.name for child in path.parent.iterdir()) == [".m.lock", "m"]
 
 
+@pytest.mark.deep
 def test_two_processes_build_once_and_both_get_it_whole(home: Path) -> None:
     first = build_elsewhere(home, sleep_s=5)  # until the second has come up, however slowly
     wait_for(home / "builds")

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from tiny_server import serving
 
 from outrider.server.config.server_settings import ServerSettings
@@ -137,6 +138,7 @@ def attacks() -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.deep
 def test_the_server_answers_and_goes_on(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
     me = psutil.Process()
 

@@ -30,7 +30,7 @@ POINT = {
 Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tiny(pair: tuple[Path, Path], tokenizer: Tokenizer) -> Serve:
     """`tiny(**server_settings)`: a client of a tiny pair."""
 
@@ -178,51 +178,58 @@ def test_openai_client_streams_the_same(tiny: Serve) -> None:
     assert whole == streamed
 
 
-@pytest.mark.parametrize(
-    ("asked", "param", "message"),
-    [
-        ({"response_format": {"type": "yaml"}}, "response_format", "'json_schema'"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "must be provided"),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format", "json_object"),
-        ({"regex": "a+"}, "regex", "use structured_outputs"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "circle"}},
-                }
-            },
-            "response_format",
-            "circle",
-        ),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "json"),
-        ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs", "uniqueI"),
-        (
-            {"structured_outputs": {"json": {"$ref": "http://example.org/schema.json"}}},
-            "structured_outputs",
-            "example.org",
-        ),
-        ({"structured_outputs": {"json": {"$ref": "file:///etc/hosts"}}}, "structured_outputs", ""),
-        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
-        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
-        ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs", "backreferences"),
-        ({"structured_outputs": {"regex": "["}}, "structured_outputs", "unclosed"),
-        ({"structured_outputs": {"grammar": "start: nobody"}}, "structured_outputs", "nobody"),
-        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", "line 1"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-         "structured_outputs", "exclude each other"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
-        ({"guided_json": POINT}, "guided_json", "use structured_outputs"),
-    ],
-)  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format", "'json_schema'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must be provided"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format", "json_object"),
+    ({"regex": "a+"}, "regex", "use structured_outputs"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "circle"}},
+            }
+        },
+        "response_format",
+        "circle",
+    ),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "json"),
+    ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs", "uniqueI"),
+    (
+        {"structured_outputs": {"json": {"$ref": "http://example.org/schema.json"}}},
+        "structured_outputs",
+        "example.org",
+    ),
+    ({"structured_outputs": {"json": {"$ref": "file:///etc/hosts"}}}, "structured_outputs", ""),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
+    ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs", "backreferences"),
+    ({"structured_outputs": {"regex": "["}}, "structured_outputs", "unclosed"),
+    ({"structured_outputs": {"grammar": "start: nobody"}}, "structured_outputs", "nobody"),
+    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", "line 1"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+     "structured_outputs", "exclude each other"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+    ({"guided_json": POINT}, "guided_json", "use structured_outputs"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusals(tiny: Serve) -> dict[str, Any]:
+    """The server's reply to each body, as JSON."""
+    bodies = [{"prompt": "x"} | asked for asked, _, _ in REFUSED]
+    replies = answers(tiny, bodies)
+    return {json.dumps(asked): reply for (asked, _, _), reply in zip(REFUSED, replies, strict=True)}
+
+
+@pytest.mark.parametrize(("asked", "param", "message"), REFUSED)
 def test_what_cannot_be_followed_is_refused_with_the_reason(
-    tiny: Serve, asked: dict[str, Any], param: str, message: str
+    refusals: dict[str, Any], asked: dict[str, Any], param: str, message: str
 ) -> None:
-    (reply,) = answers(tiny, [{"prompt": "x"} | asked])
-    error = reply["error"]
+    error = refusals[json.dumps(asked)]["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert message in error["message"]
     assert "llguidance" not in error["message"]

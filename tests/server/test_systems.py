@@ -80,6 +80,7 @@ def test_kernels_can_be_imported_without_triton_and_say_so_when_they_run() -> No
     assert done.stdout == "the kernel kernel needs Triton, and a GPU\n"
 
 
+@pytest.mark.deep
 def test_gpu_tests_need_no_package_of_the_server() -> None:
     """`make gpu` sets nothing up, so its tests must be found without what only servers need."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
@@ -101,7 +102,7 @@ def test_gpu_tests_need_no_package_of_the_server() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.usefixtures("no_triton")
 def test_the_server_runs_without_triton(tmp_path: Path) -> None:
     for name, layers in (("target", 3), ("draft", 1)):

@@ -5,16 +5,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import EngineConfig
+from outrider.engine.engine import Engine
 from outrider.engine.processes.client import EngineClient
 from outrider.engine.processes.messages import FromEngine, Hello, Shutdown, ToEngine
-from outrider.engine.processes.process import load_engine, run
-
-if TYPE_CHECKING:
-    from outrider.engine.engine import Engine
+from outrider.engine.processes.process import MakeEngine, run
 
 
 class QueueChannel:
@@ -47,7 +44,7 @@ class InProcessEngine(EngineClient):
         config: EngineConfig,
         progress: ReportProgress = ignore_progress,
         *,
-        make_engine: "Callable[[EngineConfig, ReportProgress], Engine]" = load_engine,
+        make_engine: MakeEngine = Engine,
     ) -> None:
         super().__init__(progress)
         self._config = config
