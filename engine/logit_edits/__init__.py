@@ -8,9 +8,9 @@ from ..state.host_copy import uploaded
 from .allowed_tokens import AllowedTokens
 from .bad_words import BadWords
 from .base import LogitEdit, RequestRows
+from .custom import CustomProcessors
 from .grammars import Grammars
 from .penalties import Penalties
-from .processors import CustomProcessors
 from .token_bias import TokenBias
 
 __all__ = ["LogitEdit", "LogitEdits", "RequestRows"]

@@ -1,18 +1,12 @@
 """Custom logits processors: the operator registers them, and requests choose them by name."""
 
-import logging
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..api import InvalidRequestError, SamplingParams
-from ..request import Request
-from .base import LogitEdit, RequestRows
-
-log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "outrider.logits_processors"
 
@@ -76,38 +70,3 @@ class ProcessorRegistry:
                     f"logits_processors: {choice.name!r} refuses its arguments: {error}"
                 ) from error
         return built
-
-
-class CustomProcessors(LogitEdit):
-    """The edit that calls processors, row by row. If one fails, its row becomes NaN, which ends its
-    request.
-    """
-
-    needs_host = True
-
-    def is_asked_by(self, params: SamplingParams) -> bool:
-        return len(params.logits_processors) > 0
-
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        for row, slot, num_drafts in zip(*rows.each_np().tolist(), strict=True):
-            request = self._requests[slot]
-            prefix = self._token_ids[None, slot, : request.num_tokens + num_drafts].long()
-            # Ids beyond the vocabulary are padding with arbitrary logits: processors never see it.
-            scores = logits[None, row, : self._vocab_size]
-            scores.copy_(self._processed(request, prefix, scores.clone()))
-
-    def _processed(self, request: Request, prefix: Tensor, scores: Tensor) -> Tensor:
-        banned = scores == -torch.inf
-        for name, processor in request.logits_processors:
-            try:
-                result = processor(prefix, scores)
-                if result.shape != banned.shape:
-                    raise ValueError(
-                        f"it returned scores of shape {list(result.shape)} for {list(banned.shape)}"
-                    )
-            except Exception as error:  # the operator's code may raise anything; the loop goes on
-                log.warning("logits processor %s failed", name, exc_info=True)
-                request.edit_error = f"logits processor {name!r} failed: {error}"
-                return torch.full_like(banned, torch.nan, dtype=torch.float32)
-            scores = result.masked_fill(banned, -torch.inf)
-        return scores
