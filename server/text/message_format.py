@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config.server_settings import ToolCallFormat
-from .message_parser import END_THINK, THINK, MarkerParser, MessageParser
+from .message_parser import END_THINK, REASONING_FIELDS, THINK, MarkerParser, MessageParser
 from .tool_calls import FORMATS, LIST, shown_format
 
-REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 # A prompt may end within the reasoning that it opens.
 _MAX_OPENING_CHARS = 32
 _MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")

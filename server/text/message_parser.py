@@ -11,6 +11,7 @@ from typing import Any
 from .call_stream import CallArguments, CallPart, CallStart, CallStream, call_stream, start_of_tail
 from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, calls_of_field
 
+REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 THINK, END_THINK = "<think>", "</think>"
 
 

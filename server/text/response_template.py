@@ -14,8 +14,7 @@ import regex
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, parse_content
 
-from .message_format import REASONING_FIELDS
-from .message_parser import MessageParser, Part, Text
+from .message_parser import REASONING_FIELDS, MessageParser, Part, Text
 from .tool_calls import NOT_A_CALL, calls_of_field
 
 log = logging.getLogger("outrider.server.text.response_template")
