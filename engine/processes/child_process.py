@@ -56,7 +56,8 @@ class ChildProcess(Generic[T]):
         self._environment = environment
         self._pass_fds = pass_fds
         self._is_shared = is_shared
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | None = None  # once it is started
+        self._is_killed = False
 
     async def run(self) -> int:
         """Start the child and handle its messages until it ends; returns its exit code."""
@@ -72,6 +73,8 @@ class ChildProcess(Generic[T]):
             )
             self._process = process
             try:
+                if self._is_killed:
+                    process.kill()
                 assert process.stdin is not None
                 line = await self._line() if callable(self._line) else self._line
                 process.stdin.write(line + b"\n")
@@ -84,6 +87,8 @@ class ChildProcess(Generic[T]):
         return exit_code
 
     def kill(self) -> None:
+        """Kill the child now or, if it is just being started, then."""
+        self._is_killed = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 import uvloop
+import zmq.asyncio
 from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
 from engine_clients import scripted_request as request
 
@@ -335,3 +336,21 @@ async def test_a_config_that_cannot_be_had_ends_the_process(socket_root: Path) -
         await client.start()
     await client.stop()
     assert not children() - others
+
+
+async def test_a_child_that_is_killed_while_it_is_started_ends() -> None:
+    context = zmq.asyncio.Context()
+    child = child_process.ChildProcess(
+        context,
+        (sys.executable, "-c", "import time; time.sleep(60)"),
+        (),
+        line=b"",
+        decoder=msgspec.msgpack.Decoder(int),
+        hear=lambda message: None,
+        environment=os.environ,
+    )
+    running = asyncio.create_task(child.run())
+    await asyncio.sleep(0)
+    child.kill()
+    assert await asyncio.wait_for(running, 20) == -signal.SIGKILL
+    context.destroy(linger=0)
