@@ -197,7 +197,12 @@ def _be_cancelled_by(sig: signal.Signals) -> None:
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    signal.signal(sig, lambda *_: loop.call_soon_threadsafe(task.cancel))
+
+    def cancel(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
+    signal.signal(sig, cancel)
 
 
 async def _front(prepared: Prepared, engine: ProcessEngine) -> Server | Workers:
