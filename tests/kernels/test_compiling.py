@@ -1,10 +1,11 @@
 """Kernels are compiled on threads, each once."""
 
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Lock
 
 import pytest
 import torch
@@ -24,9 +25,37 @@ def test_what_a_thread_raises_is_raised() -> None:
         compile_together([lambda: None, fail], DEVICE)
 
 
+class FakeKernel:
+    """Is loaded when its `run` is read for the first time, as Triton's kernels are."""
+
+    loading = Lock()
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+
+    @property
+    def run(self) -> None:
+        assert self.loading.acquire(blocking=False), "two kernels are loaded at the same moment"
+        time.sleep(1e-3)
+        self.is_loaded = True
+        self.loading.release()
+
+
+def test_a_kernel_is_loaded_before_threads_launch_it_and_never_two_at_once() -> None:
+    with ThreadPoolExecutor(8) as compilers:
+        mode = CompileMode(compilers)
+        futures = [mode.submit(key, FakeKernel, lambda _: None) for key in range(16)]
+        assert all(future.is_loaded for future in futures)
+
+
 def test_a_kernel_that_threads_submit_at_the_same_moment_is_compiled_once() -> None:
     before_s = sys.getswitchinterval()
     compiled: list[int] = []
+
+    def compile_kernel(key: int) -> FakeKernel:
+        compiled.append(key)
+        return FakeKernel()
+
     try:
         sys.setswitchinterval(1e-6)
         with ThreadPoolExecutor(8) as compilers, ThreadPoolExecutor(8) as threads:
@@ -36,7 +65,7 @@ def test_a_kernel_that_threads_submit_at_the_same_moment_is_compiled_once() -> N
 
                 def launch(key: int = key, at_once: Barrier = at_once) -> None:
                     at_once.wait()
-                    mode.submit(key, partial(compiled.append, key), print)
+                    mode.submit(key, partial(compile_kernel, key), print)
 
                 for done in [threads.submit(launch) for _ in range(8)]:
                     done.result()
