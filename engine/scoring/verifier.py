@@ -49,7 +49,6 @@ class Verifier:
         self._edits = edits
         self._distributions = distributions
         self._vocab_size = vocab_size
-        self._columns = sorted({slots.max_drafts, 0}, reverse=True)  # with drafts, and without
         self._phase = Phase(self._run, slots.device)
 
     def warm_ups(self, logits: Tensor) -> Iterator[Callable[[], Tensor]]:
@@ -58,14 +57,13 @@ class Verifier:
         Shape: logits [2 * (K + 1), V].
         """
         integers = uploaded(self._dummies(2), self._slots.device)
-        for num_columns in self._columns:
-            edited = [logits.float()] if num_columns == self._slots.max_drafts else []
-            for x, kind in product([logits, *edited], SAMPLING_KINDS):
-                yield partial(self._run, integers, (2, num_columns, *kind), x)
-            for x in [logits, *edited]:
-                # Row states take longest to compile; what follows them need not wait.
-                shape = (2, num_columns, *SAMPLING_KINDS[0])
-                yield partial(self._run, integers, shape, x, skips_row_state=True)
+        both = logits, logits.float()
+        for x, kind in product(both, SAMPLING_KINDS):
+            yield partial(self._run, integers, (2, *kind), x)
+        for x in both:  # row states take longest to compile; what follows them need not wait
+            yield partial(self._run, integers, (2, *SAMPLING_KINDS[0]), x, skips_row_state=True)
+        dummies = RequestRows.dummies(self._slots.dummy, len(logits))
+        yield partial(self._edits.rehearse, logits, dummies)
 
     def rehearse(self, logits: Tensor) -> None:
         """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
@@ -75,8 +73,7 @@ class Verifier:
         size, num_rows = self._slots.max_num_seqs, len(logits)
         integers = uploaded(self._dummies(size), self._slots.device)
         rows = RequestRows.dummies(self._slots.dummy, num_rows)
-        shape = (size, self._slots.max_drafts, True, True)
-        self._run(integers, shape, self._edits.rehearse(logits, rows))
+        self._run(integers, (size, True, True), self._edits.rehearse(logits, rows))
         index = torch.arange(num_rows, device=logits.device)
         num_top = min(MAX_LOGPROBS, self._vocab_size)
         gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._vocab_size)
@@ -87,9 +84,9 @@ class Verifier:
         Shape: logits [max_num_seqs * (K + 1), V].
         """
         for size in padded_sizes(self._slots.max_num_seqs):
-            for num_columns, kind in product(self._columns, SAMPLING_KINDS):
-                tensors = (logits[: size * (num_columns + 1)],)
-                self._phase.capture(self._dummies(size), (size, num_columns, *kind), tensors)
+            for kind in SAMPLING_KINDS:
+                tensors = (logits[: size * (self._slots.max_drafts + 1)],)
+                self._phase.capture(self._dummies(size), (size, *kind), tensors)
 
     def verify(self, plan: Plan, logits: Tensor) -> Drawn | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
@@ -110,9 +107,7 @@ class Verifier:
         tells_drafts = any(s.request.tells_drafts for s in sampled)
         drafts = self._copy_drafts(slots_np) if tells_drafts else None
         edited_np = self._edits.asked_by(slots_np)
-        # Edited rows always take the variant with drafts: only that was compiled in advance.
-        has_drafts = num_drafts_np.any() or (edited_np.any() and self._distributions is not None)
-        kind = (self._slots.max_drafts if has_drafts else 0, *sampling_kind(sampled))
+        kind = sampling_kind(sampled)
         if edited_np.all():
             drawn = self._verify_edited(rows, kind, logits)
         else:
@@ -183,7 +178,7 @@ class Verifier:
         Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; returns [B, K + 2]: K + 1
         tokens, padded with -1, and a flag for bad logits.
         """
-        size, num_columns, filters, samples = shape
+        size, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
         if not samples and takes(logits):
             return verify_greedy(
@@ -191,13 +186,13 @@ class Verifier:
                 cu_rows[:-1],
                 slot,
                 num_drafts,
-                num_columns,
+                self._slots.max_drafts,
                 logits,
                 self._vocab_size,
             )
-        rows = read_slots(self._slots.state, slot, num_columns)
-        # Greedy requests do not read them, but so the same kernels serve all.
-        q = self._distributions if num_columns > 0 else None
+        # A plain step takes the kernels of drafted ones: others would have to be compiled as well.
+        rows = read_slots(self._slots.state, slot, self._slots.max_drafts)
+        q = self._distributions
         verified = verify(
             logits,
             cu_rows,
