@@ -190,7 +190,7 @@ class Verifier:
                 logits,
                 self._vocab_size,
             )
-        # A plain step takes the kernels of drafted ones: others would have to be compiled as well.
+        # A plain step is one in which no sequence has drafts: it takes the same kernels.
         rows = read_slots(self._slots.state, slot, self._slots.max_drafts)
         q = self._distributions
         verified = verify(
