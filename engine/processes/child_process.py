@@ -17,9 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
-import zmq.asyncio
 
-from .connection import Connection
+from .connection import Connection, Context
 
 RESTART_DELAYS_S = (0.0, 2.0)  # after the first and the second death in a row; the third is final
 HEALTHY_S = 60.0  # after so long ready, a death is the first of a new row
@@ -36,7 +35,7 @@ class ChildProcess(Generic[T]):
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: Context,
         command: Sequence[str],
         arguments: Sequence[str],
         *,

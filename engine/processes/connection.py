@@ -3,18 +3,19 @@
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 log = logging.getLogger("outrider.engine.processes.connection")
 
 _RECONNECT_MS = 10  # between attempts, until the other process has bound the endpoint
 
 T = TypeVar("T")
+Context = zmq.Context["zmq.Socket[bytes]"]
 
 
 class Connection(Generic[T]):
@@ -22,7 +23,7 @@ class Connection(Generic[T]):
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: Context,
         endpoint: str,
         decoder: "msgspec.msgpack.Decoder[T]",
         hear: Callable[[T], None],
@@ -30,38 +31,48 @@ class Connection(Generic[T]):
         binds: bool = False,
     ) -> None:
         self.endpoint = endpoint
-        self.socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        self.socket.set_hwm(0)
-        self.socket.linger = 0
-        self.socket.reconnect_ivl = _RECONNECT_MS
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = _RECONNECT_MS
         if binds:
-            self.socket.bind(endpoint)
+            self._socket.bind(endpoint)
         else:
-            self.socket.connect(endpoint)
+            self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = decoder
         self.hear = hear
-        self._reader = asyncio.create_task(self._read(), name=f"reader of {endpoint}")
+        self._unsent: deque[bytes] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._turn)
 
     def send(self, message: object) -> None:
-        """Send without waiting. The queue has no limit, so only a dead peer could make this wait,
-        and closing the socket then cancels it. Raises OverflowError for a number over 64 bits.
+        """Send without waiting. The queue has no limit; what a dead peer has not received is
+        dropped when this is closed. Raises OverflowError for a number over 64 bits.
         """
-        data = self._encoder.encode(message)
-        if not self.socket.closed:
-            self.socket.send(data)
+        self._unsent.append(self._encoder.encode(message))
+        self._loop.call_soon(self._turn)
 
     def close(self) -> None:
         """Handle what has arrived already, and receive nothing more."""
-        self._reader.cancel()
-        arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket)
-        with self.socket, contextlib.suppress(zmq.Again):
-            while True:
-                self._act(arrived.recv(zmq.NOBLOCK))
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket)
+            with self._socket:
+                self._turn()
 
-    async def _read(self) -> None:
-        while True:
-            self._act(await self.socket.recv())
+    def _turn(self) -> None:
+        """Send and receive whatever can be.
+
+        The socket's descriptor tells of news only once, and sending may use it up: so receive after
+        every send, until there is nothing.
+        """
+        with contextlib.suppress(zmq.Again):  # no peer is there yet
+            while self._unsent and not self._socket.closed:
+                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        with contextlib.suppress(zmq.Again):
+            while not self._socket.closed:
+                self._act(self._socket.recv(zmq.NOBLOCK))
 
     def _act(self, data: bytes) -> None:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from ..api import ReportProgress, ignore_progress
 from ..config import EngineConfig
@@ -48,7 +48,7 @@ class ProcessEngine(EngineClient):
         self._log_format = log_format
         self._is_shared = is_shared
         self._config = config
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0
         self._heard = asyncio.Event()  # set by each message

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from .client import EngineClient
 from .connection import Connection
@@ -23,7 +23,7 @@ class SharedEngine(EngineClient):
         self.has_heard = asyncio.Event()  # set once the engine's state is known
         self._endpoint = endpoint
         self._on_shutdown = on_shutdown
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._owner: Connection[FromOwner] | None = None
 
     def _launch(self) -> None:

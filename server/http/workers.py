@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from outrider.engine.processes.child_process import ChildProcess, Restarts, describe_exit
 from outrider.engine.processes.messages import Shutdown, Up
@@ -44,7 +44,7 @@ class Workers:
         self._line = prepared.to_json()
         self._engine = engine
         self._engine.on_change = self._tell
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._living: dict[ChildProcess[Up], bool] = {}  # whether each is ready
         self._up = [asyncio.Event() for _ in range(self._settings.api_workers)]
 

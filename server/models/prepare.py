@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import EngineConfig
@@ -95,7 +94,7 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
             case _Done() | Failed() as last:
                 ended.set_result(last)
 
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     child = ChildProcess(
         context,
         (sys.executable, "-P", "-m", "outrider.server.models.prepare"),

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 import uvloop
-import zmq.asyncio
+import zmq
 from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
 from engine_clients import scripted_request as request
 
@@ -242,9 +242,9 @@ async def test_bytes_that_are_no_message_do_not_end_the_engine(
     deeply_nested = b"\x83\xa4type\xa5Abort\xabrequest_ids\x90\xa1x" + b"\x91" * 100_000 + b"\x00"
     hostile = [b"", b"\xc1", deeply_nested, b"\x81\xa4type\xa4Nope", b"\x81\xa4type\xa6Submit"]
     hostile += [rng.randbytes(rng.randrange(1, 200)) for _ in range(500)]
-    socket: Any = client._connection.socket  # type: ignore[union-attr]
-    for data in hostile:
-        await socket.send(data)
+    connection: Any = client._connection
+    connection._unsent.extend(hostile)
+    connection._turn()
     assert await collect(running) == {"a": list(range(50))}
     assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
     await client.stop()
@@ -254,8 +254,7 @@ async def test_bytes_that_are_no_message_do_not_end_the_engine(
 async def test_an_answer_to_nobody_does_not_disturb_the_client(
     client: ScriptedProcessEngine,
 ) -> None:
-    socket: Any = client._connection.socket  # type: ignore[union-attr]
-    await socket.send(msgspec.msgpack.encode(Submit(99, [request("stray")])))
+    client._send(Submit(99, [request("stray")]))
     assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
 
 
@@ -339,7 +338,7 @@ async def test_a_config_that_cannot_be_had_ends_the_process(socket_root: Path) -
 
 
 async def test_a_child_that_is_killed_while_it_is_started_ends() -> None:
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     child = child_process.ChildProcess(
         context,
         (sys.executable, "-c", "import time; time.sleep(60)"),

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-import zmq.asyncio
 from engine_clients import (
     TIMEOUT_S,
     ScriptedProcessEngine,
@@ -19,6 +18,7 @@ from engine_clients import (
 )
 from engine_clients import scripted_request as request
 
+from outrider.engine.processes.connection import Context
 from outrider.engine.processes.messages import (
     Abort,
     Admitted,
@@ -38,8 +38,8 @@ Owner = ScriptedProcessEngine
 class Sharer:
     """A client of few words, which reads what the engine says only when it is asked to."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, receive_hwm: int = 0) -> None:
-        self.socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+    def __init__(self, context: Context, endpoint: str, receive_hwm: int = 0) -> None:
+        self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.rcvhwm = receive_hwm
         self.socket.connect(endpoint)
@@ -52,7 +52,9 @@ class Sharer:
         heard: list[FromEngine] = []
         async with asyncio.timeout(TIMEOUT_S):
             while not heard or not is_last(heard[-1]):
-                heard.append(msgspec.msgpack.decode(await self.socket.recv(), type=FromEngine))
+                while not self.socket.poll(0):
+                    await asyncio.sleep(0.001)
+                heard.append(msgspec.msgpack.decode(self.socket.recv(), type=FromEngine))
         return heard
 
 

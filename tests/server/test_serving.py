@@ -112,7 +112,7 @@ def test_missing_model_ends_the_command(
 def test_sigterm_ends_a_start(moment: str) -> None:
     program = f"""
 import asyncio, os, signal
-import zmq.asyncio
+import zmq
 from outrider.server.http import serving
 from outrider.server.config.settings import Settings
 moment = {moment!r}
@@ -123,11 +123,11 @@ async def prepare(*_):
     await asyncio.sleep(0.1)
     terminate("while it prepares")
     await asyncio.sleep(60)
-class Socket(zmq.asyncio.Socket):
+class Socket(zmq.Socket):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         terminate("while it opens a socket")  # which nobody would close if this raised
-serving.prepare, zmq.asyncio.Context._socket_class = prepare, Socket
+serving.prepare, zmq.Context._socket_class = prepare, Socket
 raise SystemExit(serving.serve(Settings(server={{"port": 0}})))
 """
     command = [sys.executable, "-P", "-c", program]
