@@ -41,6 +41,7 @@ class LogitEdits:
         )
         # [edits, num_slots] which edits each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
+        self._any_asked_np = np.zeros(len(token_ids), dtype=bool)  # [num_slots]
 
     def need_host(self, slot: int | None) -> bool:
         """Whether the host must know all tokens of a slot's request before it can edit logits."""
@@ -51,7 +52,7 @@ class LogitEdits:
 
     def asked_by(self, slots_np: np.ndarray) -> np.ndarray:
         """Which of these slots' requests ask for any edit. Shape: [B] -> [B] bool."""
-        asked_np: np.ndarray = np.logical_or.reduce(self._asked_np[:, slots_np])
+        asked_np: np.ndarray = self._any_asked_np[slots_np]
         return asked_np
 
     def seat(self, request: Request) -> None:
@@ -59,13 +60,13 @@ class LogitEdits:
         assert request.slot is not None
         for i, edit in enumerate(self._chain):
             if edit.is_asked_by(request.params):
-                self._asked_np[i, request.slot] = True
+                self._asked_np[i, request.slot] = self._any_asked_np[request.slot] = True
                 edit.seat(request)
 
     def unseat(self, slot: int) -> None:
         for edit in self._chain:
             edit.unseat(slot)
-        self._asked_np[:, slot] = False
+        self._asked_np[:, slot] = self._any_asked_np[slot] = False
 
     def rehearse(self, logits: Tensor, rows: RequestRows) -> Tensor:
         """Run every edit's kernel on padding rows, which no edit changes."""

@@ -34,6 +34,12 @@ class RequestRows(NamedTuple):
         return RequestRows(slots_np, np.arange(len(slots_np)), np.ones_like(slots_np), drafts_np)
 
     @staticmethod
+    def in_turn(slots_np: np.ndarray, num_rows_np: np.ndarray) -> "RequestRows":
+        """Rows that follow each other, each request's first one after no draft."""
+        none_np = np.zeros_like(num_rows_np)
+        return RequestRows(slots_np, none_np, num_rows_np, none_np).packed()
+
+    @staticmethod
     def dummies(slot: int, num_rows: int) -> "RequestRows":
         return RequestRows.one_each(np.full(num_rows, slot), np.zeros(num_rows, dtype=np.int64))
 

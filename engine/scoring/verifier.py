@@ -14,7 +14,7 @@ from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
 from outrider.kernels.verify.slot_rows import read_slots, write_verified
 from outrider.kernels.verify.verify import verify
 
-from ..api import MAX_LOGPROBS
+from ..api import MAX_LOGPROBS, TokenLogprobs
 from ..logit_edits import LogitEdits, RequestRows
 from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
 from ..scheduling.plan import Plan, StepResult, slots_of
@@ -29,8 +29,6 @@ class Drawn(NamedTuple):
     """What a step drew, while it is copied to the host."""
 
     copy: HostCopy  # [B, K + 2] tokens; then their Logprobs, if any request wants them
-    # [B + 1] first row of each sequence in the Logprobs; it has k_i + 1 rows, or none
-    logprob_rows_np: np.ndarray
     drafts: HostCopy | None  # [B, K], if any request `tells_drafts`
 
 
@@ -97,33 +95,27 @@ class Verifier:
         sampled = plan.sampled
         if not sampled:
             return None
-        num_drafts_np = plan.num_drafts_np
-        is_void_np = np.array([s.is_void for s in sampled])
-        slots_np = np.where(is_void_np, self._slots.dummy, slots_of(sampled))
-        cu_rows_np = np.concatenate(([0], np.cumsum(num_drafts_np + 1)))
-        rows = RequestRows(
-            slots_np, cu_rows_np[:-1], num_drafts_np + 1, np.zeros_like(num_drafts_np)
-        )
+        dummy, num_drafts_np = self._slots.dummy, plan.num_drafts_np
+        slots_np = np.array([dummy if s.is_void else s.slot for s in sampled], dtype=np.int64)
         tells_drafts = any(s.request.tells_drafts for s in sampled)
         drafts = self._copy_drafts(slots_np) if tells_drafts else None
         edited_np = self._edits.asked_by(slots_np)
         kind = sampling_kind(sampled)
         if edited_np.all():
+            rows = RequestRows.in_turn(slots_np, num_drafts_np + 1)
             drawn = self._verify_edited(rows, kind, logits)
         else:
-            # The dummy slot takes the place of edited sequences, which are verified after this.
-            slots_np = np.where(edited_np, self._slots.dummy, slots_np)
             size = self._phase.padded_size(len(sampled))
-            packed_np = self._pack(slots_np, num_drafts_np, size)
+            # The dummy slot takes the place of edited sequences, which are verified after this.
+            packed_np = self._pack(np.where(edited_np, dummy, slots_np), num_drafts_np, size)
             drawn = self._phase(packed_np, (size, *kind), logits)[: len(sampled)]
             if edited_np.any():
                 index = uploaded(edited_np.nonzero()[0], drawn.device)
-                drawn[index] = self._verify_edited(rows.take(edited_np), kind, logits)
-        asking_np = np.array([s.request.params.logprobs is not None for s in sampled])
-        logprob_rows_np = np.concatenate(([0], np.cumsum(rows.num_rows_np * asking_np)))
-        logprobs = self._gather(plan, logits, drawn, rows, asking_np) if asking_np.any() else ()
-        copy = HostCopy(drawn, *logprobs)  # the only copy that every step makes
-        return Drawn(copy, logprob_rows_np, drafts)
+                rows = RequestRows.in_turn(slots_np, num_drafts_np + 1).take(edited_np)
+                drawn[index] = self._verify_edited(rows, kind, logits)
+        asks = [s.request.params.logprobs is not None for s in sampled]
+        logprobs = self._gather(plan, logits, drawn, np.array(asks)) if any(asks) else ()
+        return Drawn(HostCopy(drawn, *logprobs), drafts)  # the only copy that every step makes
 
     def _copy_drafts(self, slots_np: np.ndarray) -> HostCopy:
         """Copy all drafts, before verification overwrites the rejected ones."""
@@ -148,19 +140,13 @@ class Verifier:
         if drawn is None:
             return StepResult([], [], [], [])
         host_np, *logprobs = drawn.copy.arrays()
-        drawn_np = host_np[:, :-1]  # padded with -1
-        lens = (drawn_np >= 0).sum(1).tolist()
-        token_ids = [row[:n] for row, n in zip(drawn_np.tolist(), lens, strict=True)]
+        rows = host_np.tolist()
+        token_ids = [[token_id for token_id in row[:-1] if token_id >= 0] for row in rows]
         drafts_np = drawn.drafts.arrays()[0] if drawn.drafts is not None else None
         return StepResult(
             token_ids=token_ids,
-            is_bad=host_np[:, -1].astype(bool).tolist(),
-            logprobs=[
-                None
-                if (num_top := s.request.params.logprobs) is None
-                else to_entries(*(field[first : first + n] for field in logprobs), num_top=num_top)
-                for s, first, n in zip(plan.sampled, drawn.logprob_rows_np[:-1], lens, strict=True)
-            ],
+            is_bad=[bool(row[-1]) for row in rows],
+            logprobs=_entries(plan, token_ids, logprobs),
             draft_token_ids=[
                 drafts_np[i, : s.num_drafts].tolist()
                 if drafts_np is not None and s.request.tells_drafts
@@ -229,15 +215,14 @@ class Verifier:
         packed[0, 1:] = np.cumsum(packed[2, :-1] + 1)
         return packed
 
-    def _gather(
-        self, plan: Plan, logits: Tensor, drawn: Tensor, rows: RequestRows, asking_np: np.ndarray
-    ) -> Logprobs:
+    def _gather(self, plan: Plan, logits: Tensor, drawn: Tensor, asking_np: np.ndarray) -> Logprobs:
         """Raw logprobs of every row of the sequences that ask for them.
 
         Rows of rejected drafts are included: the host does not know yet which they are, and the
         next pass overwrites the logits. Shape: drawn [B, K + 2], asking_np [B].
         """
-        asking = rows.take(asking_np)
+        num_rows_np = plan.num_drafts_np + 1
+        asking = RequestRows.in_turn(slots_of(plan.sampled), num_rows_np).take(asking_np)
         row_np = asking.each_np()[0]
         column_np = row_np - np.repeat(asking.first_rows_np, asking.num_rows_np)
         seq_np = np.repeat(asking_np.nonzero()[0], asking.num_rows_np)
@@ -245,3 +230,20 @@ class Verifier:
         num_top = max(s.request.params.logprobs or 0 for s in plan.sampled)
         num_top = min(num_top, self._vocab_size)
         return gather_logprobs(logits[row], drawn[seq, column], num_top, self._vocab_size)
+
+
+def _entries(
+    plan: Plan, token_ids: list[list[int]], logprobs: list[np.ndarray]
+) -> list[list[TokenLogprobs] | None]:
+    """Each sequence's part of what `_gather` returned; None if it asked for no logprobs."""
+    entries: list[list[TokenLogprobs] | None] = []
+    first = 0
+    for scheduled, drawn in zip(plan.sampled, token_ids, strict=True):
+        num_top = scheduled.request.params.logprobs
+        if num_top is None:
+            entries.append(None)
+            continue
+        own = (field[first : first + len(drawn)] for field in logprobs)
+        entries.append(to_entries(*own, num_top=num_top))
+        first += scheduled.num_drafts + 1
+    return entries
