@@ -41,7 +41,8 @@ class LogitEdits:
         )
         # [edits, num_slots] which edits each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
-        self._any_asked_np = np.zeros(len(token_ids), dtype=bool)  # [num_slots]
+        # [num_slots] whether it asks for any; kept, because every step looks at it, and each draft
+        self._any_asked_np = np.zeros(len(token_ids), dtype=bool)
 
     def need_host(self, slot: int | None) -> bool:
         """Whether the host must know all tokens of a slot's request before it can edit logits."""

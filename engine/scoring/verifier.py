@@ -102,8 +102,7 @@ class Verifier:
         edited_np = self._edits.asked_by(slots_np)
         kind = sampling_kind(sampled)
         if edited_np.all():
-            rows = RequestRows.in_turn(slots_np, num_drafts_np + 1)
-            drawn = self._verify_edited(rows, kind, logits)
+            drawn = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         else:
             size = self._phase.padded_size(len(sampled))
             # The dummy slot takes the place of edited sequences, which are verified after this.
@@ -111,8 +110,7 @@ class Verifier:
             drawn = self._phase(packed_np, (size, *kind), logits)[: len(sampled)]
             if edited_np.any():
                 index = uploaded(edited_np.nonzero()[0], drawn.device)
-                rows = RequestRows.in_turn(slots_np, num_drafts_np + 1).take(edited_np)
-                drawn[index] = self._verify_edited(rows, kind, logits)
+                drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         asks = [s.request.params.logprobs is not None for s in sampled]
         logprobs = self._gather(plan, logits, drawn, np.array(asks)) if any(asks) else ()
         return Drawn(HostCopy(drawn, *logprobs), drafts)  # the only copy that every step makes
@@ -122,15 +120,23 @@ class Verifier:
         slot = uploaded(slots_np, self._slots.device)
         return HostCopy(read_slots(self._slots.state, slot, self._slots.max_drafts).draft_ids)
 
-    def _verify_edited(self, rows: RequestRows, kind: Shape, logits: Tensor) -> Tensor:
-        """`_run` for requests with logit edits.
+    def _verify_edited(
+        self,
+        slots_np: np.ndarray,
+        num_drafts_np: np.ndarray,
+        edited_np: np.ndarray,
+        kind: Shape,
+        logits: Tensor,
+    ) -> Tensor:
+        """`_run` for those requests of a step that have logit edits.
 
         Uncaptured: the edited logits are float32, and the host launches this while the GPU still
-        scores.
+        scores. Shape: slots_np, num_drafts_np, edited_np (bool) [B], of all requests.
         """
-        num_drafts_np = rows.num_rows_np - 1
-        size = len(num_drafts_np)
-        integers = uploaded(self._pack(rows.slots_np, num_drafts_np, size), self._slots.device)
+        rows = RequestRows.in_turn(slots_np, num_drafts_np + 1).take(edited_np)
+        size = len(rows.slots_np)
+        packed_np = self._pack(rows.slots_np, num_drafts_np[edited_np], size)
+        integers = uploaded(packed_np, self._slots.device)
         edited = self._edits.apply(logits, rows)
         return self._run(integers, (size, *kind), edited)
 
