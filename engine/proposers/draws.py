@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.verify import greedy
+from outrider.kernels.verify import cpu
 from outrider.kernels.verify.sampling import STATE_WIDTH
 from outrider.kernels.verify.slot_rows import read_slots, write_draft
 from outrider.kernels.verify.verify import draft_sample
@@ -72,9 +72,11 @@ class DrawingProposer(Proposer):
         """
         size, filters, samples = shape
         (slot, offset), logits = integers[:, :size].unbind(), logits[:size]
-        if not samples and greedy.takes(logits):
+        # Verifying greedy drafts does not need their distributions.
+        kept = self.distributions if samples else None
+        if cpu.takes(logits):
             vocab_size = min(self._vocab_size, logits.shape[1])
-            return greedy.draft_greedy(self._slots.state, slot, offset, logits, vocab_size)
+            return cpu.draw_into_slots(self._slots.state, slot, offset, logits, vocab_size, kept)
         rows = read_slots(self._slots.state, slot, 0, offset)
         drawn = draft_sample(
             logits,
@@ -85,8 +87,6 @@ class DrawingProposer(Proposer):
             filters=bool(filters),
             samples=bool(samples),
         )
-        # Verifying greedy drafts does not need their distributions.
-        kept = self.distributions if samples else None
         write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
         return drawn.token_ids
 
@@ -134,7 +134,7 @@ class DrawingProposer(Proposer):
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if looks and confidence is None and goes_on_np.any():
-                chance_np[seqs_np] *= greedy.probabilities(logits, token_ids)
+                chance_np[seqs_np] *= cpu.probabilities(logits, token_ids)
                 goes_on_np &= chance_np[seqs_np] >= least_np[seqs_np]
             if not goes_on_np.any():
                 break

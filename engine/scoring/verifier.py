@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.verify.greedy import takes, verify_greedy
+from outrider.kernels.verify import cpu
 from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
 from outrider.kernels.verify.slot_rows import read_slots, write_verified
 from outrider.kernels.verify.verify import verify
@@ -172,8 +172,9 @@ class Verifier:
         """
         size, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
-        if not samples and takes(logits):
-            return verify_greedy(
+        q = self._distributions
+        if cpu.takes(logits, None if q is None else q.logits):
+            return cpu.verify_slots(
                 self._slots.state,
                 cu_rows[:-1],
                 slot,
@@ -181,10 +182,10 @@ class Verifier:
                 self._slots.max_drafts,
                 logits,
                 self._vocab_size,
+                q if samples else None,
             )
         # A plain step is one in which no sequence has drafts: it takes the same kernels.
         rows = read_slots(self._slots.state, slot, self._slots.max_drafts)
-        q = self._distributions
         verified = verify(
             logits,
             cu_rows,

@@ -8,8 +8,8 @@ the same bits. Others unpack weights to float32 in registers and sum in float32,
 another. The bits of a row do not depend on the batch or on the number of threads; nor on the
 processor, as long as it does the same of the two and has fused multiply-add.
 
-`layers.cpp`, `greedy.cpp` and `sampled.cpp` are compiled when Outrider is installed, if there is a
-compiler, and never later.
+`layers.cpp` and `verify.cpp` are compiled when Outrider is installed, if there is a compiler, and
+never later.
 """
 
 import ctypes
@@ -31,11 +31,10 @@ _CALLS = (
     "outrider_pass",
     "outrider_product",
     "outrider_read_rows",
-    "outrider_verify_greedy",
-    "outrider_draft_greedy",
+    "outrider_verify",
+    "outrider_draw",
     "outrider_probabilities",
     "outrider_philox",
-    "outrider_sample",
 )
 
 

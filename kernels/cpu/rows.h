@@ -12,29 +12,33 @@
 
 extern "C" {
 
-struct Step {  // a batch; kernels/verify/sampled.py fills it in
-    int32_t count, columns, purpose, vocab_size;  // columns: K
-    const uint8_t* logits;                        // [rows][stride] of float32 or bfloat16
+struct Step {  // a batch; kernels/verify/cpu.py fills it in
+    const uint8_t* logits;  // [rows][stride] of float32 or bfloat16
     int64_t stride;
-    int32_t is_bf16, draft_is_bf16;
-    const int32_t *first_rows, *num_drafts;  // [count]
-    const int64_t* draft_ids;                // [count][K]
-    const float* temperature;                // [count], as the next
+    int32_t vocab_size, is_bf16;
+    int32_t count, columns;                  // requests, most drafts of one: K
+    const int32_t *first_rows, *num_drafts;  // [count], or null: one row each, no drafts
+    const int64_t* entries;  // [count]: each one's index in the following; null: in order
+    const float* temperature;
     const int32_t* top_k;
     const float *top_p, *min_p;
     const int64_t* seed;
     const int32_t* rule;
-    const int64_t *anchor, *position;
-    const uint8_t* draft_logits;  // null: one-hot drafts
+    int64_t* anchor;
+    int32_t* token_ids;  // drafts: [...][token_stride]; in slots from the anchor on
+    int64_t token_stride;
+    int64_t num_slots;  // 0: not in slots, so nothing is written to the above
+    // What drafts are drawn from; null: one-hot. [...][...][draft_width] and [...][...][4]
+    uint8_t* draft_logits;
     int64_t draft_stride, draft_column_stride;
-    int32_t draft_width;
-    const float* draft_state;    // [draft rows][K][4]
-    const int64_t* draft_rows;   // [count]
-    const int64_t* words;        // [count][K + 2][4], or null: Philox's
-    float* state;                // out: [rows][4] of the rows that were needed
-    int64_t* token_ids;          // out: [count][K + 1]
-    int32_t* num_tokens;         // out: [count]
-    uint8_t* is_bad;             // out: [count]
+    int32_t draft_width, draft_is_bf16;
+    float* draft_state;
+    int64_t draft_state_stride;
+    const int64_t* offset;  // [count] of the token to draw from the anchor; null: 0
+    const int64_t* words;   // [count][K + 2][4], or null: Philox's
+    int32_t purpose;
+    float* state;  // out: [rows][4] of the rows that were needed, or null
+    int64_t* out;  // verification: [count][K + 2]; drawing: [count]
 };
 }
 
@@ -65,6 +69,89 @@ struct Mass {
         return all;
     }
 };
+
+// A row of float32 or bfloat16, as it is.
+template <bool BF16>
+struct RawRow {
+    const uint8_t* data;
+    int64_t width;
+
+    F vector(int64_t at) const {
+        return BF16 ? from_bf16(data + 2 * at) : load((const float*)data + at);
+    }
+    float operator[](int64_t at) const {
+        float x;
+        if (BF16) {
+            uint16_t half;
+            std::memcpy(&half, data + 2 * at, 2);
+            const uint32_t bits = (uint32_t)half << 16;
+            std::memcpy(&x, &bits, 4);
+        } else {
+            std::memcpy(&x, data + 4 * at, 4);
+        }
+        return x;
+    }
+    // The highest logit; NaN if there is one.
+    float highest() const {
+        F most = splat(-INFINITY);
+        I is_nan = {};
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            const F x = vector(i);
+            is_nan |= x != x;
+            most = select(x > most, x, most);
+        }
+        float best = -INFINITY;
+        bool bad = false;
+        for (int lane = 0; lane < LANES; lane++) {
+            bad |= is_nan[lane] != 0;
+            best = std::max(best, most[lane]);
+        }
+        for (; i < width; i++) {
+            bad |= std::isnan((*this)[i]);
+            best = std::max(best, (*this)[i]);
+        }
+        return bad ? NAN : best;
+    }
+    // The first token that has this logit.
+    int64_t first_of(float value) const {
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            const I same = vector(i) == splat(value);
+            I any = same;
+            int found = 0;
+            for (int lane = 0; lane < LANES; lane++) found |= any[lane];
+            if (found) break;
+        }
+        while (i < width && (*this)[i] != value) i++;
+        return i;
+    }
+    // The first choice; -1 if a logit is NaN or infinite, or none is finite.
+    int64_t choice() const {
+        const float best = highest();
+        return std::isfinite(best) ? first_of(best) : -1;
+    }
+    float probability(int64_t token) const {
+        const float best = highest();
+        F total = {};
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) total += exponential(vector(i) - splat(best));
+        float rest = 0.0f;
+        for (; i < width; i++) rest += std::exp((*this)[i] - best);
+        return std::exp((*this)[token] - best) / (sum(total) + rest);
+    }
+};
+
+const uint8_t* row_of(const Step& step, int64_t row) {
+    return step.logits + row * step.stride * (step.is_bf16 ? 2 : 4);
+}
+
+// The first choice of a row; -1 as above.
+int64_t choice_of(const Step& step, int64_t row) {
+    const uint8_t* from = row_of(step, row);
+    return step.is_bf16 ? RawRow<true>{from, step.vocab_size}.choice()
+                        : RawRow<false>{from, step.vocab_size}.choice();
+}
 
 // A row's logits, -inf from the vocabulary's end to that of its last block, and their distribution.
 struct Row {
@@ -118,9 +205,9 @@ struct Row {
         state[MAX] = *std::max_element(block_max.begin(), block_max.end());
     }
 
-    void read(const Step& step, int b, int64_t row) {
-        const uint8_t* from = step.logits + row * step.stride * (step.is_bf16 ? 2 : 4);
-        const bool whole = read(from, step.is_bf16, step.vocab_size, step.vocab_size);
+    // `b` is the request's entry.
+    void read(const Step& step, int64_t b, int64_t row) {
+        const bool whole = read(row_of(step, row), step.is_bf16, step.vocab_size, step.vocab_size);
         find_maxima();
         is_bad = !whole || !std::isfinite(state[MAX]);
         const float t = step.temperature[b];
@@ -129,10 +216,9 @@ struct Row {
         state[THRESHOLD] = -INFINITY;
         state[CUTOFF] = (float)vocab_size;
         if (!is_bad && t > 0) normalise(step, b);
-        std::memcpy(step.state + row * 4, state, sizeof state);
     }
 
-    void normalise(const Step& step, int b) {
+    void normalise(const Step& step, int64_t b) {
         block_total.resize(blocks);
         double z = 0.0;
         for (int block = 0; block < blocks; block++) {
@@ -148,7 +234,7 @@ struct Row {
         if (is_filtered(step, b)) filter(step, b, z);
     }
 
-    bool is_filtered(const Step& step, int b) const {
+    bool is_filtered(const Step& step, int64_t b) const {
         const bool by_k = step.top_k[b] > 0 && step.top_k[b] < vocab_size;
         return by_k || step.top_p[b] < 1.0f || step.min_p[b] > 0.0f;
     }
@@ -178,7 +264,7 @@ struct Row {
         values.resize(count);
     }
 
-    void filter(const Step& step, int b, double z) {
+    void filter(const Step& step, int64_t b, double z) {
         thread_local std::vector<float> value;
         thread_local std::vector<int64_t> total;
         const bool by_k = step.top_k[b] > 0 && step.top_k[b] < vocab_size;

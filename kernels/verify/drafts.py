@@ -83,6 +83,11 @@ class StepArguments(NamedTuple):
     words: torch.Tensor | None  # [B, K + 2, 4]
 
 
+class DraftSample(NamedTuple):
+    token_ids: torch.Tensor  # [N] int64
+    state: torch.Tensor  # [N, 4] float32, which `verify` needs besides the raw logits
+
+
 class Verified(NamedTuple):
     token_ids: torch.Tensor  # [B, K + 1] int64, padded with -1
     num_tokens: torch.Tensor  # [B] int32, 1..k_i + 1

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
-from .drafts import Verified
+from .drafts import DraftSample, Verified
 from .sampling import STATE_WIDTH, Sampling
-from .verify import DraftSample
 
 _STATE_WIDTH = tl.constexpr(STATE_WIDTH)
 _ROWS = 32  # handled by one program

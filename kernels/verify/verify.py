@@ -11,15 +11,13 @@ plainly: verification with k = 0. So is a draft drawn from the draft model's log
 kernel may start while the one before it ends, except the scan, which waits for everything before.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from .._dispatch import uses_triton
-from . import sampled
+from . import cpu
 from .bisection import bisect_rows
 from .decide import decide_reference
-from .drafts import Drafts, Step, Verified, emit_reference, row_index_reference
+from .drafts import Drafts, DraftSample, Step, Verified, emit_reference, row_index_reference
 from .draw import draw_reference
 from .finish import finish
 from .philox import Purpose
@@ -28,11 +26,6 @@ from .row_outcome import RowOutcomes
 from .row_state import row_state, row_state_reference
 from .sampling import MAX_DRAFTS, STATE_WIDTH, Sampling
 from .scan import scan, scan_reference
-
-
-class DraftSample(NamedTuple):
-    token_ids: torch.Tensor  # [N] int64
-    state: torch.Tensor  # [N, 4] float32, which `verify` needs besides the raw logits
 
 
 def draft_sample(
@@ -70,16 +63,15 @@ def draft_sample(
         Random words to use instead of Philox's, for proofs. Shape: [N, 2, 4] int64.
     """
     vocab_size = min(vocab_size, logits.shape[1])
-    if not samples and not uses_triton(logits):
-        return _greedy_drafts(logits[:, :vocab_size])
     drafts = Drafts(
         sampling.seed.new_empty(len(logits), 0), sampling.rule.new_empty(0), None, None, None
     )
-    verified, state = _sample(
-        Step(logits, None, drafts, sampling, anchor, position, Purpose.DRAFT, vocab_size, words),
-        filters,
-        samples,
-    )
+    step = Step(logits, None, drafts, sampling, anchor, position, Purpose.DRAFT, vocab_size, words)
+    if cpu.takes(logits):
+        return cpu.draw(step)
+    if not samples and not uses_triton(logits):
+        return _greedy_drafts(logits[:, :vocab_size])
+    verified, state = _sample(step, filters, samples)
     return DraftSample(verified.token_ids[:, 0], state)
 
 
@@ -150,6 +142,8 @@ def verify(
         target_logits, cu_rows, drafts, sampling, positions, positions, Purpose.FINAL, vocab_size,
         words,
     )  # fmt: skip
+    if cpu.takes(target_logits, draft_logits):
+        return cpu.verify(step)
     if not samples and not uses_triton(target_logits):
         return _verify_greedy(step)
     return _sample(step, filters, samples, skips_row_state=skips_row_state)[0]
@@ -160,7 +154,7 @@ def _sample(
 ) -> tuple[Verified, torch.Tensor]:
     """The requests' outcomes and the rows' states."""
     if not uses_triton(step.logits):
-        return sampled.sample(step) if sampled.takes(step) else _sample_reference(step)
+        return _sample_reference(step)
     _check_layout(step)
     batch, k_max = step.drafts.token_ids.shape
     if k_max == 0 and step.cu_rows is not None:  # the kernels that draw drafts do this too

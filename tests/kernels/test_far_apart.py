@@ -14,9 +14,9 @@ from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.rope import rope_and_store
+from outrider.kernels.verify.drafts import DraftSample
 from outrider.kernels.verify.logprobs import gather_logprobs
 from outrider.kernels.verify.slot_rows import SlotState, write_draft
-from outrider.kernels.verify.verify import DraftSample
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

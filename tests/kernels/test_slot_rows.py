@@ -4,7 +4,7 @@ import pytest
 import torch
 from verification import HAS_KERNELS
 
-from outrider.kernels.verify.drafts import Verified
+from outrider.kernels.verify.drafts import DraftSample, Verified
 from outrider.kernels.verify.sampling import Sampling
 from outrider.kernels.verify.slot_rows import (
     SlotState,
@@ -15,7 +15,6 @@ from outrider.kernels.verify.slot_rows import (
     write_verified,
     write_verified_reference,
 )
-from outrider.kernels.verify.verify import DraftSample
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 

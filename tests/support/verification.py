@@ -9,8 +9,8 @@ import torch
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.edits import bad_words, bitmask, penalties, token_bias
+from outrider.kernels.verify import cpu
 from outrider.kernels.verify import logprobs as logprobs_module
-from outrider.kernels.verify import sampled
 from outrider.kernels.verify import verify as verify_module
 from outrider.kernels.verify.sampling import Rule, Sampling
 
@@ -24,16 +24,16 @@ MARGIN = 84  # steps of 2**-23: 1e-5, wider than float32 can err
 @contextmanager
 def on_road(road: str) -> Iterator[None]:
     """Run on the kernels, on the references or on what was compiled, whatever the device."""
-    modules = (verify_module, logprobs_module, bad_words, bitmask, penalties, token_bias)
+    modules = (verify_module, cpu, logprobs_module, bad_words, bitmask, penalties, token_bias)
     saved = [module.uses_triton for module in modules]
-    takes = sampled.takes
+    takes = cpu.takes
     for module in modules:
         module.uses_triton = lambda tensor: road == "kernel"
-    sampled.takes = lambda step: road == "compiled" and takes(step)
+    cpu.takes = lambda *logits: road == "compiled" and takes(*logits)
     try:
         yield
     finally:
-        sampled.takes = takes
+        cpu.takes = takes
         for module, dispatch in zip(modules, saved, strict=True):
             module.uses_triton = dispatch
 

@@ -1,6 +1,6 @@
-// Draws and verification of sampled requests in one call. It computes what the references of
-// kernels/verify do, in their order and with their fixed-point sums; only the last bits of
-// exponentials and logarithms are others.
+// Verification in one call, and the draws of drafts in another: each reads the requests' slots and
+// writes them. They compute what the references of kernels/verify do, in their order and with their
+// fixed-point sums; only the last bits of exponentials and logarithms are others.
 
 #include "philox.h"
 #include "rows.h"
@@ -37,52 +37,85 @@ float exponential_variate(uint32_t word) {
 
 class Request {
 public:
-    Request(const Step& step, int b) : step_(step), b_(b), k_(step.num_drafts[b]) {}
+    Request(const Step& step, int b)
+        : step_(step),
+          b_(b),
+          k_(step.num_drafts == nullptr ? 0 : step.num_drafts[b]),
+          first_row_(step.first_rows == nullptr ? b : step.first_rows[b]),
+          entry_(step.entries == nullptr ? b : step.entries[b]),
+          anchor_(step.anchor[entry_]),
+          position_(anchor_ + (step.offset == nullptr ? 0 : step.offset[b])),
+          is_greedy_(step.temperature[entry_] <= 0),
+          token_ids_(step.token_ids + entry_ * step.token_stride) {
+        if (step.num_slots > 0) token_ids_ += anchor_;
+    }
 
     void verify() {
-        const bool is_greedy = step_.temperature[b_] <= 0;
         int accepted = 0;
         int64_t last = -1;  // a bad row's
-        if (is_greedy || step_.rule[b_] == MATCH_RULE) {
+        if (is_greedy_ || step_.rule[entry_] == MATCH_RULE) {
             for (;; accepted++) {
-                const Row& row = read(accepted);
-                last = row.is_bad ? -1 : is_greedy ? row.choice() : own_token(row, accepted);
+                last = is_greedy_ ? choice_of(step_, first_row_ + accepted) : own_token(accepted);
                 if (accepted == k_ || last < 0 || last != draft(accepted)) break;
             }
         } else {
             float scale = 0.0f;
-            accepted = step_.rule[b_] == BLOCK_RULE ? accept_block(scale) : accept_each();
-            const Row& row = read(accepted);
-            if (!row.is_bad) last = draw(row, accepted, scale);
+            accepted = step_.rule[entry_] == BLOCK_RULE ? accept_block(scale) : accept_each();
+            last = draw(accepted, scale);
         }
-        int64_t* to = step_.token_ids + (int64_t)b_ * (step_.columns + 1);
-        std::fill(to, to + step_.columns + 1, -1);
-        for (int i = 0; i < accepted; i++) to[i] = draft(i);
+        const int columns = step_.columns + 1;
+        int64_t* to = step_.out + (int64_t)b_ * (columns + 1);
+        for (int j = 0; j < columns; j++) to[j] = j < accepted ? draft(j) : -1;
         to[accepted] = std::max<int64_t>(last, 0);
-        step_.num_tokens[b_] = accepted + 1;
-        step_.is_bad[b_] = last < 0;
+        to[columns] = last < 0;
+        if (step_.num_slots == 0) return;
+        for (int j = 0; j < columns; j++) token_ids_[j] = (int32_t)std::max<int64_t>(to[j], 0);
+        step_.anchor[entry_] += accepted + 1;
+        step_.anchor[step_.num_slots - 1] = 0;  // nobody's
+    }
+
+    // Draw the token `offset` after the anchor, and keep what it was drawn from.
+    void draw_draft() {
+        const int offset = (int)(position_ - anchor_);
+        float* state = step_.state == nullptr ? nullptr : step_.state + first_row_ * 4;
+        if (step_.num_slots > 0 && step_.draft_state != nullptr) {
+            const int64_t at = entry_ * step_.draft_stride + offset * step_.draft_column_stride;
+            const int width = step_.is_bf16 ? 2 : 4;
+            std::memcpy(step_.draft_logits + at * width, row_of(step_, first_row_), step_.draft_width * width);
+            state = draft_state(offset);
+        }
+        int64_t token;
+        if (is_greedy_ && state == nullptr)
+            token = choice_of(step_, first_row_);
+        else if (is_greedy_)
+            token = read(0).is_bad ? -1 : row_.choice();
+        else
+            token = step_.rule[entry_] == MATCH_RULE ? own_token(0) : draw(0, 0.0f);
+        if (state != nullptr) std::memcpy(state, row_.state, sizeof row_.state);
+        step_.out[b_] = std::max<int64_t>(token, 0);
+        if (step_.num_slots > 0) token_ids_[offset] = (int32_t)step_.out[b_];
     }
 
 private:
-    int64_t draft(int i) const { return step_.draft_ids[(int64_t)b_ * step_.columns + i]; }
+    int64_t draft(int i) const { return token_ids_[i]; }
 
     // The row after j drafts; the one that was read last is still there.
     const Row& read(int j) {
-        if (j != read_) row_.read(step_, b_, step_.first_rows[b_] + j);
+        if (j != read_) row_.read(step_, entry_, first_row_ + j);
         read_ = j;
         return row_;
     }
     Distribution target() const { return {row_.x.data(), row_.state, row_.inverse_t}; }
 
-    const float* draft_state(int i) const {
-        return step_.draft_state + (step_.draft_rows[b_] * step_.columns + i) * 4;
+    float* draft_state(int i) const {
+        return step_.draft_state + entry_ * step_.draft_state_stride + i * 4;
     }
     bool is_one_hot(int i) const {
         return step_.draft_logits == nullptr || std::isnan(draft_state(i)[LOG_Z]);
     }
     Distribution drafted(int i) {
         if (i != draft_read_) {
-            const int64_t at = step_.draft_rows[b_] * step_.draft_stride + i * step_.draft_column_stride;
+            const int64_t at = entry_ * step_.draft_stride + i * step_.draft_column_stride;
             const uint8_t* from = step_.draft_logits + at * (step_.draft_is_bf16 ? 2 : 4);
             const int width = std::min(step_.draft_width, step_.vocab_size);
             draft_row_.read(from, step_.draft_is_bf16, width, step_.vocab_size);
@@ -94,8 +127,8 @@ private:
     float accept_uniform(int i) const {
         if (step_.words != nullptr) return uniform((uint32_t)words(i)[0]);
         uint32_t drawn[4];
-        const uint32_t counter[4] = {(uint32_t)step_.anchor[b_], (uint32_t)i, ACCEPT, 0};
-        philox((uint64_t)step_.seed[b_], counter, drawn);
+        const uint32_t counter[4] = {(uint32_t)anchor_, (uint32_t)i, ACCEPT, 0};
+        philox((uint64_t)step_.seed[entry_], counter, drawn);
         return uniform(drawn[0]);
     }
     const int64_t* words(int i) const {
@@ -152,18 +185,20 @@ private:
         return weights;
     }
 
-    // The token after j drafts, by inverse CDF: first a block, then a token of it.
-    int64_t draw(const Row& row, int j, float log_scale) {
+    // The token after j drafts, by inverse CDF: first a block, then a token of it. -1: a bad row.
+    int64_t draw(int j, float log_scale) {
+        const Row& row = read(j);
+        if (row.is_bad) return -1;
         uint32_t w[4];
         const int64_t* given = step_.words == nullptr ? nullptr : words(step_.columns + 1);
         const uint32_t counter[4] = {
-            (uint32_t)step_.anchor[b_], (uint32_t)(step_.position[b_] - step_.anchor[b_] + j),
+            (uint32_t)anchor_, (uint32_t)(position_ - anchor_ + j),
             (uint32_t)step_.purpose, 0
         };
-        philox((uint64_t)step_.seed[b_], counter, w);
+        philox((uint64_t)step_.seed[entry_], counter, w);
         for (int i = 0; given != nullptr && i < 4; i++) w[i] = (uint32_t)given[i];
 
-        const bool from_sums = j == k_ && !row.is_filtered(step_, b_);
+        const bool from_sums = j == k_ && !row.is_filtered(step_, entry_);
         Weights weights = this->weights(j, log_scale);
         int64_t total = 0;
         if (from_sums) {
@@ -198,10 +233,12 @@ private:
         return std::min<int64_t>(block * BLOCK + inner, step_.vocab_size - 1);
     }
 
-    // `match`: the token with the highest log p - log E; kernels/verify/match.py.
-    int64_t own_token(const Row& row, int j) const {
+    // `match`: the token with the highest log p - log E; kernels/verify/match.py. -1: a bad row.
+    int64_t own_token(int j) {
+        const Row& row = read(j);
+        if (row.is_bad) return -1;
         thread_local std::vector<float> bounds;
-        const uint32_t position = (uint32_t)(step_.position[b_] + j);
+        const uint32_t position = (uint32_t)(position_ + j);
         const int groups = (step_.vocab_size + GROUP - 1) / GROUP;
         const Distribution p = target();
         bounds.resize(groups);
@@ -223,7 +260,7 @@ private:
             for (int i = 0; i < GROUP; i++) {
                 const int64_t id = (int64_t)g * GROUP + i;
                 const uint32_t counter[4] = {position, 0, FINAL, (uint32_t)(id / 4)};
-                if (i % 4 == 0) philox((uint64_t)step_.seed[b_], counter, drawn);
+                if (i % 4 == 0) philox((uint64_t)step_.seed[entry_], counter, drawn);
                 if (id >= step_.vocab_size) break;
                 const float value = p.log_probability(id);
                 if (value == -INFINITY) continue;
@@ -247,13 +284,16 @@ private:
     Least least_of(int group, uint32_t position) const {
         uint32_t drawn[4];
         const uint32_t counter[4] = {position, 0, OF_GROUP, (uint32_t)(group / 2)};
-        philox((uint64_t)step_.seed[b_], counter, drawn);
+        philox((uint64_t)step_.seed[entry_], counter, drawn);
         const int at = group % 2 * 2;
         return {drawn[at], drawn[at + 1] >> 26};
     }
 
     const Step& step_;
     const int b_, k_;
+    const int64_t first_row_, entry_, anchor_, position_;
+    const bool is_greedy_;
+    int32_t* token_ids_;  // from the first draft on
     int read_ = -1, draft_read_ = -1;
     static thread_local Row row_, draft_row_;
     static thread_local std::vector<int64_t> mass_;
@@ -264,6 +304,39 @@ thread_local std::vector<int64_t> Request::mass_;
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void outrider_sample(const Step* step) {
+extern "C" {
+
+#define PUBLIC __attribute__((visibility("default")))
+
+PUBLIC void outrider_verify(const Step* step) {
     for (int b = 0; b < step->count; b++) Request(*step, b).verify();
+}
+
+PUBLIC void outrider_draw(const Step* step) {
+    for (int b = 0; b < step->count; b++) Request(*step, b).draw_draft();
+}
+
+// Of one token a row, at temperature 1. Shape: data [count][stride], token_ids [count].
+PUBLIC void outrider_probabilities(
+    const uint8_t* data, int64_t stride, int64_t width, int32_t is_bf16, int32_t count,
+    const int64_t* token_ids, float* out
+) {
+    for (int n = 0; n < count; n++) {
+        const uint8_t* row = data + n * stride * (is_bf16 ? 2 : 4);
+        out[n] = is_bf16 ? RawRow<true>{row, width}.probability(token_ids[n])
+                         : RawRow<false>{row, width}.probability(token_ids[n]);
+    }
+}
+
+// Counters that fit 32 bits, [4][count], and words likewise.
+PUBLIC void outrider_philox(
+    int32_t count, const int64_t* seeds, const int64_t* counters, int64_t* words
+) {
+    for (int n = 0; n < count; n++) {
+        uint32_t counter[4], drawn[4];
+        for (int i = 0; i < 4; i++) counter[i] = (uint32_t)counters[(int64_t)i * count + n];
+        philox((uint64_t)seeds[n], counter, drawn);
+        for (int i = 0; i < 4; i++) words[(int64_t)i * count + n] = drawn[i];
+    }
+}
 }

@@ -1,0 +1,228 @@
+"""Verification on a CPU in one compiled call, and the draws of drafts in another.
+
+The references take some hundred operations of torch for it, which together cost as much as a pass
+of the target. The outcome is theirs, except where a last bit of an exponential decides: about once
+in a million draws.
+"""
+
+import ctypes
+from ctypes import Structure, c_int32, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._dispatch import uses_triton
+from ..cpu.layers import compiled, pointer
+from .drafts import DraftSample, Step, Verified
+from .philox import Purpose
+from .sampling import STATE_WIDTH, Sampling
+from .slot_rows import SlotState
+
+
+class _Step(Structure):  # mirrors rows.h, which has the shapes
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab_size", c_int32),
+        ("is_bf16", c_int32),
+        ("count", c_int32),
+        ("columns", c_int32),
+        ("first_rows", c_void_p),
+        ("num_drafts", c_void_p),
+        ("entries", c_void_p),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("seed", c_void_p),
+        ("rule", c_void_p),
+        ("anchor", c_void_p),
+        ("token_ids", c_void_p),
+        ("token_stride", c_int64),
+        ("num_slots", c_int64),
+        ("draft_logits", c_void_p),
+        ("draft_stride", c_int64),
+        ("draft_column_stride", c_int64),
+        ("draft_width", c_int32),
+        ("draft_is_bf16", c_int32),
+        ("draft_state", c_void_p),
+        ("draft_state_stride", c_int64),
+        ("offset", c_void_p),
+        ("words", c_void_p),
+        ("purpose", c_int32),
+        ("state", c_void_p),
+        ("out", c_void_p),
+    )
+
+
+def takes(logits: Tensor, draft_logits: Tensor | None = None) -> bool:
+    """Whether the calls below can read these logits. Shape: [..., V]."""
+    return (
+        logits.device.type == "cpu"
+        and not uses_triton(logits)
+        and _is_readable(logits)
+        and (draft_logits is None or _is_readable(draft_logits))
+        and compiled() is not None
+    )
+
+
+def _is_readable(logits: Tensor) -> bool:
+    return logits.dtype in (torch.float32, torch.bfloat16) and logits.stride(-1) == 1
+
+
+def verify(step: Step) -> Verified:
+    """The requests' outcomes."""
+    drafts = step.drafts.in_order()
+    count, max_drafts = drafts.token_ids.shape
+    token_ids = drafts.token_ids.int().contiguous()
+    out = torch.empty(count, max_drafts + 2, dtype=torch.int64)
+    given = _Step(
+        first_rows=pointer(step.cu_rows, torch.int32),
+        num_drafts=pointer(drafts.num_drafts, torch.int32),
+        columns=max_drafts,
+        token_ids=pointer(token_ids, torch.int32),
+        token_stride=max_drafts,
+    )
+    _set_drafts(given, drafts.logits, drafts.state)
+    _call("outrider_verify", given, step, out)
+    token_ids, is_bad = out[:, :-1], out[:, -1].bool()
+    return Verified(token_ids, (token_ids >= 0).sum(1).int(), is_bad)
+
+
+def draw(step: Step) -> DraftSample:
+    """A token and a state for each row."""
+    state = torch.empty(len(step.logits), STATE_WIDTH)
+    out = torch.empty(len(step.logits), dtype=torch.int64)
+    _call("outrider_draw", _Step(state=pointer(state, torch.float32)), step, out)
+    return DraftSample(out, state)
+
+
+def _call(name: str, given: _Step, step: Step, out: Tensor) -> None:
+    sampling = Sampling(*(field.contiguous() for field in step.sampling))
+    anchor, offset = step.anchor.contiguous(), step.position - step.anchor
+    words = None if step.words is None else step.words.contiguous()
+    given.offset, given.words = pointer(offset, torch.int64), pointer(words, torch.int64)
+    _set_requests(given, sampling, anchor)
+    _run(name, given, step.logits, step.vocab_size, step.purpose, out)
+
+
+def verify_slots(
+    slots: SlotState,
+    first_rows: Tensor,
+    slot: Tensor,
+    num_drafts: Tensor,
+    max_drafts: int,
+    logits: Tensor,
+    vocab_size: int,
+    kept: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """`verify` for requests in slots: `read_slots`, and `write_verified` what comes out.
+
+    Shape: first_rows, num_drafts [B] int32; slot [B] of any integers; logits [T, V]; kept
+    [num_slots, K, V'] and [num_slots, K, 4], or None for one-hot drafts -> [B, K + 2].
+    """
+    slot = slot.long()
+    out = torch.empty(len(slot), max_drafts + 2, dtype=torch.int64)
+    given = _Step(
+        first_rows=pointer(first_rows, torch.int32),
+        num_drafts=pointer(num_drafts, torch.int32),
+        columns=max_drafts,
+    )
+    _set_slots(given, slots, slot, kept)
+    _run("outrider_verify", given, logits, vocab_size, Purpose.FINAL, out)
+    return out
+
+
+def draw_into_slots(
+    slots: SlotState,
+    slot: Tensor,
+    offset: Tensor,
+    logits: Tensor,
+    vocab_size: int,
+    kept: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """`draft_sample` for requests in slots: `read_slots`, and `write_draft` what comes out.
+
+    Shape: slot, offset [N] int64; logits [N, V'], of the dtype of those kept; kept as above, or
+    None to keep nothing -> [N] int64.
+    """
+    assert kept is None or (kept[0].dtype == logits.dtype and kept[0].shape[2] == logits.shape[1])
+    out = torch.empty(len(slot), dtype=torch.int64)
+    given = _Step(offset=pointer(offset, torch.int64))
+    _set_slots(given, slots, slot, kept)
+    _run("outrider_draw", given, logits, vocab_size, Purpose.DRAFT, out)
+    return out
+
+
+def _set_slots(
+    given: _Step, slots: SlotState, slot: Tensor, kept: tuple[Tensor, Tensor] | None
+) -> None:
+    assert slots.token_ids.stride(1) == 1
+    given.entries = pointer(slot, torch.int64)
+    given.token_ids = pointer(slots.token_ids, torch.int32)
+    given.token_stride, given.num_slots = slots.token_ids.stride(0), len(slots.num_tokens)
+    _set_requests(given, slots.sampling, slots.num_tokens)
+    _set_drafts(given, *(kept or (None, None)))
+
+
+def _set_requests(given: _Step, sampling: Sampling, anchor: Tensor) -> None:
+    given.temperature = pointer(sampling.temperature, torch.float32)
+    given.top_k = pointer(sampling.top_k, torch.int32)
+    given.top_p = pointer(sampling.top_p, torch.float32)
+    given.min_p = pointer(sampling.min_p, torch.float32)
+    given.seed = pointer(sampling.seed, torch.int64)
+    given.rule = pointer(sampling.rule, torch.int32)
+    given.anchor = pointer(anchor, torch.int64)
+
+
+def _set_drafts(given: _Step, logits: Tensor | None, state: Tensor | None) -> None:
+    if logits is None or state is None or logits.shape[1] == 0:
+        return
+    given.draft_logits, given.draft_width = logits.data_ptr(), logits.shape[2]
+    given.draft_stride, given.draft_column_stride, _ = logits.stride()
+    given.draft_is_bf16 = logits.dtype == torch.bfloat16
+    given.draft_state, given.draft_state_stride = pointer(state, torch.float32), state.stride(0)
+
+
+def _run(
+    name: str, given: _Step, logits: Tensor, vocab_size: int, purpose: Purpose, out: Tensor
+) -> None:
+    assert logits.stride(1) == 1
+    given.logits, given.stride = logits.data_ptr(), logits.stride(0)
+    given.vocab_size, given.is_bf16 = vocab_size, logits.dtype == torch.bfloat16
+    given.count, given.purpose, given.out = len(out), int(purpose), pointer(out, torch.int64)
+    getattr(_library(), name)(ctypes.byref(given))
+
+
+def probabilities(logits: Tensor, token_ids: Tensor) -> np.ndarray:
+    """Probabilities of one token a row, at temperature 1.
+
+    Shape: logits [N, V], token_ids [N] int64 -> [N]
+    """
+    if not takes(logits):
+        return probabilities_reference(logits, token_ids)
+    out_np = np.empty(len(token_ids), dtype=np.float32)
+    _library().outrider_probabilities(
+        c_void_p(logits.data_ptr()),
+        c_int64(logits.stride(0)),
+        c_int64(logits.shape[1]),
+        logits.dtype == torch.bfloat16,
+        len(token_ids),
+        c_void_p(pointer(token_ids, torch.int64)),
+        c_void_p(out_np.ctypes.data),
+    )
+    return out_np
+
+
+def probabilities_reference(logits: Tensor, token_ids: Tensor) -> np.ndarray:
+    probs = torch.softmax(logits.float(), dim=-1).gather(1, token_ids[:, None])
+    of_row: np.ndarray = probs.squeeze(1).numpy(force=True)
+    return of_row
+
+
+def _library() -> Any:
+    library = compiled()
+    assert library is not None
+    return library
