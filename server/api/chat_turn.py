@@ -112,7 +112,7 @@ async def _grammar(service: Service, body: ChatCompletionRequest, calls: Calls) 
     if calls.input_grammar is not None:
         return await service.grammars.check("tools", calls.input_grammar)
     if calls.required:
-        grammar = calls_grammar(calls.tools, max_calls=calls.most)
+        grammar = calls_grammar(calls.tools, several=calls.most is None)
         return await service.grammars.check("tool_choice", grammar)
     return await service.grammars.grammar_of(body.response_format, body.structured_outputs)
 

@@ -35,10 +35,15 @@ class GrammarText(NamedTuple):
     text: str
 
 
+def json_of_schema(schema: dict[str, Any]) -> str:
+    """The JSON values that a schema allows, as an expression in Lark."""
+    guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps(guidance | schema)}"
+
+
 def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
     """A grammar of the JSON values that a schema allows."""
-    guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return GrammarText("lark", f"start: %json {json.dumps(guidance | schema)}")
+    return GrammarText("lark", f"start: {json_of_schema(schema)}")
 
 
 class StructuredOutputs(APIRequest):

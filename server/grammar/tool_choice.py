@@ -1,5 +1,6 @@
 """`tool_choice`: whether an answer may, must or must not call tools, and which."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -8,7 +9,7 @@ from pydantic import Discriminator, FailFast, Field, Tag
 
 from ..api.fields import APIRequest
 from ..http.errors import invalid_value, unsupported
-from .structured_outputs import GrammarText, lark_of_schema
+from .structured_outputs import WHITESPACE, GrammarText, json_of_schema
 
 INPUT = "input"  # the name of a custom tool's text in a call
 
@@ -168,30 +169,25 @@ def _input_grammar(tool: dict[str, Any]) -> GrammarText | None:
     return None
 
 
-def calls_grammar(tools: list[dict[str, Any]], *, max_calls: int | None) -> GrammarText:
-    """A grammar of JSON lists of at least one call to these tools; raises APIError."""
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = dict(function.get("parameters") or {"type": "object"})
-        if "properties" in parameters:  # allow only the arguments that the function knows
-            parameters.setdefault("additionalProperties", False)
-        # References start at the root, also after their schema has been moved.
-        for name, definition in parameters.pop("$defs", {}).items():
-            if definitions.setdefault(name, definition) != definition:
-                raise invalid_value(
-                    "tools", f"Two tools define {name!r} in their $defs, each in another way."
-                )
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": parameters},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
-    if max_calls is not None:
-        schema["maxItems"] = max_calls
-    return lark_of_schema(schema)
+def calls_grammar(tools: list[dict[str, Any]], *, several: bool) -> GrammarText:
+    """A grammar of JSON lists of at least one call to these tools.
+
+    The schema of each tool stays a schema of its own: its references start at its root.
+    """
+    more = '(WS? "," WS? call)*' if several else ""
+    rules = (
+        f'start: "[" WS? call {more} WS? "]"',
+        r'call: "{" WS? "\"name\"" WS? ":" WS? named WS? "}"',
+        "named: " + "\n    | ".join(_named_call(tool["function"]) for tool in tools),
+        f"WS: /{WHITESPACE}/",
+    )
+    return GrammarText("lark", "\n".join(rules))
+
+
+def _named_call(function: dict[str, Any]) -> str:
+    """A call from its name on."""
+    parameters = function.get("parameters") or {"type": "object"}
+    if "properties" in parameters:  # allow only the arguments that the function knows
+        parameters = {"additionalProperties": False} | parameters
+    name = json.dumps(json.dumps(function["name"], ensure_ascii=False))
+    return rf'{name} WS? "," WS? "\"arguments\"" WS? ":" WS? {json_of_schema(parameters)}'

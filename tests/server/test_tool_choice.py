@@ -135,19 +135,101 @@ def test_call_that_is_cut_off_is_no_content(
         assert "tool_calls" not in choice["message"]
 
 
-def test_definitions_of_all_tools_are_found(
+@pytest.mark.parametrize("kind", ["$defs", "definitions"])
+def test_each_tool_has_definitions_of_its_own(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, kind: str
+) -> None:
+    reference = {"$ref": f"#/{kind}/Item"}
+    add, negate = tool("add", a=reference, b=NUMBER), tool("negate", a=reference)
+    add["function"]["parameters"][kind] = {"Item": {"type": "string"}}
+    negate["function"]["parameters"][kind] = {"Item": NUMBER}
+    grammar = grammar_of(served, tools=[negate, add], tool_choice="required")
+    assert not allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    call = CALL_ADD.replace("1", '"1"')
+    assert allows(compiler, tokenizer, grammar, f"[{CALL_NEGATE}, {call}]")
+
+
+def test_references_start_at_the_parameters(
     served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    defined = tool("add", a={"$ref": "#/$defs/Number"}, b=NUMBER)
-    defined["function"]["parameters"]["$defs"] = {"Number": {"type": "string"}}
-    grammar = grammar_of(served, tools=[NEGATE, defined], tool_choice="required")
-    text = f"[{CALL_ADD}]"
-    assert not allows(compiler, tokenizer, grammar, text)
-    assert allows(compiler, tokenizer, grammar, text.replace("1", '"1"'))
-    other = tool("negate", a={"$ref": "#/$defs/Number"})
-    other["function"]["parameters"]["$defs"] = {"Number": {"type": "integer"}}
-    reply = chat(served, tools=[defined, other], tool_choice="required")
-    assert (reply.status, reply.error["param"]) == (400, "tools")
+    tree = tool("add", a=NUMBER, below={"$ref": "#"}, other={"$ref": "#/properties/a"})
+    tree["function"]["parameters"]["required"] = ["a"]
+    grammar = grammar_of(served, tools=[tree], tool_choice="required")
+
+    def allowed(**arguments: Any) -> bool:
+        text = json.dumps([{"name": "add", "arguments": arguments}])
+        return allows(compiler, tokenizer, grammar, text)
+
+    assert allowed(a=1, below={"a": 2, "below": {"a": 3}}, other=4)
+    assert not allowed(a=1, below=[{"name": "add", "arguments": {"a": 2}}])
+    assert not allowed(a=1, other="4")
+
+
+@pytest.mark.parametrize("definitions", [None, [], "x", 5])
+def test_definitions_that_are_none_define_nothing(served: Served, definitions: Any) -> None:
+    odd = tool("add", a=NUMBER)
+    odd["function"]["parameters"]["$defs"] = definitions
+    assert chat(served, tools=[odd], tool_choice="required").status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_required_call_follows_a_schema_that_refers_to_itself(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, path: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": NUMBER, "b": {"$ref": "#/properties/a"}}}
+    messages = [{"role": "user", "content": "Hi"}]
+    body: dict[str, Any] = {
+        "/v1/chat/completions": {
+            "messages": messages,
+            "tools": [{"type": "function", "function": {"name": "add", "parameters": schema}}],
+            "tool_choice": "required",
+        },
+        "/v1/responses": {
+            "input": messages,
+            "tools": [{"type": "function", "name": "add", "parameters": schema}],
+            "tool_choice": "required",
+        },
+        "/v1/messages": {
+            "messages": messages,
+            "tools": [{"name": "add", "input_schema": schema}],
+            "tool_choice": {"type": "any"},
+            "max_tokens": 50,
+        },
+    }[path]
+    assert post(served.app, body, path=path).status == 200
+    grammar = served.client.submitted[-1][0].params.grammar
+    assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    call = CALL_ADD.replace("2", '"2"')
+    assert not allows(compiler, tokenizer, grammar, f"[{call}]")
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        (f"[{CALL_ADD},{CALL_NEGATE}]".replace(" ", ""), True),
+        (json.dumps(json.loads(f"[{CALL_ADD}, {CALL_NEGATE}]"), indent=2), True),
+        ('[ {"name" : "negate" , "arguments" : { "a" : 1 } } ]', True),
+        ('[{"arguments": {"a": 1}, "name": "negate"}]', False),
+        (f"[{' ' * 64}{CALL_ADD}]", True),
+        (f"[{' ' * 65}{CALL_ADD}]", False),
+        (f" [{CALL_ADD}]", False),
+        (f"[{CALL_ADD}] ", False),
+    ],
+)
+def test_white_space_is_allowed_within_calls_but_not_without_end(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, text: str, allowed: bool
+) -> None:
+    grammar = grammar_of(served, tool_choice="required")
+    assert allows(compiler, tokenizer, grammar, text) == allowed
+
+
+def test_name_of_a_tool_may_be_any_text(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    odd = 'é"\\\n🙂'
+    grammar = grammar_of(served, tools=[tool(odd, a=NUMBER)], tool_choice="required")
+    call = json.dumps([{"name": odd, "arguments": {"a": 1}}], ensure_ascii=False)
+    assert allows(compiler, tokenizer, grammar, call)
 
 
 def test_parameters_that_a_tool_does_not_declare_are_not_invented(
