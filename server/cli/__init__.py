@@ -27,7 +27,7 @@ Examples:
 
   outrider chat                   talk to it, and see what was drafted
 
-  outrider bench                  what the drafts are worth under load
+  outrider bench                  how much the drafts gain under load
 """
 
 app = typer.Typer(

@@ -22,28 +22,34 @@ def bench_command(
     concurrency: Annotated[
         list[int] | None,
         typer.Option(
-            "-c", "--concurrency", min=1, help="Requests at once; repeatable. \\[default: 1, 8]"
+            "-c", "--concurrency", min=1, help="Concurrent requests; repeatable. \\[default: 1, 8]"
         ),
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests of a round. \\[default: twice as many as run at once]"),
+        typer.Option(
+            min=1, help="Requests per round. \\[default: twice the concurrency, at least 4]"
+        ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, help="With drafts and without in turn; one more warms up.")
+        int,
+        typer.Option(
+            min=1,
+            help="Measured rounds, alternating with and without drafts, after one warm-up round.",
+        ),
     ] = 2,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
     k: Annotated[
-        int | None, typer.Option("-k", min=1, help="Drafts a step. \\[default: adaptive]")
+        int | None, typer.Option("-k", min=1, help="Draft tokens per step. \\[default: adaptive]")
     ] = None,
     model: ModelOption = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write what was measured there.")
+        Path | None, typer.Option("--json", help="Write the measurements to this file.")
     ] = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Measure a running server under load, with and without drafts in the same minutes."""
+    """Measure the speed of a running server under load, with drafts and without."""
     if json_file and not json_file.parent.is_dir():
         typer.echo(f"outrider: {json_file.parent} is no directory; make it first", err=True)
         raise typer.Exit(2)

@@ -13,7 +13,9 @@ from ..config.settings_loader import SettingsError, load_settings, shipped_confi
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", help="TOML file of settings, or the name of one of ours: `qwen3-8b`."
+        "--config",
+        "-c",
+        help="TOML file of settings, or the name of a bundled config, such as `qwen3-8b-eagle3`.",
     ),
 ]
 SetOption = Annotated[
@@ -25,7 +27,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         show_default=False,
-        help="A hub id, a directory, a GGUF file or a built-in name; or a config file of settings.",
+        help="A hub id, a directory, a GGUF file or a built-in name; or a config, as for --config.",
     ),
 ]
 DraftOption = Annotated[
@@ -71,7 +73,8 @@ def config_command(
     config: ConfigOption = None,
     assignments: SetOption = None,
     example: Annotated[
-        bool, typer.Option("--example", help="Print every setting, described, at its default.")
+        bool,
+        typer.Option("--example", help="Print every setting with its description and default."),
     ] = False,
 ) -> None:
     """Print the effective settings as TOML."""

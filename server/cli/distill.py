@@ -18,18 +18,22 @@ def distill_command(
         str,
         typer.Option(help="The model to draft for: a built-in name, a directory, a GGUF file, …"),
     ],
-    out: Annotated[Path, typer.Option(help="Directory to make; it must not exist yet.")],
+    out: Annotated[
+        Path, typer.Option(help="Directory to create for the draft; it must not exist yet.")
+    ],
     prompts: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|DATASET",
-            help="User turns: a text file (one a line), a .jsonl file or a hub data set. "
-            "Left out: the target writes its own.",
+            help="User turns: a text file (one per line), a .jsonl file or a hub data set. "
+            "\\[default: the target writes them]",
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps the target's text, for other drafts of this target."),
+        typer.Option(
+            help="Directory that keeps the target's text for other drafts of this target."
+        ),
     ] = None,
     kind: Annotated[
         Kind,
@@ -38,7 +42,9 @@ def distill_command(
     draft_vocab: Annotated[
         int,
         typer.Option(
-            min=0, help="Tokens that a head drafts, the most frequent; 0: by the target's size."
+            min=0,
+            help="How many of the most frequent tokens a head can draft; 0: as the target's size "
+            "suggests.",
         ),
     ] = 0,
     size: Annotated[
@@ -46,22 +52,23 @@ def distill_command(
     ] = "3x256",
     start: Annotated[
         Path | None,
-        typer.Option(help="Go on from this draft's directory; its shape stays as it is."),
+        typer.Option(help="Train the draft in this directory further; its shape is kept."),
     ] = None,
     budget: Annotated[
-        str, typer.Option(help="Time in all (90s, 10m, 2h), or training tokens (500K, 50M, 1B).")
+        str, typer.Option(help="Total time (90s, 10m, 2h), or training tokens (500K, 50M, 1B).")
     ] = "10m",
     loss: Annotated[
         Divergence,
-        typer.Option(help="What training lowers, up to its last quarter (then total variation)."),
+        typer.Option(help="Training loss; the last quarter always uses total variation."),
     ] = "forward_kl",
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same draft.")] = 0,
     device: Annotated[
-        str, typer.Option(help="auto | cpu | cuda | cuda:N; cuda takes every visible GPU.")
+        str, typer.Option(help="auto | cpu | cuda | cuda:N; cuda uses every visible GPU.")
     ] = "auto",
 ) -> None:
-    """Make a small draft, or a head, that agrees with a target. Run it again to go on after a
-    break.
+    """Train a small draft model, or a head, for a target.
+
+    Run the same command again to resume.
     """
     # Only now: they bring in torch.
     from outrider.distill.run import distill

@@ -19,9 +19,9 @@ def doctor_command(
         bool, typer.Option("--offline", help="Do not try to reach the hub.")
     ] = False,
 ) -> None:
-    """Look at this machine: what is there, what is missing, which pair fits, what to do.
+    """Check this machine: what it has, what is missing, which pair fits, what to do.
 
-    Exit status 1 if the server cannot run as things are.
+    Exits with status 1 if the server cannot run here as things are.
     """
     settings = settings_or_exit(config, assignments)
     from ..diagnosis import machine, network  # bring in torch

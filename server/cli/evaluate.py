@@ -28,34 +28,39 @@ def evaluate_command(
     draft: DraftOption = None,
     config: ConfigOption = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="Repeatable; left out: 0 and 0.8.")
+        list[float] | None,
+        typer.Option(min=0.0, help="Temperature; repeatable. \\[default: 0, 0.8]"),
     ] = None,
     k: Annotated[
         list[int] | None,
-        typer.Option("-k", min=1, help="Drafts a step to try; repeatable. Left out: 1, 2, 4, …"),
+        typer.Option(
+            "-k", min=1, help="Draft tokens per step; repeatable. \\[default: 1, 2, 4, …]"
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 96,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 96,
     prompts_per_category: Annotated[
-        int | None, typer.Option(min=1, help="Take only the first ones; left out: all.")
+        int | None,
+        typer.Option(min=1, help="Use this many prompts of each kind. \\[default: all]"),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured there.")
+        Path | None, typer.Option("--json", help="Write all measurements to this file.")
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw a PNG there; needs the extra `plot`.")
+        Path | None,
+        typer.Option("--plot", help="Draw a plot to this PNG file; needs the extra `plot`."),
     ] = None,
     check_exact: Annotated[
         bool,
         typer.Option(
             "--check-exact",
-            help="Measure nothing: see whether greedy and seeded answers are the same to the bit "
-            "with every k, alone and all together, and show the first difference. "
-            "Exit status 1 if there is one.",
+            help="Instead of measuring, check that greedy and seeded answers are the same to the "
+            "bit with every k, alone and all together. Print the first difference and exit with "
+            "status 1 if there is one.",
         ),
     ] = False,
     assignments: SetOption = None,
 ) -> None:
-    """Measure acceptance and speed of a pair, against plain decoding in the same minutes."""
+    """Measure how many drafts are accepted, and the speed compared with plain decoding."""
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
     files = [f for f in (json_file, plot_file) if f]

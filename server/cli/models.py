@@ -55,7 +55,7 @@ def list_models() -> None:
 
 @models_app.command("drafts")
 def list_drafts() -> None:
-    """List the drafts that are known, the best of each target first: models and heads."""
+    """List known drafts, models and heads; the first that suits a target is its default."""
     table = Table(box=None, pad_edge=False)
     table.add_column("TARGET", no_wrap=True)
     table.add_column("DRAFT", no_wrap=True)
@@ -70,13 +70,16 @@ def list_drafts() -> None:
 @models_app.command("fetch")
 def fetch_models(
     model: Annotated[
-        str | None, typer.Argument(help="As for `path`; left out: the pair of --config.")
+        str | None,
+        typer.Argument(
+            help="A built-in name, a GGUF file, or a hub id. \\[default: the pair of --config]"
+        ),
     ] = None,
     revision: RevisionOption = None,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Fetch and convert one model, or the whole pair of a config file (the default pair's)."""
+    """Fetch and convert one model, or both models of a config (by default the default pair)."""
     # Only now: the hub's library takes half a second, which no other command need wait for.
     from ..models.pair import prepare_pair
     from ..models.resolve import resolve
@@ -104,7 +107,7 @@ def show_path(model: ModelArgument, revision: RevisionOption = None) -> None:
 def remove_model(
     name: Annotated[str, typer.Argument(help="A name that `outrider models list` shows.")],
 ) -> None:
-    """Delete a model of the store; `hf cache rm` does that for hub ids."""
+    """Delete a model from the store. For hub ids use `hf cache rm`."""
     with _errors_told():
         store.remove(name)
     typer.echo(f"removed {name}")

@@ -9,7 +9,7 @@ import httpx
 import typer
 
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="[URL]", show_default=True, help="Where the server is.")
+    str, typer.Argument(metavar="[URL]", show_default=True, help="URL of the server.")
 ]
 ApiKeyOption = Annotated[
     str | None,

@@ -22,7 +22,7 @@ def run_batch_command(
     model: ModelArgument = None,
     draft: DraftOption = None,
     input_file: Annotated[
-        str, typer.Option("--input", "-i", help="File of requests, one a line; - reads stdin.")
+        str, typer.Option("--input", "-i", help="File of requests, one per line; - reads stdin.")
     ],
     output_file: Annotated[
         str, typer.Option("--output", "-o", help="File for the answers; - writes to stdout.")
@@ -30,10 +30,10 @@ def run_batch_command(
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format, and leave.
+    """Answer a file of requests in OpenAI's batch format, and exit.
 
-    Each line of the output has the custom_id of its request; lines come in the order in which the
-    answers are done.
+    Each line of the output has the custom_id of its request; lines come in
+    the order in which answers finish.
     """
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)

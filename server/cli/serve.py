@@ -16,13 +16,13 @@ Examples:
 
   outrider serve                                the default pair, on any machine
 
-  outrider serve Qwen/Qwen3-8B                  a model of the hub, with the draft known for it
+  outrider serve Qwen/Qwen3-8B                  a hub model, with its best known draft
 
   outrider serve ./my-model --draft ./my-draft  directories, or GGUF files
 
   outrider serve Qwen/Qwen3-8B --no-draft       plain decoding
 
-  outrider serve qwen3-8b                       a config file of ours, or PATH.toml
+  outrider serve qwen3-8b-eagle3                a bundled config, or PATH.toml
 """
 
 
@@ -35,7 +35,7 @@ def serve_command(
             "-k",
             "--num-speculative-tokens",
             metavar="N",
-            help="Most drafts of a request in a step; fewer are made if that pays more. "
+            help="Maximum draft tokens per request and step; fewer are used when that is faster. "
             "\\[default: what suits the draft]",
             rich_help_panel=_MODELS,
         ),
@@ -59,14 +59,14 @@ def serve_command(
     uds: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Unix socket to listen at instead.", rich_help_panel=_HTTP
+            metavar="PATH", help="Unix socket to listen on instead.", rich_help_panel=_HTTP
         ),
     ] = None,
     root_path: Annotated[
         str | None,
         typer.Option(
             metavar="/PATH",
-            help="Path below which a proxy shows this server.",
+            help="Path prefix under which a reverse proxy publishes this server.",
             rich_help_panel=_HTTP,
         ),
     ] = None,
@@ -74,7 +74,7 @@ def serve_command(
         int | None,
         typer.Option(
             metavar="N",
-            help="Most alternatives that a request may be told beside each token. \\[default: 20]",
+            help="Maximum logprobs per token that a request may ask for. \\[default: 20]",
             rich_help_panel=_HTTP,
         ),
     ] = None,
@@ -82,30 +82,30 @@ def serve_command(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Name in /v1/models and in requests; repeatable: answers give the first. "
-            "\\[default: the model's]",
+            help="Name by which clients ask for the model; repeatable: answers carry the first. "
+            "\\[default: the model's own]",
             rich_help_panel=_HTTP,
         ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Bearer key that clients must send; repeatable. The process list shows it: "
-            "--api-key-file and OUTRIDER_SERVER__API_KEYS do not.",
+            help="Bearer key that clients must send; repeatable. It shows in the process list; "
+            "with --api-key-file or OUTRIDER_SERVER__API_KEYS it does not.",
             rich_help_panel=_HTTP,
         ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of bearer keys that clients must send, one a line.", rich_help_panel=_HTTP
+            help="File of bearer keys that clients must send, one per line.", rich_help_panel=_HTTP
         ),
     ] = None,
     api_workers: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Processes that answer HTTP. \\[default: 1]",
+            help="Number of HTTP processes. \\[default: 1]",
             rich_help_panel=_HTTP,
         ),
     ] = None,
@@ -113,7 +113,7 @@ def serve_command(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Time for running requests to finish at shutdown. \\[default: 30]",
+            help="Time that running requests get to finish at shutdown. \\[default: 30]",
             rich_help_panel=_HTTP,
         ),
     ] = None,
@@ -121,8 +121,8 @@ def serve_command(
         str | None,
         typer.Option(
             metavar="auto|outrider|PATH",
-            help="Where sampling parameters that a request leaves out come from: the model's own "
-            "generation_config.json, nowhere (temperature 1, no filters), or that of a directory. "
+            help="Defaults of sampling parameters. auto: the model's generation_config.json; "
+            "outrider: temperature 1 and no filters; PATH: a directory with such a file. "
             "\\[default: auto]",
             rich_help_panel=_ENGINE,
         ),
@@ -130,8 +130,8 @@ def serve_command(
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(
-            metavar="SHARE",
-            help="Of the GPU's memory, what the engine may take. \\[default: 0.9]",
+            metavar="FRACTION",
+            help="Fraction of the GPU's memory that the engine may use. \\[default: 0.9]",
             rich_help_panel=_ENGINE,
         ),
     ] = None,
@@ -139,19 +139,20 @@ def serve_command(
         bool | None,
         typer.Option(
             "--enforce-eager",
-            help="Capture no CUDA graphs: start sooner, decode slower.",
+            help="Capture no CUDA graphs: starts sooner, decodes slower.",
             rich_help_panel=_ENGINE,
         ),
     ] = None,
     log_level: Annotated[
         LogLevel | None,
-        typer.Option(help="Least severe log lines. \\[default: info]", rich_help_panel=_ENGINE),
+        typer.Option(help="Lowest severity to log. \\[default: info]", rich_help_panel=_ENGINE),
     ] = None,
 ) -> None:
     """Serve a model over HTTP, sped up by a draft, until Ctrl-C or SIGTERM.
 
-    MODEL is a hub id, a directory, a GGUF file or a built-in name; without one it is the default
-    pair. The draft is the best that is known for the model; the server says which it is, and why.
+    MODEL is a hub id, a directory, a GGUF file or a built-in name; without it,
+    the default pair is served. Without --draft, the best known draft for the
+    model is used; the server says which one, and why.
     """
     if no_draft and (draft is not None or k):
         typer.echo("outrider: --no-draft excludes --draft and -k", err=True)
