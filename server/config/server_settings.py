@@ -35,63 +35,64 @@ class ServerSettings(Section):
     )
     uds: Path | None = Field(
         default=None,
-        description="A Unix socket to listen at, instead of host and port. Not with a metrics_port "
-        "or more than one of api_workers.",
+        description="Unix socket to listen on, instead of host and port. Not with metrics_port, "
+        "or with more than one of api_workers.",
     )
     root_path: str = Field(
         default="",
         pattern=r"^(/[^/\s]+)*$",
-        description="Path below which a proxy shows this server, as /models/a; requests may come "
-        "with it or without.",
+        description="Path prefix under which a reverse proxy publishes this server, such as "
+        "/models/a; requests may come with it or without.",
     )
     api_workers: int = Field(
         default=1,
         ge=1,
         le=256,
-        description="Processes that answer HTTP. 1: the one that starts the engine; more: so many "
-        "beside it, each with a tokenizer of its own (about 0.5 GB).",
+        description="Number of HTTP processes. 1: the process that starts the engine answers "
+        "HTTP itself; more: this many processes beside it, each with a tokenizer of its own "
+        "(about 0.5 GB).",
     )
     served_model_name: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_several)
     ] = Field(
         default=(),
-        description="Names in /v1/models that `model` may have; answers give the first. None "
-        "given: target.model.",
+        description="Names that requests may give as `model`, listed in /v1/models; answers "
+        "carry the first. Empty: target.model.",
     )
     generation_config: str = Field(
         default="auto",
         min_length=1,
-        description="Where sampling parameters that a request leaves out come from. auto: the "
-        "target's generation_config.json; outrider: nowhere, so temperature 1 and no filters; "
-        "else a directory that has such a file.",
+        description="Defaults of sampling parameters. auto: the target's "
+        "generation_config.json; outrider: temperature 1 and no filters; else a directory with "
+        "such a file.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Names that the Host header of a request may have, without a port; *.NAME: "
-        "whatever ends in it; *: any. None given: localhost and loopback addresses if the server "
+        description="Names that a request's Host header may have, without a port; *.NAME: any "
+        "name that ends in .NAME; *: any. Empty: localhost and loopback addresses if the server "
         "listens on loopback, else any.",
     )
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Bearer keys, asked for but by /health, /live, /ready and the files of /ui. "
-        "None: open.",
+        description="Bearer keys. Every route asks for one, but /health, /live, /ready and the "
+        "files of /ui. Empty: no key is needed.",
     )
     api_key_file: Path | None = Field(
         default=None,
-        description="A file with further keys, one a line; no process list shows them.",
+        description="File with further keys, one per line; they do not show in the process list.",
     )
     priority_api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Further keys, whose requests may also set `priority`. Where keys are asked "
-        "for, no others may.",
+        description="Further keys, whose requests may also set `priority`. Once any keys are "
+        "set, no other requests may.",
     )
     priority_api_key_file: Path | None = Field(
-        default=None, description="A file with further keys that may set `priority`, one a line."
+        default=None, description="File with further keys that may set `priority`, one per line."
     )
     share_cache_between_keys: bool = Field(
         default=False,
         description="Let requests with different keys share cached prefixes. cached_tokens and "
-        "times then tell whether another key's requests began alike.",
+        "response times then reveal whether another key's requests began the same way.",
     )
     ui: bool = Field(
         default=True,
@@ -105,12 +106,12 @@ class ServerSettings(Section):
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
-        description="Origins whose web pages may call the server from a browser; localhost is this "
-        "machine by any of its names and any port, * is any.",
+        description="Origins whose web pages may call the server from a browser. localhost: "
+        "this machine by any of its names, on any port; *: any origin.",
     )
     cors_credentials: bool = Field(
         default=False,
-        description="Let these pages send cookies, and what a proxy in front asks them for.",
+        description="Let these pages send cookies and other credentials.",
     )
     tls_certificate: Path | None = Field(
         default=None, description="PEM file; with tls_key, the server speaks HTTPS."
@@ -119,21 +120,22 @@ class ServerSettings(Section):
     otlp_endpoint: str | None = Field(
         default=None,
         min_length=1,
-        description="Where OpenTelemetry spans go, one a request, as OTLP over HTTP: "
-        "http://127.0.0.1:4318/v1/traces. Unset: where OTEL_EXPORTER_OTLP_ENDPOINT says, if "
-        "anywhere.",
+        description="Where OpenTelemetry spans are sent, one per request, as OTLP over HTTP: "
+        "http://127.0.0.1:4318/v1/traces. Unset: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it "
+        "is set.",
     )
     max_connections: int = Field(
         default=1024,
         ge=0,
-        description="Most open connections of one HTTP process; 0: any number. A new one beyond "
-        "them takes the place of one without a request, else it is turned away with 503.",
+        description="Maximum open connections of one HTTP process; 0: no limit. A new one "
+        "beyond it replaces a connection that has no request; if there is none, it is refused "
+        "with 503.",
     )
     send_timeout_s: float = Field(
         default=60.0,
         ge=0,
-        description="Seconds in which a client must take 16 KiB of what waits to be sent to it, "
-        "before its connection is ended and its request with it; 0: any time.",
+        description="Seconds in which a client must read 16 KiB of what waits to be sent; else "
+        "its connection and its request are ended. 0: no limit.",
     )
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
@@ -141,21 +143,22 @@ class ServerSettings(Section):
     body_timeout_s: float = Field(
         default=60.0,
         ge=0,
-        description="Seconds in which the body of a request must have arrived; 0: any time.",
+        description="Seconds in which the body of a request must arrive; 0: no limit.",
     )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         default="ignore",
-        description="Fields of requests that nobody knows, such as misspelt ones. ignore: name "
-        "them in the header x-unknown-fields and in the log; refuse: answer with 400.",
+        description="Fields of requests that the server does not know, such as misspelt ones. "
+        "ignore: name them in the header x-unknown-fields and in the log; refuse: answer with "
+        "400.",
     )
     max_prompts_times_n: int = Field(
-        default=128, ge=1, description="Most sequences of one request: prompts times n."
+        default=128, ge=1, description="Maximum sequences per request: prompts times n."
     )
     max_answer_bytes: int = Field(
         default=512 * 1024 * 1024,
         ge=1024 * 1024,
-        description="Most memory that one request may need, in bytes, as estimated from its "
-        "sequences, their max_tokens, and the logprobs and prompt tokens that it wants told.",
+        description="Maximum memory that one request may need, in bytes, estimated from its "
+        "sequences, their max_tokens, and the logprobs and prompt tokens that it asks for.",
     )
     max_grammar_bytes: int = Field(
         default=64 * 1024, ge=1, description="Largest grammar or JSON schema, in bytes."
@@ -165,49 +168,49 @@ class ServerSettings(Section):
     )
     tool_call_format: ToolCallFormat = Field(
         default="auto",
-        description="How the target writes tool calls; auto: as its own response template says, or "
-        "as its chat template shows; none: calls come back as text.",
+        description="How the target writes tool calls. auto: as its response template says, or "
+        "as its chat template shows; none: calls stay in the text.",
     )
     reasoning_content: bool | None = Field(
         default=None,
-        description="Give what chat answers say between <think> and </think> apart, as reasoning "
-        "and reasoning_content; unset: if the target's templates show that it reasons.",
+        description="Return what chat answers say between <think> and </think> apart, as "
+        "reasoning and reasoning_content. Unset: if the target's templates show that it reasons.",
     )
     speculation_metrics: bool = Field(
         default=False,
-        description="Tell in answers how many drafts were accepted (metrics.speculative_decoding), "
-        "unless a request says otherwise (speculation.metrics).",
+        description="Report in answers how many drafts were accepted "
+        "(metrics.speculative_decoding), unless a request says otherwise (speculation.metrics).",
     )
     max_logprobs: int = Field(
         default=20,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Most alternatives that a request may be told beside each token.",
+        description="Maximum logprobs per token that a request may ask for.",
     )
     response_store_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=0,
-        description="Memory for responses that /v1/responses keeps so that others can go on from "
-        "them, in bytes; 0: none. With more than one of api_workers none are kept, as the "
-        "next request may come to another process.",
+        description="Memory for responses that /v1/responses keeps so that later requests can "
+        "continue them, in bytes; 0: none. With more than one of api_workers none are kept, "
+        "because the next request may reach another process.",
     )
     max_stop_strings: int = Field(
-        default=16, ge=0, le=MAX_STOP_STRINGS, description="Most stop strings of one request."
+        default=16, ge=0, le=MAX_STOP_STRINGS, description="Maximum stop strings per request."
     )
     max_stop_token_ids: int = Field(
-        default=128, ge=0, le=MAX_STOP_TOKEN_IDS, description="Most stop_token_ids of one request."
+        default=128, ge=0, le=MAX_STOP_TOKEN_IDS, description="Maximum stop_token_ids per request."
     )
     max_logit_bias: int = Field(
-        default=1024, ge=0, le=MAX_LOGIT_BIAS, description="Most tokens that logit_bias may name."
+        default=1024, ge=0, le=MAX_LOGIT_BIAS, description="Maximum tokens in logit_bias."
     )
     max_bad_words: int = Field(
-        default=128, ge=0, le=MAX_BAD_WORDS, description="Most bad_words of one request."
+        default=128, ge=0, le=MAX_BAD_WORDS, description="Maximum bad_words per request."
     )
     request_timeout_s: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds that a request may take, its time in the queue included, before it is "
-        "ended with an error; 0: as long as it likes.",
+        description="Seconds that a request may take, its time in the queue included, before it "
+        "is ended with an error; 0: no limit.",
     )
     shutdown_timeout_s: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish at shutdown."
@@ -216,10 +219,10 @@ class ServerSettings(Section):
         default=5.0, ge=0, description="Seconds between status lines under load; 0 prints none."
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="Log lines to be read, or a JSON object a line."
+        default="text", description="text: lines for people; json: one JSON object per line."
     )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
-        default="info", description="Least severe log lines to print."
+        default="info", description="Lowest severity to log."
     )
 
     @model_validator(mode="after")

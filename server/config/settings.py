@@ -45,9 +45,9 @@ class TargetSettings(_ModelSettings):
     quantization: Quantization | None = Field(
         default=None,
         description="fp8: round the linear layers of a plain checkpoint to FP8 while loading, all "
-        "but the one that gives logits, and their inputs as they come: half of the bytes on a "
-        "GPU, and another model than the checkpoint's. Unset: the weights as they are; what "
-        "quantised checkpoints hold is found out.",
+        "but the one that gives logits, and their inputs as they come: half of the memory on a "
+        "GPU, and another model than the checkpoint's. Unset: the weights as they are; the "
+        "formats of quantised checkpoints are detected.",
     )
     device: Device = Field(
         default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
@@ -55,7 +55,7 @@ class TargetSettings(_ModelSettings):
 
 
 class DraftSettings(_ModelSettings):
-    """The model or head that runs ahead; read if speculation.proposer is auto or draft_model."""
+    """The model or head that drafts; read if speculation.proposer is auto or draft_model."""
 
     model: str | None = Field(
         default=None,
@@ -66,8 +66,8 @@ class DraftSettings(_ModelSettings):
     )
     head_layers: tuple[int, ...] | None = Field(
         default=None,
-        description="The target's layers behind which a head reads the hidden states; 0: the "
-        "embeddings. Unset: what its config says, in which trainers number them differently.",
+        description="Layers of the target after which a head reads the hidden states; 0: the "
+        "embeddings. Unset: as the head's config says; trainers number layers differently.",
     )
     dtype: Dtype | None = Field(
         default=None,
@@ -80,37 +80,39 @@ class DraftSettings(_ModelSettings):
         "of a draft model only the weights. Whatever the draft proposes, the target decides.",
     )
     device: Device | None = Field(
-        default=None, description="The target's, which it must equal: both share one page table."
+        default=None,
+        description="Unset: target.device. No other is possible: both share one page table.",
     )
 
 
 class SpeculationSettings(Section):
-    """How far, and by what, the target is run ahead of."""
+    """What drafts, and how many tokens."""
 
     proposer: Literal["auto", "draft_model", "ngram", "none"] = Field(
         default="auto",
-        description="draft_model: the draft, a model or a head; ngram: prompt lookup, no second "
-        "model; none: plain. auto: draft.model, or else the best draft that is known for the "
-        "target, or else prompt lookup; the server says at its start which, and why.",
+        description="draft_model: a draft model or head; ngram: prompt lookup, without a second "
+        "model; none: plain decoding. auto: draft.model if it is set, else the best known draft "
+        "for the target, else prompt lookup; the server says at its start which, and why.",
     )
     num_speculative_tokens: int = Field(
         default=4,
         ge=0,
         le=32,
-        description="Most drafts of a request in a step (k); 0 decodes plainly. If left out, a "
-        "draft that is chosen for the target brings its own.",
+        description="Maximum draft tokens per request and step (k); 0: plain decoding. If left "
+        "out, a draft that is chosen for the target brings its own.",
     )
     adaptive: bool = Field(
         default=True,
-        description="Draft fewer, down to none, where the measured cost of a step says that it "
-        "pays; on a CPU each request drafts for as long as its drafts are likely enough to pay.",
+        description="Draft fewer, down to none, when that is faster by the measured cost of a "
+        "step. On a CPU each request drafts for as long as its drafts are likely enough to pay.",
     )
     verification: Literal["token", "block", "match"] = Field(
         default="token",
-        description="Which drafts stand. token: one by one; block: jointly, never fewer in "
-        "expectation; match: those that plain sampling with the same seed would have drawn, so "
-        "that a seeded answer is the same for every k. All keep the target's distribution. Of "
-        "requests that name neither a rule nor a seed; those with a seed get match.",
+        description="Which drafts are accepted. token: one by one; block: jointly, never fewer "
+        "in expectation; match: those that plain sampling with the same seed would have drawn, "
+        "so that a seeded answer is the same for every k. All keep the target's distribution. "
+        "Applies to requests that give neither a rule nor a seed; with a seed alone the rule is "
+        "match.",
     )
     ngram_min_tokens: int = Field(
         default=1, ge=1, description="ngram: shortest suffix that is looked up, in tokens."
@@ -132,12 +134,12 @@ class SpeculationSettings(Section):
 class CacheSettings(Section):
     """The paged KV cache."""
 
-    page_size_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens of one page.")
+    page_size_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
     dtype: Literal["auto", "fp8"] = Field(
         default="auto",
-        description="What keys and values are kept in. auto: the model's dtype. fp8, on cuda: half "
-        "of that, so that twice as many tokens fit; all are rounded to 8 bits, which makes it "
-        "another model. Scales are the checkpoint's, or 1.",
+        description="Format of keys and values. auto: the model's dtype. fp8, on cuda: half of "
+        "its memory, so that twice as many tokens fit; rounding them to 8 bits makes it another "
+        "model. Scales are the checkpoint's, or 1.",
     )
     num_pages: int | None = Field(
         default=None,
@@ -149,7 +151,7 @@ class CacheSettings(Section):
         default=0.5,
         gt=0,
         le=1,
-        description="On a CPU: share of the memory left after loading that pages may take.",
+        description="On a CPU: fraction of the memory left after loading that pages may take.",
     )
     prefix_caching: bool = Field(
         default=True, description="Keep pages of finished requests and share equal prefixes."
@@ -157,8 +159,9 @@ class CacheSettings(Section):
     kv_events_endpoint: str | None = Field(
         default=None,
         pattern=r"^(tcp|ipc)://.",
-        description="Where routers hear over ZeroMQ, as from vLLM, which prefixes are cached: "
-        "tcp://*:5557 listens, tcp://router:5557 connects. It tells token ids of prompts.",
+        description="ZeroMQ address at which routers hear which prefixes are cached, in vLLM's "
+        "messages: tcp://*:5557 listens, tcp://router:5557 connects. The messages hold token ids "
+        "of prompts.",
     )
     kv_events_topic: str = Field(
         default="", description="Topic of these events; llm-d reads kv@POD_IP:PORT@MODEL."
@@ -166,14 +169,14 @@ class CacheSettings(Section):
 
 
 class SchedulerSettings(Section):
-    """Who runs, and how much of it in one step."""
+    """Which sequences run, and how much of them in one step."""
 
     max_num_seqs: int = Field(default=32, ge=1, description="Sequences that run at once.")
     max_num_batched_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Rows of one target forward, prefill and drafts together; unset: 512 on a CPU, "
-        "4096 on a GPU, and no fewer than max_num_seqs.",
+        description="Rows of one pass of the target, prefill and drafts together; unset: 512 on "
+        "a CPU, 4096 on a GPU, and no fewer than max_num_seqs.",
     )
     max_queue_len: int = Field(
         default=256, ge=0, description="Sequences that may wait; more are turned away with 429."
@@ -197,14 +200,14 @@ class EngineSettings(Section):
         default=0.9,
         gt=0,
         le=1,
-        description="On cuda: share of the GPU's memory that this engine may take: weights, "
-        "graphs and the largest step as measured at start, and pages for the rest.",
+        description="On cuda: fraction of the GPU's memory that this engine may use for "
+        "weights, graphs, the largest step as measured at start, and pages, which get the rest.",
     )
     batch_invariant: bool | None = Field(
         default=None,
         description="Round each sequence the same in any batch, so that greedy and seeded match "
-        "answers are equal to the bit with any k, draft and batch. Left out: if the target can, "
-        "and at little cost. true refuses a target that cannot.",
+        "answers are equal to the bit with any k, draft and batch. Left out: if the target can "
+        "do so at little cost. true refuses a target that cannot.",
     )
     enforce_eager: bool = Field(
         default=False,
@@ -213,8 +216,8 @@ class EngineSettings(Section):
     step_timeout_s: float = Field(
         default=300.0,
         ge=0,
-        description="Seconds that a step may take before the engine counts as hung and is started "
-        "again; 0: as long as it likes.",
+        description="Seconds after which a step counts as hung and the engine is restarted; 0: "
+        "no limit.",
     )
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of torch; unset: torch's own choice."
