@@ -127,14 +127,14 @@ function judge() {
   const faster = ratio >= 1;
   (faster ? drafts : plain).element.classList.add("ahead");
   const at = parting(plain.tokens, drafts.tokens);
-  const same = at < 0
-    ? `the same ${plural(plain.tokens.length, "token")}`
-    : `the texts part at token ${at + 1}, as rounding on a GPU may make them`;
+  const same = at < 0 ? `: the same ${plural(plain.tokens.length, "token")}` : "";
+  const differ = at < 0 ? "" : ` The texts differ from token ${at + 1} on, as they can if the ` +
+    "target's rounding depends on the batch.";
   const speed = faster
     ? `With drafts it was ${ratio.toFixed(2)} times as fast`
     : `With drafts it took ${(1 / ratio).toFixed(2)} times as long`;
-  byId("verdict").textContent = `${speed}: ${same}, in ${plural(drafts.steps.length, "step")} instead ` +
-    `of ${plain.steps.length}.`;
+  byId("verdict").textContent = `${speed}${same}, in ${plural(drafts.steps.length, "step")} instead ` +
+    `of ${plain.steps.length}.${differ}`;
   byId("race-replay").hidden = false;
 }
 
