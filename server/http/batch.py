@@ -1,13 +1,13 @@
 """Files of requests, answered by the application without a socket: OpenAI's batch format."""
 
 import asyncio
-import json
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from starlette.types import ASGIApp
 
 BUSY = 429
@@ -69,15 +69,18 @@ async def _answer(http: httpx.AsyncClient, line: str) -> dict[str, Any]:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))
-        message = f"{place}: {problem['msg']}".removeprefix(": ")[:MAX_REASON_CHARS]
-        return told | {"custom_id": _id_of(line), "error": _error("invalid_line", message)}
+        message = f"{place}: {problem['msg']}".removeprefix(": ")
+        return told | {"custom_id": _id_of(line), "error": _invalid_line(message)}
     told["custom_id"] = request.custom_id
     if request.body.get("stream"):
-        return told | {"error": _error("invalid_line", "stream: a batch is answered as a whole")}
-    reply = await http.post(request.url, json=request.body)
-    while reply.status_code == BUSY:  # requests of this same batch fill the queue
-        await asyncio.sleep(RETRY_S)
-        reply = await http.post(request.url, json=request.body)
+        return told | {"error": _invalid_line("stream: a batch is answered as a whole")}
+    try:
+        reply = await _reply(http, request)
+    except (ValueError, httpx.InvalidURL) as error:  # ValueError: NaN is no JSON
+        return told | {"error": _invalid_line(f"this cannot be sent: {error}")}
+    if reply.headers.get("content-type") != "application/json":
+        reason = f"url: {request.url} is answered with status {reply.status_code} and no JSON"
+        return told | {"error": _invalid_line(reason)}
     response = {
         "status_code": reply.status_code,
         "request_id": reply.headers.get("x-request-id"),
@@ -86,14 +89,22 @@ async def _answer(http: httpx.AsyncClient, line: str) -> dict[str, Any]:
     return told | {"response": response}
 
 
-def _error(code: str, message: str) -> dict[str, str]:
-    return {"code": code, "message": message}
+async def _reply(http: httpx.AsyncClient, request: BatchLine) -> httpx.Response:
+    while True:
+        reply = await http.post(request.url, json=request.body)
+        if reply.status_code != BUSY:
+            return reply
+        await asyncio.sleep(RETRY_S)  # requests of this same batch fill the queue
+
+
+def _invalid_line(message: str) -> dict[str, str]:
+    return {"code": "invalid_line", "message": message[:MAX_REASON_CHARS]}
 
 
 def _id_of(line: str) -> str | None:
     """The custom_id of an invalid line, if it has one."""
     try:
-        given = json.loads(line).get("custom_id")
+        given = from_json(line).get("custom_id")
     except (ValueError, AttributeError):
         return None
     return given if isinstance(given, str) else None

@@ -61,6 +61,7 @@ def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
         '{"custom_id": "a"}',
         line("b", {"prompt": "Hi", "stream": True}),
         line("c", {}),
+        '{"custom_id": "n", "body": ' + "[" * 5000 + "]" * 5000 + "}\n",
     ]
     told = answers(serve(), [*lines, line("d", {"prompt": "Hi"})])
     errors = {each: answer["error"] and answer["error"]["message"] for each, answer in told.items()}
@@ -69,6 +70,23 @@ def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
     assert "stream" in errors["b"]
     assert errors["c"] is None
     assert told["d"]["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        line("bad", {"prompt": "Hi"}, "/v1/completions/"),
+        line("bad", {"prompt": "Hi", "temperature": float("nan")}),
+        line("bad", {"prompt": "Hi"}, "/\n"),
+        line("bad", {"prompt": "Hi"}, "/" + "x" * 100_000),
+    ],
+    ids=["redirected", "nan", "line break", "long"],
+)
+def test_line_that_cannot_be_asked_does_not_end_the_batch(serve: Serve, bad: str) -> None:
+    told = answers(serve(), [line("a", {"prompt": "Hi"}), bad, line("b", {"prompt": "Hi"})])
+    assert told["a"]["response"]["status_code"] == told["b"]["response"]["status_code"] == 200
+    assert (told["bad"]["response"], told["bad"]["error"]["code"]) == (None, "invalid_line")
+    assert 0 < len(told["bad"]["error"]["message"]) <= batch.MAX_REASON_CHARS
 
 
 def test_no_more_run_at_once_than_fit(serve: Serve) -> None:
