@@ -170,3 +170,13 @@ def test_locks_hold_what_the_project_asks_for_in_the_versions_that_are_tested() 
     for name, version in (locked("requirements") | locked("build")).items():
         if not name.startswith(("nvidia-", "cuda-")):  # of torch's build for CUDA alone
             assert tested[name] == version
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_variables_of_compose_files_are_those_of_the_page(path: Path) -> None:
+    rows = [
+        row for row in (DOCKER / "README.md").read_text().splitlines() if f"`{path.name}`" in row
+    ]
+    described = {name for row in rows for name in re.findall(r"^\| (.+?) \|", row)}
+    names = {name.strip("` ") for cell in described for name in cell.split(",")}
+    assert names == set(re.findall(r"\$\{([A-Z_]+)", path.read_text()))
