@@ -1,7 +1,7 @@
 """Ray Serve: each replica is a complete server with its own engine. See docs/scaling.md.
 
     serve run outrider.server.ray:app
-    serve run outrider.server.ray:build config=qwen3-8b num_gpus=1 max_replicas=8
+    serve run outrider.server.ray:build config=qwen3-8b-eagle3 num_gpus=1 max_replicas=8
     serve build outrider.server.ray:app --output-path serve.yaml
 
 Needs the extra `ray`. Settings come from OUTRIDER_* variables and from `config`, as everywhere.
