@@ -46,6 +46,15 @@ def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
     return GrammarText("lark", f"start: {json_of_schema(schema)}")
 
 
+def _lark_of_choices(choices: list[str]) -> str:
+    """One terminal, which may not be empty: of rules, a parser considers only 2000 at once."""
+    words = " | ".join(json.dumps(choice) for choice in choices if choice)
+    if not words:
+        return 'start: ""'
+    start = "CHOICE?" if "" in choices else "CHOICE"
+    return f"start: {start}\nCHOICE: {words}"
+
+
 class StructuredOutputs(APIRequest):
     """vLLM's spelling: one of these. Digits and words of a regex are ASCII, as in JSON Schema."""
 
@@ -70,7 +79,7 @@ class StructuredOutputs(APIRequest):
         if self.regex is not None:
             return GrammarText("regex", self.regex)
         if self.choice is not None:
-            return GrammarText("lark", "start: " + " | ".join(map(json.dumps, self.choice)))
+            return GrammarText("lark", _lark_of_choices(self.choice))
         if self.grammar is not None:
             return GrammarText("gbnf" if "::=" in self.grammar else "lark", self.grammar)
         return lark_of_schema({"type": "object"}) if self.json_object else None

@@ -107,6 +107,30 @@ def test_each_spelling_is_followed(tiny: Serve) -> None:
         assert re.fullmatch(pattern, text)
 
 
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        (["", "a"], {"", "a"}),
+        (["a", "ab", "a"], {"a", "ab"}),
+        (["", ""], {""}),
+        (["/./", "a?"], {"/./", "a?"}),
+    ],
+)
+def test_every_choice_can_be_said(tiny: Serve, choices: list[str], said: set[str]) -> None:
+    body = {"prompt": "x", "n": 16, "seed": 1, "temperature": 2}
+    (reply,) = answers(tiny, [body | {"structured_outputs": {"choice": choices}}])
+    assert {choice["text"] for choice in reply["choices"]} == said
+
+
+def test_there_may_be_thousands_of_choices(tiny: Serve) -> None:
+    labels = [f"label {i}" for i in range(3000)]
+    body = {"prompt": "x", "n": 8, "seed": 1, "structured_outputs": {"choice": labels}}
+    (reply,) = answers(tiny, [body])
+    texts = {choice["text"] for choice in reply["choices"]}
+    assert texts <= set(labels)
+    assert len(texts) > 1
+
+
 def test_json_mode_gives_objects(tiny: Serve) -> None:
     bodies = [
         {"prompt": "x", "max_tokens": 120, "seed": seed, **asked}
