@@ -61,7 +61,7 @@ serve: .make/runtime ## start the server (CONFIG=, ARGS=)
 test: .make/dev ## run the tests (ARGS= for pytest)
 	$(TEST) $(ARGS)
 
-deep: .make/dev ## run the cases that are left out of make test
+deep: .make/dev ## run the further cases that make test leaves out
 	$(TEST) -m deep $(ARGS)
 
 sweep: .make/dev ## run what takes too long for every change: all parameters against all others
@@ -73,7 +73,7 @@ clients: .make/clients ## fetch other people's clients (3 GB), and run them agai
 scale: .make/scale ## fetch routers, Ray and Helm (1.5 GB), and try replicas behind them (15 minutes)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m scale --timeout 900 $(ARGS)
 
-check: format-check lint types test ## all that CI checks
+check: format-check lint types test ## formatting, lint, types and tests; CI also runs deep and docs-test
 
 format-check: .make/dev
 	$(BIN)/ruff format --check .
@@ -84,7 +84,7 @@ lint: .make/dev ## ruff
 types: .make/dev ## mypy --strict
 	$(BIN)/mypy $(PACKAGES:%=-p outrider.%)
 
-mutate: .make/dev ## break the code in known ways; the tests must notice
+mutate: .make/dev ## break the code in known ways, and see that the tests notice
 	$(BIN)/python scripts/mutate.py $(ARGS)
 
 gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes at most (GPU_PYTHON=)
