@@ -2,19 +2,23 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
-from .input_items import Item
-from .responses_protocol import ResponseObject
+ENTRY_BYTES = 1024  # memory of a stored response, besides its JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    response: ResponseObject
-    input_items: list[dict[str, Any]]  # of its own request
-    conversation: list[Item]  # everything before it, and its output
+    """Kept as JSON, so that its size is known: as objects it may take 25 times as much."""
+
+    id: str
+    response: bytes
+    input_items: bytes  # of its own request
+    conversation: bytes  # the items of everything before it, and its output
     key: str | None  # digest of the API key that owns it
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return ENTRY_BYTES + sum(map(len, (self.response, self.input_items, self.conversation)))
 
 
 class ResponseStore:
@@ -41,7 +45,7 @@ class ResponseStore:
         """Keep it, and drop the least recently used; one that is too large is not kept at all."""
         if stored.num_bytes > self._max_bytes:
             return
-        self._stored[stored.response.id] = stored
+        self._stored[stored.id] = stored
         self._num_bytes += stored.num_bytes
         while self._num_bytes > self._max_bytes:
             _, oldest = self._stored.popitem(last=False)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +17,7 @@ from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, prepare_turn
 from .generation import Delta, Generation
-from .input_items import InputItems, Item
+from .input_items import InputItem, Item
 from .response_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
 from .responses_protocol import (
@@ -40,8 +41,7 @@ FIELDS = {
     "reasoning_effort": "reasoning",
     "logprobs": "include",
 }
-ITEM_BYTES = 1024  # memory of an item, besides its JSON
-_ITEMS: TypeAdapter[Any] = TypeAdapter(InputItems)
+_ITEMS: TypeAdapter[Any] = TypeAdapter(list[InputItem])
 
 
 async def create_response(
@@ -52,7 +52,7 @@ async def create_response(
     body = service.sampling_defaults.fill(body)  # the response reports them
     earlier: list[Item] = []
     if body.previous_response_id is not None:
-        earlier = _previous(store, body.previous_response_id, request_key(http)).conversation
+        earlier = _earlier(service, store, body.previous_response_id, request_key(http))
     if not earlier and not body.items:
         raise invalid_value("input", "The input is empty; it needs at least one item.")
     with renamed_fields(FIELDS):
@@ -63,16 +63,28 @@ async def create_response(
     return await answer.respond(http, turn.samples)
 
 
-def _previous(store: ResponseStore, response_id: str, key: str | None) -> StoredResponse:
+def _earlier(
+    service: Service, store: ResponseStore, response_id: str, key: str | None
+) -> list[Item]:
+    """The conversation up to a stored response; raises APIError."""
+    param = "previous_response_id"
     if not store.keeps:
         raise invalid_value(
-            "previous_response_id",
+            param,
             "This server keeps no responses (server.response_store_bytes, server.api_workers): "
             "send the whole conversation as input.",
         )
     if (stored := store.get(response_id, key)) is None:
-        raise _not_kept("previous_response_id", response_id)
-    return stored
+        raise _not_kept(param, response_id)
+    num_bytes, most = len(stored.conversation), service.settings.max_body_bytes
+    if num_bytes > most:  # read at once, it takes as much memory as if it had been sent
+        raise invalid_value(
+            param,
+            f"The conversation up to this response is {num_bytes} bytes of JSON; at most {most} "
+            "can be continued (server.max_body_bytes). Please send a shorter one as input.",
+        )
+    earlier: list[Item] = _ITEMS.validate_json(stored.conversation)
+    return earlier
 
 
 def _not_kept(param: str | None, response_id: str) -> APIError:
@@ -85,14 +97,15 @@ def _not_kept(param: str | None, response_id: str) -> APIError:
     )
 
 
-def stored_response(store: ResponseStore, response_id: str, http: Request) -> ResponseObject:
+def stored_response(store: ResponseStore, response_id: str, http: Request) -> Response:
     """Raises APIError if the response is not stored, or belongs to another key."""
-    return _kept(store, response_id, http).response
+    stored = _kept(store, response_id, http)
+    return Response(stored.response, media_type="application/json")
 
 
 def stored_input_items(store: ResponseStore, response_id: str, http: Request) -> ResponseItemList:
     """The items of the request; raises APIError like `stored_response`."""
-    items = _kept(store, response_id, http).input_items
+    items = from_json(_kept(store, response_id, http).input_items)
     ids = [item["id"] for item in items]
     return ResponseItemList(
         object="list",
@@ -127,16 +140,13 @@ class _Keeper:
     def keep(self, response: ResponseObject, new: list[Item]) -> None:
         output = _ITEMS.validate_python(response.output)
         conversation = [*self._earlier, *new, *output]
-        sizes = (
-            ITEM_BYTES + len(item.model_dump_json(exclude_unset=True)) for item in conversation
-        )
         self._store.put(
             StoredResponse(
-                response=response,
-                input_items=list(map(_input_item, new)),
-                conversation=conversation,
+                id=response.id,
+                response=response.to_json().encode(),
+                input_items=to_json(list(map(_input_item, new))),
+                conversation=_ITEMS.dump_json(conversation, exclude_unset=True),
                 key=self._key,
-                num_bytes=len(response.to_json()) + len(conversation) * ITEM_BYTES + sum(sizes),
             )
         )
 

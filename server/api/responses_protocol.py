@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, FailFast, Field
+from typing_extensions import TypeAliasType
 
 from ..grammar.structured_outputs import JSONSchema
 from ..http.errors import unsupported
@@ -16,6 +17,14 @@ from .tools import MAX_TOOLS
 from .translation import chat_request
 
 LOGPROBS = "message.output_text.logprobs"
+Metadata = TypeAliasType(
+    "Metadata",
+    Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+        FailFast(),
+        Field(max_length=16),
+    ],
+)
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +99,7 @@ class ResponsesRequest(SamplingFields):
     stream_options: ResponseStreamOptions | None = None
     store: bool = True
     previous_response_id: str | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
 
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         yield from super()._unknown_inside(path)

@@ -240,8 +240,8 @@ def _add_responses_routes(router: APIRouter, service: Service, store: ResponseSt
         """Answer a conversation with a list of items; as a whole, or as server-sent events."""
         return await create_response(service, store, body, request)
 
-    @router.get("/responses/{response_id}", response_model_exclude_unset=True)
-    async def response(response_id: str, request: Request) -> ResponseObject:
+    @router.get("/responses/{response_id}", response_model=ResponseObject)
+    async def response(response_id: str, request: Request) -> Response:
         """A response that was stored."""
         return stored_response(store, response_id, request)
 

@@ -1,7 +1,9 @@
 """OpenAI's responses: items and events, conversations that go on, as its own clients read them."""
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -270,15 +272,49 @@ def test_nothing_is_kept_that_was_not_to_be(serve: Serve, tokenizer: Tokenizer) 
 
 
 def test_those_used_least_are_let_go_first(serve: Serve, tokenizer: Tokenizer) -> None:
-    served = saying(serve, tokenizer, "Hello", response_store_bytes=12_000)
+    served = saying(serve, tokenizer, "Hello", response_store_bytes=8_000)
     kept = [ask(served).json()["id"] for _ in range(2)]
     assert ask(served, previous_response_id=kept[0], store=False).status == 200
-    kept += [ask(served, input="x" * 500).json()["id"] for _ in range(1)]
+    kept.append(ask(served, input="x" * 900).json()["id"])
     statuses = [get(served.app, f"/v1/responses/{each}").status for each in kept]
     assert statuses == [200, 404, 200]
-    large = ask(served, metadata={"note": "x" * 13_000}).json()
+    large = ask(served, user="x" * 10_000).json()
     assert get(served.app, f"/v1/responses/{large['id']}").status == 404
     assert get(served.app, f"/v1/responses/{kept[0]}").status == 200
+
+
+def test_what_is_kept_takes_no_more_memory_than_is_allowed(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    most = 1_000_000
+    served = saying(serve, tokenizer, "Hello", response_store_bytes=most)
+    item = {"role": "user", "content": "Hi", "note": [{}] * 50_000}
+    tracemalloc.start()
+    try:
+        served.client.submitted.clear()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(10):
+            answer = ask(served, input=[item]).json()
+        served.client.submitted.clear()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert get(served.app, f"/v1/responses/{answer['id']}").json() == answer
+    assert after - before < 2 * most
+
+
+def test_conversation_that_is_larger_than_a_body_may_be_does_not_go_on(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = saying(serve, tokenizer, "Hello", max_body_bytes=4096)
+    items = [{"role": "user", "content": "Hi", "note": "x" * 3000}]
+    first = ask(served, input=items).json()
+    second = ask(served, input=items, previous_response_id=first["id"]).json()
+    assert second["status"] == "completed"
+    reply = ask(served, previous_response_id=second["id"])
+    assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
+    assert "server.max_body_bytes" in reply.error["message"]
 
 
 def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: Tokenizer) -> None:
@@ -317,6 +353,14 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
         ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "not supported"),
         ({"top_logprobs": 21}, "top_logprobs", "20"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16"),
+        ({"metadata": {"k" * 65: "x"}}, "metadata", "at most 64 characters"),
+        (
+            {"metadata": {"key": "x" * 513}},
+            "metadata",
+            "metadata.key: String should have at most 512",
+        ),
+        ({"metadata": {"key": [{}]}}, "metadata", "metadata.key: Input should be a valid string"),
     ],
 )
 def test_unusable_field_is_named(
