@@ -3,11 +3,14 @@
 Uvicorn's own protocol closes connections that are idle between two requests. This one also ends
 connections that never finish the head of a request, that send bytes which belong to no request, or
 that do not read their answers. The server calls `sweep` on each connection twice a second.
+
+A client that offers another protocol (`Upgrade: h2c`) is answered in HTTP/1.1, as one that did not.
 """
 
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # Longer than clients keep idle connections, so that none is closed under a request of theirs.
@@ -62,9 +65,26 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._stray_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline_upgrade(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
         if self._stray_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("")
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read the head again without the offer: the parser has taken what follows it for bytes of
+        the other protocol."""
+        version = self.scope["http_version"].encode()
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+        head += (b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        self.parser = httptools.HttpRequestParser(self)  # the old one may be past its last request
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.data_received(b"".join([*head, b"\r\n", rest]))
 
     # ---- called by the parser
 
@@ -84,8 +104,8 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:
-            raise _TooMuch
+        if len(self.pipeline) >= MAX_PIPELINED or self.parser.get_method() == b"CONNECT":
+            raise _Refused
         self._deadline_s = None
         self._reads_head = False
         self._head_bytes = self._stray_bytes = 0
@@ -96,6 +116,9 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     # ---- called by uvicorn
+
+    def _should_upgrade(self) -> bool:
+        return True  # so that it leaves such a request to `data_received`
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -156,8 +179,8 @@ class Connection(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise _TooMuch
+            raise _Refused
 
 
-class _TooMuch(Exception):
+class _Refused(Exception):
     """Stops the parser in the middle of the received bytes."""

@@ -167,6 +167,56 @@ def test_requests_sent_ahead_are_bounded(serve: Serve, monkeypatch: pytest.Monke
         assert httpx.get(f"{url}/version").status_code == 200
 
 
+# ---- offers of another protocol
+
+
+CHUNKED = f"{JSON}transfer-encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(OK), OK)
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize(
+    ("headers", "body"), [(LENGTH, OK), (CHUNKED, CHUNKS)], ids=["length", "chunks"]
+)
+@pytest.mark.parametrize("part_bytes", [10_000, 50, 1], ids=["at once", "in parts", "by bytes"])
+def test_an_offer_to_upgrade_is_declined_and_its_request_answered(
+    serve: Serve, protocol: str, headers: str, body: bytes, part_bytes: int
+) -> None:
+    offer = (
+        f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAMA\r\n"
+    )
+    offering = post(offer + headers, body)
+    last = VERSION.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    sent = offering + VERSION + offering * 2 + last
+    served = serve()
+    with on_a_socket(served) as url, connect(url) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for first in range(0, len(sent), part_bytes):
+            client.sendall(sent[first : first + part_bytes])
+        answers = to_the_end(client)
+    assert answers.count(b"HTTP/1.1 200 ") == answers.count(b"HTTP/1.1 ") == 5
+    assert answers.count(b"text_completion") == len(served.client.submitted) == 3
+
+
+@pytest.mark.parametrize("connection", ["upgrade, close", "close, upgrade"])
+def test_the_last_request_of_a_connection_may_offer_to_upgrade(
+    serve: Serve, connection: str
+) -> None:
+    with on_a_socket(serve()) as url, connect(url) as client:
+        client.sendall(post(f"connection: {connection}\r\nupgrade: h2c\r\n{LENGTH}", OK))
+        answer = to_the_end(client)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close\r\n" in answer
+
+
+@pytest.mark.parametrize("target", ["localhost:443", "/version"])
+@pytest.mark.parametrize("offer", ["", "connection: upgrade\r\nupgrade: h2c\r\n"])
+def test_a_tunnel_is_refused(serve: Serve, target: str, offer: str) -> None:
+    with on_a_socket(serve()) as url, connect(url) as client:
+        client.sendall(f"CONNECT {target} HTTP/1.1\r\nhost: localhost\r\n{offer}\r\n".encode())
+        assert to_the_end(client).startswith(b"HTTP/1.1 400 ")
+
+
 # ---- how many
 
 
