@@ -200,15 +200,21 @@ def install(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return from_exception(error).response(request.scope)
 
+    async def answer_unexpected(request: Request, error: Exception) -> JSONResponse:
+        # Starlette raises the error again, for which uvicorn logs it and closes the connection.
+        response = await answer(request, error)
+        response.headers["Connection"] = "close"
+        return response
+
     for kind in (
         HTTPException,
         RequestValidationError,
         QueueFullError,
         EngineUnavailableError,
         InvalidRequestError,
-        Exception,  # answered with 500, then raised again, so that its traceback is logged
     ):
         app.add_exception_handler(kind, answer)
+    app.add_exception_handler(Exception, answer_unexpected)
 
 
 def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:

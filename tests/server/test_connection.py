@@ -112,6 +112,18 @@ def test_a_refusal_of_a_request_that_is_whole_leaves_the_connection_open(serve: 
             assert b"connection: close" not in answer
 
 
+def test_an_unexpected_failure_is_the_last_answer_of_its_connection_and_says_so(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    served.client.refusal = ZeroDivisionError("a bug")
+    with on_a_socket(served) as url, httpx.Client(base_url=url) as client:
+        reply = client.post("/v1/completions", json={"prompt": "Hi"})
+        assert (reply.status_code, reply.headers.get("connection")) == (500, "close")
+        assert client.get("/version").status_code == 200
+    assert "a bug" in caplog.text
+
+
 # ---- what is no request
 
 
