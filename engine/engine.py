@@ -169,11 +169,11 @@ class Engine:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
-        verified = self.worker.read(step)
+        self.worker.read(step)
         last_read_s, self._read_s = self._read_s, time.perf_counter()
         if step.device_s is not None:
             self._pace.observe(step.plan, step.device_s, step.launch_s)
-        return self.committer.commit(step.plan, verified, self._read_s - last_read_s)
+        return self.committer.commit(step.plan, self._read_s - last_read_s)
 
     def spare_s(self) -> float:
         """How long the next launch may wait for new requests before the device runs dry."""

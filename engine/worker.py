@@ -22,9 +22,10 @@ from .models.network import Pass
 from .models.pair import ModelPair
 from .proposers import build_proposer
 from .request import Request
-from .scheduling.plan import Plan, StepResult
+from .scheduling.plan import Plan
 from .scoring.scorer import Scorer
-from .scoring.verifier import Drawn, Verifier
+from .scoring.verifier import Verifier
+from .state.host_copy import HostCopy
 from .state.phase import padded_sizes
 from .state.slots import Slots
 
@@ -40,7 +41,7 @@ class LaunchedStep:
     launch_s: float  # host time to launch it
     begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
-    drawn: Drawn | None = None
+    drawn: HostCopy | None = None
 
     @property
     def device_s(self) -> float | None:
@@ -204,8 +205,8 @@ class Worker:
         event.record()
         return event
 
-    def read(self, step: LaunchedStep) -> StepResult:
-        """Wait for a step, and return what it drew and scored."""
+    def read(self, step: LaunchedStep) -> None:
+        """Wait for a step, and enter what it drew and scored in its plan."""
         if step.end is not None:
             step.end.synchronize()
-        return self.verifier.read(step.plan, step.drawn)
+        self.verifier.read(step.plan, step.drawn)

@@ -5,7 +5,7 @@ from ..request import Request
 from ..state.slots import Slots
 from .adaptive_speculation import AdaptiveSpeculation, times_decoding
 from .kv_cache import KVCacheManager
-from .plan import Plan, ScheduledRequest, StepResult
+from .plan import Plan, ScheduledRequest
 from .sequences import Sequences
 
 
@@ -51,26 +51,23 @@ class Committer:
             # Pages may be shared at once: whoever finds them runs later on the device.
             self._kv_cache.record_computed(request)
 
-    def commit(self, plan: Plan, result: StepResult, elapsed_s: float) -> list[RequestOutput]:
+    def commit(self, plan: Plan, elapsed_s: float) -> list[RequestOutput]:
         """Advance every sequence by what a step drew; ends those that are done, skips void ones.
 
         `elapsed_s` is the time from when the step before was read to when this one was.
         """
         self._stats.steps += 1
-        self._observe(plan, result, elapsed_s)
+        self._observe(plan, elapsed_s)
         outputs = []
-        sampled_idx = 0
         for scheduled in plan.scheduled:
             if not scheduled.samples:
                 if output := self._commit_chunk(scheduled):
                     outputs.append(output)
-                continue
-            if not scheduled.is_void:
-                outputs.append(self._commit_drawn(scheduled, result, sampled_idx))
-            sampled_idx += 1
+            elif not scheduled.is_void:
+                outputs.append(self._commit_drawn(scheduled))
         return outputs
 
-    def _observe(self, plan: Plan, result: StepResult, elapsed_s: float) -> None:
+    def _observe(self, plan: Plan, elapsed_s: float) -> None:
         """Report to the choice of k how many drafts stood, and how long the step took."""
         sampled = plan.sampled
         if self._adaptive is None or not sampled:
@@ -79,7 +76,7 @@ class Committer:
         is_timed = plan.is_timed and times_decoding(num_prefill_rows, len(sampled))
         self._adaptive.observe(
             [s.num_drafts for s in sampled],
-            [len(drawn) - 1 for drawn in result.token_ids],
+            [len(s.token_ids) - 1 for s in sampled],
             elapsed_s if is_timed else None,
             [s.request.params.num_speculative_tokens is None for s in sampled],
         )
@@ -95,14 +92,12 @@ class Committer:
             return None
         return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
 
-    def _commit_drawn(
-        self, scheduled: ScheduledRequest, result: StepResult, i: int
-    ) -> RequestOutput:
+    def _commit_drawn(self, scheduled: ScheduledRequest) -> RequestOutput:
         request, num_drafts = scheduled.request, scheduled.num_drafts
         request.num_drafts_in_flight = None
-        drawn = result.token_ids[i]
+        drawn = scheduled.token_ids
         num_accepted = len(drawn) - 1
-        if is_bad := result.is_bad[i] or scheduled.has_nan:
+        if is_bad := scheduled.is_bad or scheduled.has_nan:
             if num_drafts == 0:
                 is_dead_end = request.can_reach_a_dead_end and not scheduled.has_nan
                 return self._commit_bad(request, is_dead_end=is_dead_end)
@@ -138,12 +133,12 @@ class Committer:
         if is_bad:
             self._start_over(request)
 
-        logprobs = result.logprobs[i]
+        logprobs = scheduled.logprobs
         output = request.output(
             kept,
             logprobs[: len(kept)] if logprobs is not None else None,
             scheduled.prompt_logprobs,
-            draft_token_ids=result.draft_token_ids[i],
+            draft_token_ids=scheduled.draft_token_ids,
         )
         if request.finish_reason is not None:
             self._sequences.finish(request)

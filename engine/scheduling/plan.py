@@ -27,6 +27,12 @@ class ScheduledRequest:
     # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.
     prompt_scores: HostCopy | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    # What the step drew, once the host has read it. The tokens are accepted drafts, then one
+    # recovered or bonus token.
+    token_ids: list[int] = field(default_factory=list)
+    is_bad: bool = False  # its logits have a NaN, or none that is finite
+    logprobs: list[TokenLogprobs] | None = None  # those of `token_ids`, if the request wants them
+    draft_token_ids: list[int] | None = None  # None unless the request `tells_drafts`
     slot: int | None = field(init=False)
     epoch: int = field(init=False)
     # First token to compute, relative to the end of the known tokens: the last one is at -1.
@@ -86,6 +92,10 @@ class Plan:
         return np.array([s.num_drafts for s in self.sampled], dtype=np.int64)
 
     @property
+    def tells_drafts(self) -> bool:
+        return any(s.request.tells_drafts for s in self.sampled)
+
+    @property
     def num_prompt_logits(self) -> int:
         return sum(s.num_prompt_logits for s in self.scheduled)
 
@@ -93,13 +103,3 @@ class Plan:
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
     """[B], batch_idx -> slot."""
     return np.array([s.slot for s in scheduled], dtype=np.int64)
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step drew, on the host; row i is the plan's i-th sampled sequence."""
-
-    token_ids: list[list[int]]  # accepted drafts, then one recovered or bonus token
-    is_bad: list[bool]  # its logits have a NaN, or none that is finite
-    logprobs: list[list[TokenLogprobs] | None]
-    draft_token_ids: list[list[int] | None]  # None unless the request `tells_drafts`

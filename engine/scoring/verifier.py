@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,22 +13,15 @@ from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
 from outrider.kernels.verify.slot_rows import read_slots, write_verified
 from outrider.kernels.verify.verify import verify
 
-from ..api import MAX_LOGPROBS, TokenLogprobs
+from ..api import MAX_LOGPROBS
 from ..logit_edits import LogitEdits, RequestRows
 from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
-from ..scheduling.plan import Plan, StepResult, slots_of
+from ..scheduling.plan import Plan, slots_of
 from ..state.host_copy import HostCopy, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import aligned
 from ..state.slots import Slots
 from .prompt_logprobs import read_prompt_logprobs, to_entries
-
-
-class Drawn(NamedTuple):
-    """What a step drew, while it is copied to the host."""
-
-    copy: HostCopy  # [B, K + 2] tokens; then their Logprobs, if any request wants them
-    drafts: HostCopy | None  # [B, K], if any request `tells_drafts`
 
 
 class Verifier:
@@ -86,19 +78,22 @@ class Verifier:
                 tensors = (logits[: size * (self._slots.max_drafts + 1)],)
                 self._phase.capture(self._dummies(size), (size, *kind), tensors)
 
-    def verify(self, plan: Plan, logits: Tensor) -> Drawn | None:
+    def verify(self, plan: Plan, logits: Tensor) -> HostCopy | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         Writes the drawn tokens into the slots, after each sequence's known tokens, and starts
-        copying them to the host for `read`.
+        copying to the host what `read` needs: [B, K + 2] tokens; all drafts [B, K], if any request
+        `tells_drafts`; Logprobs, if any request wants them.
         """
         sampled = plan.sampled
         if not sampled:
             return None
         dummy, num_drafts_np = self._slots.dummy, plan.num_drafts_np
         slots_np = np.array([dummy if s.is_void else s.slot for s in sampled], dtype=np.int64)
-        tells_drafts = any(s.request.tells_drafts for s in sampled)
-        drafts = self._copy_drafts(slots_np) if tells_drafts else None
+        drafts = []
+        if plan.tells_drafts:  # before verification overwrites the rejected ones
+            slot = uploaded(slots_np, self._slots.device)
+            drafts = [read_slots(self._slots.state, slot, self._slots.max_drafts).draft_ids]
         edited_np = self._edits.asked_by(slots_np)
         kind = sampling_kind(sampled)
         if edited_np.all():
@@ -113,12 +108,7 @@ class Verifier:
                 drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         asks = [s.request.params.logprobs is not None for s in sampled]
         logprobs = self._gather(plan, logits, drawn, np.array(asks)) if any(asks) else ()
-        return Drawn(HostCopy(drawn, *logprobs), drafts)  # the only copy that every step makes
-
-    def _copy_drafts(self, slots_np: np.ndarray) -> HostCopy:
-        """Copy all drafts, before verification overwrites the rejected ones."""
-        slot = uploaded(slots_np, self._slots.device)
-        return HostCopy(read_slots(self._slots.state, slot, self._slots.max_drafts).draft_ids)
+        return HostCopy(drawn, *drafts, *logprobs)  # the only copy that every step makes
 
     def _verify_edited(
         self,
@@ -140,26 +130,27 @@ class Verifier:
         edited = self._edits.apply(logits, rows)
         return self._run(integers, (size, *kind), edited)
 
-    def read(self, plan: Plan, drawn: Drawn | None) -> StepResult:
-        """Wait for what `verify` drew and for the step's prompt logprobs."""
+    def read(self, plan: Plan, drawn: HostCopy | None) -> None:
+        """Wait for what `verify` drew and for the step's prompt logprobs; enter it in the plan."""
         read_prompt_logprobs(plan)
         if drawn is None:
-            return StepResult([], [], [], [])
-        host_np, *logprobs = drawn.copy.arrays()
-        rows = host_np.tolist()
-        token_ids = [[token_id for token_id in row[:-1] if token_id >= 0] for row in rows]
-        drafts_np = drawn.drafts.arrays()[0] if drawn.drafts is not None else None
-        return StepResult(
-            token_ids=token_ids,
-            is_bad=[bool(row[-1]) for row in rows],
-            logprobs=_entries(plan, token_ids, logprobs),
-            draft_token_ids=[
-                drafts_np[i, : s.num_drafts].tolist()
-                if drafts_np is not None and s.request.tells_drafts
-                else None
-                for i, s in enumerate(plan.sampled)
-            ],
-        )
+            return
+        drawn_np, *others_np = drawn.arrays()
+        drafts_np = others_np.pop(0) if plan.tells_drafts else None
+        first = 0  # row of the next sequence that wants logprobs
+        rows = drawn_np.tolist()
+        for i, scheduled in enumerate(plan.sampled):
+            *token_ids, is_bad = rows[i]
+            scheduled.token_ids = [token_id for token_id in token_ids if token_id >= 0]
+            scheduled.is_bad = bool(is_bad)
+            if drafts_np is not None and scheduled.request.tells_drafts:
+                scheduled.draft_token_ids = drafts_np[i, : scheduled.num_drafts].tolist()
+            num_top = scheduled.request.params.logprobs
+            if num_top is not None:
+                last = first + len(scheduled.token_ids)
+                own_np = (field_np[first:last] for field_np in others_np)
+                scheduled.logprobs = to_entries(*own_np, num_top=num_top)
+                first += scheduled.num_drafts + 1
 
     def _run(
         self, integers: Tensor, shape: Shape, logits: Tensor, *, skips_row_state: bool = False
@@ -237,20 +228,3 @@ class Verifier:
         num_top = max(s.request.params.logprobs or 0 for s in plan.sampled)
         num_top = min(num_top, self._vocab_size)
         return gather_logprobs(logits[row], drawn[seq, column], num_top, self._vocab_size)
-
-
-def _entries(
-    plan: Plan, token_ids: list[list[int]], logprobs: list[np.ndarray]
-) -> list[list[TokenLogprobs] | None]:
-    """Each sequence's part of what `_gather` returned; None if it asked for no logprobs."""
-    entries: list[list[TokenLogprobs] | None] = []
-    first = 0
-    for scheduled, drawn in zip(plan.sampled, token_ids, strict=True):
-        num_top = scheduled.request.params.logprobs
-        if num_top is None:
-            entries.append(None)
-            continue
-        own = (field[first : first + len(drawn)] for field in logprobs)
-        entries.append(to_entries(*own, num_top=num_top))
-        first += scheduled.num_drafts + 1
-    return entries
