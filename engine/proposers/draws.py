@@ -16,10 +16,10 @@ from ..logit_edits import LogitEdits, RequestRows
 from ..models.paged_layers import PagedLayers
 from ..scheduling.plan import ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
-from ..state.phase import Shape
+from ..state.phase import Phase, Shape
 from ..state.ragged import aligned
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS, DraftDistributions, Proposer
+from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
 
 # (j, slots, rows, last drafts) -> logits of draft j for these slots and, from a confidence head,
 # how likely it stands if the drafts before it do: [N]. `rows` are those of the previous call that
@@ -52,6 +52,7 @@ class DrawingProposer(Proposer):
             torch.empty(*shape, source.vocab_size, dtype=source.dtype, device=device),
             torch.empty(*shape, STATE_WIDTH, device=device),
         )
+        self._draws = Phase(self._draw, device)
 
     def _pack_draws(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
         """The integers of `_draw` for draft `offset` of these slots, padded with dummy rows.
@@ -101,19 +102,13 @@ class DrawingProposer(Proposer):
         """Edit these rows of logits for the dummy slot. Shape: [N, V]."""
         self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, len(logits)))
 
-    def _draw_in_turn(
-        self,
-        scheduled: list[ScheduledRequest],
-        logits_of: LogitsOf,
-        draw: Callable[[np.ndarray, int, Tensor], Tensor],
-    ) -> None:
+    def _draw_in_turn(self, scheduled: list[ScheduledRequest], logits_of: LogitsOf) -> None:
         """Draw up to k_i drafts for each sequence, one after another; sets k_i to their number.
 
         The host edits the logits of requests that want it. How likely a draft is to stand follows
-        from the head's confidence or else from the draft's own probabilities. `draw(slots, j,
-        logits)` returns the drafts: [N].
+        from the head's confidence or else from the draft's own probabilities.
         """
-        slots_np = slots_of(scheduled)
+        slots_np, kind = slots_of(scheduled), sampling_kind(scheduled)
         wanted_np = np.array([s.num_drafts for s in scheduled])
         least_np = np.array([s.least_chance for s in scheduled])
         looks = self.stops_early and least_np.any()
@@ -130,7 +125,9 @@ class DrawingProposer(Proposer):
                     break
                 seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
             logits = self._edited(logits, slots_np[seqs_np], j)
-            token_ids = draw(slots_np[seqs_np], j, logits)
+            size = self._draws.padded_size(len(seqs_np))
+            integers_np = self._pack_draws(slots_np[seqs_np], j, size)
+            token_ids = self._draws(integers_np, (size, *kind), logits)[: len(seqs_np)]
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if looks and confidence is None and goes_on_np.any():

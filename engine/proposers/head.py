@@ -23,7 +23,6 @@ from ..models.network import Pass
 from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
-from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, sampling_kind
@@ -135,7 +134,8 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
             together.sort(key=lambda scheduled: -scheduled.num_drafts)  # longest first
             self._draft_together(together)
         if one_by_one:
-            self._draft_one_by_one(one_by_one)
+            num_drafts_np = np.array([s.num_drafts for s in one_by_one])
+            self._draw_in_turn(one_by_one, self._line(slots_of(one_by_one), num_drafts_np))
 
     def _follow(self, plan: Plan, scored: Pass) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""
@@ -159,19 +159,6 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         size, k = self._drafts.padded_size(len(scheduled)), int(num_drafts_np.max())
         packed = self._pack(slots_of(scheduled), num_drafts_np, size, k)
         return self._drafts(packed, (size, k, *sampling_kind(scheduled)))
-
-    def _draft_one_by_one(self, scheduled: list[ScheduledRequest]) -> None:
-        """Draw up to k_i drafts for each sequence; the host edits logits or looks at each draft."""
-        slots_np, device = slots_of(scheduled), self._slots.device
-        line = self._line(slots_np, np.array([s.num_drafts for s in scheduled]))
-        kind = sampling_kind(scheduled)
-
-        def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
-            size = len(slots_np)
-            draws = uploaded(self._pack_draws(slots_np, j, size), device)
-            return self._draw(draws, (size, *kind), logits)
-
-        self._draw_in_turn(scheduled, line, draw)
 
     def _widened(self, logits: Tensor) -> Tensor:
         """The logits by the target's ids, valid until the next call. Shape: [N, V'] -> [N, V]."""

@@ -13,9 +13,9 @@ from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
-from ..state.phase import Phase, padded_sizes
+from ..state.phase import padded_sizes
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS, sampling_kind
+from .base import SAMPLING_KINDS
 from .draws import DrawingProposer
 
 
@@ -39,7 +39,6 @@ class Top1Proposer(DrawingProposer):
         self._draft = draft
         # Rows of one pass: those of a step, and two that each slot may have missed.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
-        self._phase = Phase(self._draw, slots.device)
 
     def rehearse(self, scored: Pass) -> None:
         drafted = self._draft.rehearse(self._most_rows, self._slots.max_num_seqs)
@@ -56,7 +55,7 @@ class Top1Proposer(DrawingProposer):
         for size in padded_sizes(self._slots.max_num_seqs):
             for kind in SAMPLING_KINDS:
                 integers_np = self._pack_draws(none_np, 0, size)
-                self._phase.capture(integers_np, (size, *kind), (logits[:size],))
+                self._draws.capture(integers_np, (size, *kind), (logits[:size],))
 
     def _propose(self, plan: Plan) -> None:
         drafting, logits = self._catch_up(plan)
@@ -108,7 +107,6 @@ class Top1Proposer(DrawingProposer):
 
         Shape: logits [B, V'], after the last known tokens.
         """
-        kind = sampling_kind(scheduled)
 
         def logits_of(
             j: int, slots_np: np.ndarray, kept_np: np.ndarray, last: Tensor | None
@@ -119,13 +117,7 @@ class Top1Proposer(DrawingProposer):
             batch = HostBatch.build(slots_np, (j - 1) * ones_np, ones_np, ones_np)
             return self._draft.forward(batch).logits, None
 
-        def draw(slots_np: np.ndarray, j: int, logits: Tensor) -> Tensor:
-            size = self._phase.padded_size(len(slots_np))
-            integers_np = self._pack_draws(slots_np, j, size)
-            drawn = self._phase(integers_np, (size, *kind), logits)
-            return drawn[: len(slots_np)]
-
-        self._draw_in_turn(scheduled, logits_of, draw)
+        self._draw_in_turn(scheduled, logits_of)
 
 
 def _first_unseen(request: Request) -> int:
