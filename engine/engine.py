@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        worker, pair = self.worker, self.worker.pair
+        worker, pair, kv_cache = self.worker, self.worker.pair, self.sequences.kv_cache
         draft = pair.draft.network if pair.draft else pair.head
         return EngineInfo(
             device=self._config.device,
@@ -85,10 +85,10 @@ class Engine:
             batch_invariant=pair.target.network.same_bits,
             draft_dtype=_dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
-            max_model_len=self._max_model_len,
-            num_pages=self._kv_cache.num_usable_pages,
+            max_model_len=self.sequences.max_model_len,
+            num_pages=kv_cache.num_usable_pages,
             page_size_tokens=pair.page_size,
-            cache_bytes=self._kv_cache.num_pages * pair.page_bytes,
+            cache_bytes=kv_cache.num_pages * pair.page_bytes,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_speculative_tokens=worker.max_drafts,
             proposer=None if worker.proposer_name == "none" else worker.proposer_name,
@@ -104,31 +104,21 @@ class Engine:
         """
         config, k, pair = self._config, self.worker.max_drafts, self.worker.pair
         self._in_flight = None
-        self._max_model_len = max_model_len
         self.worker.allocate(num_pages)
-        self._kv_cache = KVCacheManager(
+        kv_cache = KVCacheManager(
             num_pages,
             pair.page_size,
             config.cache.prefix_caching,
             lookahead=pair.head.lookahead if pair.head else 0,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
-        self._stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
+        stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
         adaptive = None
         if k > 0 and config.speculation.adaptive:
             adaptive = AdaptiveSpeculation(k, stops_early=self.worker.proposer.stops_early)
-        self.sequences = Sequences(config.scheduler, self._kv_cache, self.worker, self._stats)
-        self.scheduler = Scheduler(
-            config.scheduler,
-            self.sequences,
-            self._kv_cache,
-            self.worker,
-            max_model_len,
-            adaptive,
-        )
-        self.committer = Committer(
-            self.sequences, self._kv_cache, self.worker.slots, self._stats, max_model_len, adaptive
-        )
+        self.sequences = Sequences(config.scheduler, kv_cache, self.worker, stats, max_model_len)
+        self.scheduler = Scheduler(self.sequences, adaptive)
+        self.committer = Committer(self.sequences, adaptive)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
 
@@ -191,9 +181,9 @@ class Engine:
         ids = {new.request_id for new in requests}
         if len(ids) < len(requests) or not ids.isdisjoint(self.sequences.by_id):
             raise InvalidRequestError("request_id: it is in use already")
-        pair = self.worker.pair
+        max_model_len, vocab_size = self.sequences.max_model_len, self.worker.pair.vocab_size
         for new in requests:
-            check_request(new, self._max_model_len, pair.vocab_size, self._config.eos_token_ids)
+            check_request(new, max_model_len, vocab_size, self._config.eos_token_ids)
             if new.params.grammar is not None and self._grammars is None:
                 raise InvalidRequestError(
                     "grammar: the engine was given no token table or no eos token ids"
@@ -232,24 +222,26 @@ class Engine:
         return bool(self.sequences.by_id)
 
     def stats(self) -> EngineStats:
+        kv_cache, stats = self.sequences.kv_cache, self.sequences.stats
         return replace(
-            self._stats,
+            stats,
             num_running=len(self.sequences.running),
             num_waiting=len(self.sequences.waiting),
-            pages_used=self._kv_cache.num_usable_pages - self._kv_cache.num_free_pages,
-            pages_total=self._kv_cache.num_usable_pages,
-            drafted_per_position=list(self._stats.drafted_per_position),
-            accepted_per_position=list(self._stats.accepted_per_position),
+            pages_used=kv_cache.num_usable_pages - kv_cache.num_free_pages,
+            pages_total=kv_cache.num_usable_pages,
+            drafted_per_position=list(stats.drafted_per_position),
+            accepted_per_position=list(stats.accepted_per_position),
         )
 
     def take_page_events(self) -> list[PageEvent]:
         """Pages that the prefix cache gained and lost since the last call, if configured."""
-        events, self._kv_cache.events = self._kv_cache.events, []
+        kv_cache = self.sequences.kv_cache
+        events, kv_cache.events = kv_cache.events, []
         return events
 
     def check_integrity(self) -> None:
         """Account for every page and slot; raises RuntimeError on a leak. Cheap; run when idle."""
-        self._kv_cache.check_integrity(self.sequences.running)
+        self.sequences.kv_cache.check_integrity(self.sequences.running)
         self.worker.slots.check_integrity(self.sequences.running)
 
 

@@ -1,10 +1,8 @@
 """Updates the sequences: when a step is launched, and when the host has read it."""
 
-from ..api import EngineStats, RequestOutput
+from ..api import RequestOutput
 from ..request import Request
-from ..state.slots import Slots
 from .adaptive_speculation import AdaptiveSpeculation, times_decoding
-from .kv_cache import KVCacheManager
 from .plan import Plan, ScheduledRequest
 from .sequences import Sequences
 
@@ -17,21 +15,10 @@ class Committer:
     that was preempted, or started over, after its launch is void: it is skipped.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        kv_cache: KVCacheManager,
-        slots: Slots,
-        stats: EngineStats,
-        max_model_len: int,
-        adaptive: AdaptiveSpeculation | None = None,
-    ) -> None:
-        self._sequences = sequences
-        self._kv_cache = kv_cache
-        self._slots = slots
-        self._stats = stats
-        self._max_model_len = max_model_len
-        self._adaptive = adaptive
+    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None = None) -> None:
+        self._sequences, self._adaptive = sequences, adaptive
+        self._kv_cache, self._stats = sequences.kv_cache, sequences.stats
+        self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
 
     def launched(self, plan: Plan) -> None:
         """Record what a step computes, as soon as it is launched; what it draws is recorded by

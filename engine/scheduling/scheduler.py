@@ -1,16 +1,9 @@
 """Plans the next step: which sequences run, for how many tokens, with how many drafts."""
 
-from typing import TYPE_CHECKING
-
-from ..config import SchedulerConfig
 from ..request import Request
 from .adaptive_speculation import AdaptiveSpeculation, times_decoding
-from .kv_cache import KVCacheManager
 from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest
 from .sequences import Sequences
-
-if TYPE_CHECKING:
-    from ..worker import Worker
 
 
 class Scheduler:
@@ -25,24 +18,12 @@ class Scheduler:
     preempted: it loses slot and pages, waits again, and is computed again later from its tokens.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        sequences: Sequences,
-        kv_cache: KVCacheManager,
-        worker: "Worker",
-        max_model_len: int,
-        adaptive: AdaptiveSpeculation | None = None,
-    ) -> None:
-        self._config = config
-        self._sequences = sequences
-        self._kv_cache = kv_cache
-        self._worker = worker
-        self._slots = worker.slots
+    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None = None) -> None:
+        self._sequences, self._adaptive = sequences, adaptive
+        self._kv_cache, self._worker = sequences.kv_cache, sequences.worker
+        self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
         # For requests that leave k open.
-        self._num_speculative_tokens, self._least_chance = worker.max_drafts, 0.0
-        self._adaptive = adaptive
-        self._max_model_len = max_model_len
+        self._num_speculative_tokens, self._least_chance = self._worker.max_drafts, 0.0
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
         # Sequences with new pages, and the first of these; the device does not know them yet.
         self._grown: list[tuple[Request, int]] = []
@@ -60,7 +41,7 @@ class Scheduler:
         startable = [r for r in waiting if r.can_start]
         num_seatable = min(len(waiting), self._slots.num_free)
         self._choose_k(len(decoding), prefilling + waiting[:num_seatable])
-        budget = self._config.max_num_batched_tokens
+        budget = self._sequences.config.max_num_batched_tokens
         for i, request in enumerate(decoding, 1):
             # Drafts get only what is left when every decoding or seatable sequence has a row.
             num_behind = len(decoding) - i + num_seatable

@@ -22,6 +22,7 @@ class Sequences:
     """The waiting sequences, in the order of their turns, and the running ones.
 
     A running sequence has a slot and pages; a waiting one has neither. Ended ones are removed.
+    Scheduler and committer also find here what sequences run on, and what bounds and counts them.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class Sequences:
         kv_cache: KVCacheManager,
         worker: "Worker",
         stats: EngineStats,
+        max_model_len: int,
     ) -> None:
-        self._config = config
-        self._kv_cache = kv_cache
-        self._worker = worker
-        self._stats = stats
+        self.config = config
+        self.kv_cache = kv_cache
+        self.worker = worker
+        self.stats = stats
+        self.max_model_len = max_model_len
         self.by_id: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order: the first is next
         self.running: list[Request] = []
@@ -42,7 +45,7 @@ class Sequences:
 
     def add(self, requests: list[Request]) -> None:
         """Queue sequences, all or none. Raises QueueFullError or InvalidRequestError."""
-        places = self._config.max_num_seqs + self._config.max_queue_len
+        places = self.config.max_num_seqs + self.config.max_queue_len
         if len(requests) > places:
             raise InvalidRequestError(
                 f"n: the {len(requests)} sequences of one request can never be queued together; "
@@ -63,11 +66,11 @@ class Sequences:
         if request.num_cached_tokens is None:  # not counted again after a preemption
             request.num_cached_tokens = num_cached_tokens
             request.queue_s = time.perf_counter() - request.arrival_s
-            self._stats.cached_tokens += num_cached_tokens
-            self._stats.prompt_tokens += request.num_prompt_tokens
+            self.stats.cached_tokens += num_cached_tokens
+            self.stats.prompt_tokens += request.num_prompt_tokens
         self.waiting.remove(request)
         self.running.append(request)
-        self._worker.seat(request)
+        self.worker.seat(request)
 
     def preempt_last(self) -> Request:
         """Preempt the running sequence that is last in turn: it loses slot and pages, and waits.
@@ -77,7 +80,7 @@ class Sequences:
         request = max(self.running, key=_TURN)
         self._stop_running(request)
         insort(self.waiting, request, key=_TURN)
-        self._stats.preemptions += 1
+        self.stats.preemptions += 1
         return request
 
     def finish(self, request: Request) -> None:
@@ -109,5 +112,5 @@ class Sequences:
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self._worker.unseat(request)
-        self._kv_cache.release(request)
+        self.worker.unseat(request)
+        self.kv_cache.release(request)
