@@ -38,7 +38,7 @@ class AnyCheckpoint(ABC):
     has_quantised: bool  # whether any layer read so far was quantised
 
     def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
-        self.dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self._progress, self._num_read = progress, 0
 
     @abstractmethod
@@ -149,11 +149,11 @@ class Checkpoint(AnyCheckpoint):
         """One entry of the first dimension, in its stored dtype, on the device."""
         if index == 0:
             self._count()
-        return self._view(name)[index].to(self._device)
+        return self._view(name)[index].to(self.device)
 
     def stored(self, name: str) -> Tensor:
         self._count()
-        return self._view(name).to(self._device)
+        return self._view(name).to(self.device)
 
     def tensor(self, *names: str) -> Tensor:
         views = [self._view(name) for name in names]
@@ -163,7 +163,7 @@ class Checkpoint(AnyCheckpoint):
                     f"{name} is of dtype {view.dtype}; {', '.join(map(str, _FLOATS))} are read here"
                 )
         num_rows = sum(len(view) for view in views)
-        out = torch.empty(num_rows, *views[0].shape[1:], dtype=self.dtype, device=self._device)
+        out = torch.empty(num_rows, *views[0].shape[1:], dtype=self.dtype, device=self.device)
         first = 0
         for view in views:
             out[first : first + len(view)].copy_(view)

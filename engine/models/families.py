@@ -99,12 +99,13 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def build(config: Any, checkpoint: AnyCheckpoint, rope: Rope) -> Decoder:
+def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
     """Build the decoder of a configuration for which `why_unknown` returns None.
 
     Raises KeyError naming a tensor that the checkpoint lacks.
     """
     reader = FAMILIES[config.model_type](checkpoint, config)
+    rope = reader.rope()
     no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # rotates by 0 at every position
     has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = [

@@ -84,7 +84,7 @@ class GgufCheckpoint(AnyCheckpoint):
         return self._read(name).dequantised().view(self._file.shape_of(_gguf_name(name)))
 
     def tensor(self, *names: str) -> Tensor:
-        return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self._device)
+        return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
     def _tied(self, embedding: Tensor) -> Weight:
         return self._weight(("model.embed_tokens",)) if self._keeps_width else Dense(embedding)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -116,7 +115,7 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
     shared: dict[str, Any] = {
         "fc": fc,
         "embedding": read_embedding(config, checkpoint, target),
-        "blocks": _blocks(config, reader, first, target.device),
+        "blocks": _blocks(config, reader, first),
         "norm": reader.norm("norm"),
         "head": read_output_head(config, reader, target),
         "target_ids": read_target_ids(config, checkpoint, target),
@@ -135,12 +134,9 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
     )
 
 
-def _blocks(
-    config: HeadConfig, reader: LlamaReader, first: str, device: torch.device
-) -> list[Block]:
+def _blocks(config: HeadConfig, reader: LlamaReader, first: str) -> list[Block]:
     layers, block = config.layers, config.block
-    rope = reader.rope(device)
-    blocks = []
+    rope, blocks = reader.rope(), []
     for i, name in enumerate([first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]):
         # In later layers, some trainers give the only norm the other name.
         has_usual_norm = f"{name}.input_layernorm.weight" in reader.checkpoint
@@ -269,7 +265,6 @@ def _read_mtp_head(
 
 def _mtp_head(dialect: MtpDialect, config: Any, checkpoint: Checkpoint, target: Network) -> MtpHead:
     reader, width = LlamaReader(checkpoint, config), config.hidden_size
-    rope = reader.rope(target.device)
 
     def norm(name: str) -> Norm:
         read = reader.norm(name)
@@ -281,7 +276,7 @@ def _mtp_head(dialect: MtpDialect, config: Any, checkpoint: Checkpoint, target: 
         hidden_norm=norm(dialect.hidden_norm),
         fc=reader.linear(2 * width, **{dialect.projection: width}),
         embedding=target.input_embedding,
-        blocks=[reader.block(dialect.layer, rope, window=window_of(config, 0))],
+        blocks=[reader.block(dialect.layer, reader.rope(), window=window_of(config, 0))],
         norm=norm(dialect.norm),
         head=target.output_head,
         target_ids=None,

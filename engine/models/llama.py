@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -45,9 +44,10 @@ class LlamaReader:
         check_shape(" + ".join(f"{name}.weight" for name in num_outputs), made.weight, shape)
         return made
 
-    def rope(self, device: torch.device) -> Rope:
+    def rope(self) -> Rope:
+        """One for all layers, which then share its cosines and sines."""
         rotary = LlamaRotaryEmbedding(self._config)
-        return Rope(rotary.inv_freq.float().to(device), rotary.attention_scaling)
+        return Rope(rotary.inv_freq.float().to(self.checkpoint.device), rotary.attention_scaling)
 
     def block(
         self,

@@ -160,7 +160,7 @@ class _Loader:
                     rounds_inputs=not self.is_draft,
                     rounds_logits=self.is_draft,
                 )
-            decoder = build(self.hf_config, checkpoint, original.rope)
+            decoder = build(self.hf_config, checkpoint)
             if quantised and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
             original.fill(decoder)

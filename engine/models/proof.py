@@ -20,7 +20,7 @@ from outrider.kernels.model.expert_matrix import Experts, expert_of
 from outrider.kernels.model.rms_norm import rms_norm
 from outrider.kernels.model.routing import route, routing_of
 
-from .attention import PassContext, Rope
+from .attention import PassContext
 from .blocks import Block
 from .decoder import Decoder
 from .experts import ExpertMLP
@@ -46,12 +46,6 @@ class Original:
         decoder = self.model.get_decoder()
         # RoPE's frequencies are no weights: on the meta device they have not been computed.
         decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
-        self._device = device
-
-    @property
-    def rope(self) -> Rope:
-        rotary = self.model.get_decoder().rotary_emb
-        return Rope(rotary.inv_freq.float(), rotary.attention_scaling)
 
     def fill(self, decoder: Decoder) -> None:
         """Use the decoder's tensors as weights."""
