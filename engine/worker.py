@@ -138,7 +138,8 @@ class Worker:
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
         gc.collect()  # frees the memory of an engine that was used before
-        logits = self.scorer.capture(self.max_drafts, self._most_rows, report)
+        progress = partial(report, "capturing the target's graphs")
+        logits = self.pair.target.capture(self.max_drafts + 1, self._most_rows, True, progress)
         self.proposer.capture(report)  # after the target: a head's graphs read the target's taps
         self.verifier.capture(logits)
 

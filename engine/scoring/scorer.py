@@ -1,12 +1,9 @@
 """The target's pass over a step: it scores every draft at once."""
 
-from functools import partial
-
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..api import MAX_LOGPROBS, ReportProgress
+from ..api import MAX_LOGPROBS
 from ..models.network import Pass
 from ..models.paged_model import PagedModel
 from ..scheduling.plan import MAX_PROMPT_LOGITS, Plan, slots_of
@@ -20,16 +17,6 @@ class Scorer:
     def __init__(self, model: PagedModel, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
-
-    def capture(
-        self, num_speculative_tokens: int, most_rows: int, report: ReportProgress
-    ) -> Tensor:
-        """Capture plain decodes and verifications for every k, up to `most_rows` rows a step.
-
-        Returns the tensor that replays write logits to.
-        """
-        progress = partial(report, "capturing the target's graphs")
-        return self._model.capture(num_speculative_tokens + 1, most_rows, True, progress)
 
     def rehearse(self, num_rows: int, num_logits: int) -> Pass:
         """Score `num_rows` dummy rows, with as many prompt logprobs as a step may have; what it
