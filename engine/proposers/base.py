@@ -57,12 +57,14 @@ class Proposer(ABC):
 
     def follow(self, plan: Plan, scored: Pass) -> None:
         """Called with the target's pass after a step is verified, and before the next sequence is
-        seated.
+        seated. If the proposer fails, the plan's sequences decode plainly from then on.
         """
         try:
             self._follow(plan, scored)
         except Exception:
             log.exception("the drafts' source lost the thread; its sequences decode plainly")
+            for scheduled in plan.scheduled:
+                scheduled.request.speculates = False
 
     def warm_ups(self) -> Iterable[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""
@@ -88,8 +90,7 @@ class Proposer(ABC):
 
 
 class NoProposer(Proposer):
-    """Plain decoding."""
+    """Plain decoding: no plan has drafts to propose."""
 
     def _propose(self, plan: Plan) -> None:
-        for scheduled in plan.scheduled:
-            scheduled.num_drafts = 0
+        return

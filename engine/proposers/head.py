@@ -139,12 +139,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
 
     def _follow(self, plan: Plan, scored: Pass) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""
-        try:
-            self._read_pass(scored)
-        except Exception:
-            for scheduled in plan.scheduled:
-                scheduled.request.speculates = False
-            raise
+        self._read_pass(scored)
         for scheduled in plan.scheduled:
             holder = (scheduled.request, scheduled.epoch) if scheduled.samples else None
             self._holders[scheduled.slot or 0] = holder
