@@ -83,7 +83,6 @@ class Worker:
         distributions = self.proposer.distributions
         self.verifier = Verifier(self.slots, self.edits, distributions, vocab_size)
         self._cpu_share = CPUShare(self.pair.target.thread_counts)
-        self._newcomers: list[Request] = []  # seated, but not filled
         self._is_compiled = isinstance(self.pair.target.network, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
 
@@ -146,14 +145,14 @@ class Worker:
     def seat(self, request: Request) -> None:
         """Give a sequence a slot; `fill` must come before the next launch."""
         self.slots.seat(request)
-        self._newcomers.append(request)
 
     def fill(self, grown: list[tuple[Request, int]]) -> None:
         """Tell the device of the sequences seated since, and of new pages: for each sequence those
         from the given index on.
         """
-        seated = [request for request in dict.fromkeys(self._newcomers) if request.slot is not None]
-        self._newcomers.clear()
+        # Only those seated since have a new first page: a running sequence keeps its own. They may
+        # be listed twice, with pages of a prefix that they share and with others.
+        seated = list(dict.fromkeys(request for request, first in grown if first == 0))
         self.slots.fill(seated)
         self.slots.write_pages(grown)
         for request in seated:
