@@ -51,7 +51,8 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     """
     # Every slot at full length, and the dummy page; any more would only cache prefixes.
     pair = worker.pair
-    most = config.scheduler.max_num_seqs * pair.num_pages_of(pair.max_model_len) + 1
+    pages_per_seq = -(-pair.max_model_len // pair.page_size)
+    most = config.scheduler.max_num_seqs * pages_per_seq + 1
     if worker.device.type == "cpu":
         available_bytes = psutil.virtual_memory().available
         return min(most, int(available_bytes * config.cache.memory_fraction) // pair.page_bytes)

@@ -35,8 +35,6 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class AnyCheckpoint(ABC):
     """Tensors and layers, read by transformers' names when they are asked for."""
 
-    has_quantised: bool  # whether any layer read so far was quantised
-
     def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.dtype, self.device = dtype, device
         self._progress, self._num_read = progress, 0
@@ -110,7 +108,7 @@ class Checkpoint(AnyCheckpoint):
         self._rounds_inputs, self._rounds_logits = rounds_inputs, rounds_logits
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self.keeps_narrow = uses_triton(torch.empty(0, device=device))
-        self.has_quantised = False
+        self.has_quantised = False  # whether any layer read so far was quantised
         self._warned = False
         index = folder / _INDEX
         if index.is_file():

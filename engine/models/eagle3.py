@@ -32,8 +32,6 @@ from .head import AutoregressiveHead
 class Eagle3Head(AutoregressiveHead):
     """A head that drafts token by token, from its target's states and mostly its embedding."""
 
-    kind = "eagle3"
-
     def __init__(
         self,
         *,

@@ -60,8 +60,6 @@ class GgufCheckpoint(AnyCheckpoint):
     to the model's dtype.
     """
 
-    has_quantised = True
-
     def __init__(
         self,
         folder: Path,

@@ -213,13 +213,12 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module, *, rounds: bool = False) -> int:
+def pack_linears(model: nn.Module, *, rounds: bool = False) -> None:
     """Replace each plain linear layer by a packed one that computes the same.
 
-    With `rounds`, weights may be rounded to 8 bits. Returns how many layers were replaced: none if
-    oneDNN lacks the dtype or this torch the operator.
+    With `rounds`, weights may be rounded to 8 bits. No layer is replaced if oneDNN lacks the dtype
+    or this torch the operator.
     """
-    num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # A subclass may have another forward.
@@ -229,8 +228,6 @@ def pack_linears(model: nn.Module, *, rounds: bool = False) -> int:
             if matrix is not None:
                 weight = Packed(matrix, (child.out_features, child.in_features))
                 setattr(parent, name, PackedLinear(Linear(weight, child.bias)))
-                num_packed += 1
-    return num_packed
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class _Loader:
                     rounds_logits=self.is_draft,
                 )
             decoder = build(self.hf_config, checkpoint)
-            if quantised and not checkpoint.has_quantised:
+            if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
             original.fill(decoder)
         except UnsupportedFormatError as error:

@@ -1,6 +1,5 @@
 """One model of the pair over its own paged KV cache."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from ..api import ignore_progress
 from ..config import ModelConfig
 from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Phase, padded_sizes
+from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
 from .attention import PassContext
@@ -89,10 +89,9 @@ class PagedModel:
             self._slots.max_num_seqs, rows_per_seq, most_rows, every_row_has_logits
         )
         self.network.reserve_logits(shapes[0][2])
-        none_np = np.zeros(0, dtype=np.int64)
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
-            empty = HostBatch.build(none_np, none_np, none_np, none_np)
+            empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
             packed = empty.packed(shape, self._slots.dummy)
             try:
                 self.captured[shape] = self._phase.capture(packed, shape)

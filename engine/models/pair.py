@@ -91,9 +91,6 @@ class ModelPair:
                 f"{self.target.max_positions}; lower max_model_len, or leave it out"
             )
 
-    def num_pages_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
     def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
         """Tokens of the longest sequence that fits into the pages when it runs alone."""
         fits = (num_pages - 1) * self.page_size  # one page is a dummy

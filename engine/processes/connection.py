@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
-log = logging.getLogger("outrider.engine.processes.connection")
+log = logging.getLogger(__name__)
 
 _RECONNECT_MS = 10  # between attempts, until the other process has bound the endpoint
 

@@ -18,7 +18,7 @@ from .child_process import ChildProcess, Restarts, describe_exit
 from .client import EngineClient
 from .messages import FromEngine, Hello, Ready, Shutdown, Status
 
-log = logging.getLogger("outrider.engine.processes.process_engine")
+log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0  # time to finish a step and exit; then the process is killed
 

@@ -17,7 +17,7 @@ from ..models.paged_layers import PagedLayers
 from ..scheduling.plan import ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape
-from ..state.ragged import aligned
+from ..state.ragged import NONE_NP, aligned
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
 
@@ -94,7 +94,7 @@ class DrawingProposer(Proposer):
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""
         logits = torch.zeros_like(self.distributions.logits[:2, 0])
-        integers = uploaded(self._pack_draws(np.zeros(0, dtype=np.int64), 0, 2), logits.device)
+        integers = uploaded(self._pack_draws(NONE_NP, 0, 2), logits.device)
         for kind in SAMPLING_KINDS:
             yield partial(self._draw, integers, (2, *kind), logits)
 

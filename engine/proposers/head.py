@@ -24,6 +24,7 @@ from ..models.paged_model import PagedModel
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.phase import Phase, Shape, padded_sizes
+from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, sampling_kind
 from .draws import DrawingProposer, LogitsOf
@@ -101,9 +102,8 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
             self._draft_for_dummies(num_seqs)
 
     def _draft_for_dummies(self, size: int) -> None:
-        none_np = np.zeros(0, dtype=np.int64)
         k = self._slots.max_drafts
-        self._drafts(self._pack(none_np, none_np, size, k), (size, k, *SAMPLING_KINDS[0]))
+        self._drafts(self._pack(NONE_NP, NONE_NP, size, k), (size, k, *SAMPLING_KINDS[0]))
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the head's pass for each captured pass of the target, and all drafting."""
@@ -112,12 +112,11 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
             report("capturing the head's passes", done, len(passes))
             self._reads.capture(_NOTHING, shape, _tensors(computed))
         sizes = padded_sizes(self._slots.max_num_seqs)
-        none_np = np.zeros(0, dtype=np.int64)
         for done, size in enumerate(sizes):
             report("capturing the head's drafts", done, len(sizes))
             for kind in SAMPLING_KINDS:
                 for k in range(self._slots.max_drafts, 0, -1):
-                    packed = self._pack(none_np, none_np, size, k)
+                    packed = self._pack(NONE_NP, NONE_NP, size, k)
                     self._drafts.capture(packed, (size, k, *kind))
 
     def _propose(self, plan: Plan) -> None:

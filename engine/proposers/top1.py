@@ -14,6 +14,7 @@ from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
 from ..state.phase import padded_sizes
+from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS
 from .draws import DrawingProposer
@@ -51,10 +52,9 @@ class Top1Proposer(DrawingProposer):
         """Capture the draft's passes of one or two rows a sequence, and its draws."""
         progress = partial(report, "capturing the draft's graphs")
         logits = self._draft.capture(2, self._most_rows, False, progress)
-        none_np = np.zeros(0, dtype=np.int64)
         for size in padded_sizes(self._slots.max_num_seqs):
             for kind in SAMPLING_KINDS:
-                integers_np = self._pack_draws(none_np, 0, size)
+                integers_np = self._pack_draws(NONE_NP, 0, size)
                 self._draws.capture(integers_np, (size, *kind), (logits[:size],))
 
     def _propose(self, plan: Plan) -> None:

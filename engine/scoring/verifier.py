@@ -19,7 +19,7 @@ from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
 from ..scheduling.plan import Plan, slots_of
 from ..state.host_copy import HostCopy, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
-from ..state.ragged import aligned
+from ..state.ragged import NONE_NP, aligned
 from ..state.slots import Slots
 from .prompt_logprobs import read_prompt_logprobs, to_entries
 
@@ -197,8 +197,7 @@ class Verifier:
         return write_verified(self._slots.state, slot, rows.anchor, verified)
 
     def _dummies(self, size: int) -> np.ndarray:
-        none_np = np.zeros(0, dtype=np.int64)
-        return self._pack(none_np, none_np, size)
+        return self._pack(NONE_NP, NONE_NP, size)
 
     def _pack(self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int) -> np.ndarray:
         """Pack the integers for `_run`, padded with plain decodes of the dummy slot.

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+NONE_NP = np.zeros(0, dtype=np.int64)  # no indices: of a batch that is all padding
+
 
 def ragged_arange(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     """Concatenation of `starts[i] + arange(lens[i])`; starts, lens: [B] -> [sum(lens)]."""

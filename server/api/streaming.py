@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..http.errors import APIError, from_exception
 
-log = logging.getLogger("outrider.server.api.streaming")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from outrider.engine.api import ReportProgress
 
 from .store import ModelError
 
-log = logging.getLogger("outrider.server.models.convert")
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -26,7 +26,7 @@ from .compatibility import Vocabulary, shared_vocab_size
 from .resolve import resolve
 from .store import ModelError
 
-log = logging.getLogger("outrider.server.models.pair")
+log = logging.getLogger(__name__)
 
 
 class DraftError(ModelError):

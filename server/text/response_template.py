@@ -17,7 +17,7 @@ from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, par
 from .message_parser import REASONING_FIELDS, MessageParser, Part, Text
 from .tool_calls import NOT_A_CALL, calls_of_field
 
-log = logging.getLogger("outrider.server.text.response_template")
+log = logging.getLogger(__name__)
 
 # A delimiter may be a pattern that matches texts of any length, such as white space and a marker.
 MAX_DELIMITER_CHARS = 512
