@@ -7,11 +7,11 @@ and adds its output to it, in place:
 
 If the part before has already applied this norm, the result is passed as `normed`. In the same way
 a part applies the norm of the next part if that is cheap, and returns the result; otherwise it
-returns None. A new kind of layer is a class of this form, which a subclass of `LlamaReader` builds.
+returns None. A new kind of layer is a `Part` of this form; a subclass of `LlamaReader` builds it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -22,11 +22,11 @@ from outrider.kernels.model.row_codes import Normed
 from .attention import PagedAttention, PassContext, Rope
 from .experts import ExpertMLP
 from .paged_layers import PagedLayers
-from .weights import Kept, Linear
+from .weights import Kept, Linear, Part
 
 
 @dataclass(slots=True)
-class AttentionMixer:
+class AttentionMixer(Part):
     """Attention with RoPE and, in some families, a norm for each head."""
 
     norm: Norm
@@ -65,16 +65,9 @@ class AttentionMixer:
             self.attention.v_scale,
         )
 
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output
-
-    def changed(self, change: Callable[[Linear], Linear]) -> "AttentionMixer":
-        return replace(self, qkv=change(self.qkv), output=change(self.output))
-
 
 @dataclass(slots=True)
-class GatedMLP:
+class GatedMLP(Part):
     """down(silu(gate(x)) * up(x))."""
 
     norm: Norm
@@ -89,13 +82,6 @@ class GatedMLP:
     ) -> Normed | None:
         gated = self.gate_up.of_normed(x, normed, self.norm, gated=True)
         return self.down.add_to(x, gated, norm=next_norm)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.gate_up, self.down
-
-    def changed(self, change: Callable[[Linear], Linear]) -> "GatedMLP":
-        return replace(self, gate_up=change(self.gate_up), down=change(self.down))
 
 
 @dataclass(slots=True)

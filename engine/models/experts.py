@@ -1,7 +1,6 @@
 """An MLP of which each row takes a few experts, chosen by a router."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from outrider.kernels.model.routing import Routing, route
 from outrider.kernels.model.row_codes import Normed
 
 from .attention import PassContext
-from .weights import Kept, Linear
+from .weights import Kept, Linear, Part
 
 
 class ExpertWeights(Kept):
@@ -32,7 +31,7 @@ class ExpertWeights(Kept):
 
 
 @dataclass(slots=True)
-class ExpertMLP:
+class ExpertMLP(Part):
     """The sum over a row's experts of weight * down(glu(gate_up(x))); see `kernels/model/experts`.
 
     Padding rows are computed like the others, so their experts are read, too.
@@ -56,10 +55,3 @@ class ExpertMLP:
     ) -> Tensor | None:
         """Add the output of experts that are chosen already."""
         return add_experts(x, normed, routing, self.experts.matrices, next_norm)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.router,)
-
-    def changed(self, change: Callable[[Linear], Linear]) -> "ExpertMLP":
-        return replace(self, router=change(self.router))

@@ -6,7 +6,9 @@ chooses the format by what the checkpoint holds.
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple, TypedDict, Unpack
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -251,6 +253,23 @@ class Linear(NamedTuple):
 
     def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Normed | None:
         return self.weight.add_to(residual, x, self.bias, norm)
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of a block; its linear layers are those of its fields that are one."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return tuple(self._linears().values())
+
+    def changed(self, change: Callable[[Linear], Linear]) -> Self:
+        """The same part with its linear layers replaced, one by one in their order."""
+        return replace(self, **{name: change(linear) for name, linear in self._linears().items()})
+
+    def _linears(self) -> dict[str, Linear]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Linear)}
 
 
 def with_same_bits(linear: Linear) -> Linear:
