@@ -122,22 +122,25 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     def assistant() -> dict[str, Any]:
         nonlocal turn
         if turn is None:
-            turn = {"role": "assistant", "content": ""}
+            turn = {"role": "assistant", "content": []}
             messages.append(turn)
         return turn
+
+    def say(field: str, text: str) -> None:
+        pieces = assistant().setdefault(field, [])  # joined at the end: there may be thousands
+        if text:
+            pieces.append(text)
 
     for item in items:
         match item:
             case MessageItem(role="assistant"):
                 if "tool_calls" in assistant():
                     turn = None  # a text after calls begins a new turn
-                assistant()["content"] += text_of(item.content)
+                say("content", text_of(item.content))
             case ReasoningItem():
                 if turn is not None and (turn["content"] or "tool_calls" in turn):
                     turn = None
-                thought = assistant().get("reasoning_content", "")
-                said = item.content or item.summary
-                assistant()["reasoning_content"] = thought + text_of(said)
+                say("reasoning_content", text_of(item.content or item.summary))
             case FunctionCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
@@ -153,4 +156,8 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
             case MessageItem():
                 turn = None
                 messages.append({"role": item.role, "content": text_of(item.content)})
+    for message in messages:
+        for field in ("content", "reasoning_content"):
+            if isinstance(pieces := message.get(field), list):
+                message[field] = "".join(pieces)
     return messages

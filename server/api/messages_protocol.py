@@ -90,30 +90,37 @@ class AnthropicMessage(APIRequest):
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
-        texts: list[str] = []
-        turn: dict[str, Any] = {"role": self.role}
+        said: list[Block] = []  # since the last result
         for block in self.content:
-            match block:
-                case TextBlock():
-                    texts.append(block.text)
-                case ThinkingBlock():
-                    thought = turn.get("reasoning_content", "") + block.thinking
-                    turn["reasoning_content"] = thought
-                case ToolUseBlock():
-                    function = {"name": block.name, "arguments": block.input}
-                    call = {"id": block.id, "type": "function", "function": function}
-                    turn.setdefault("tool_calls", []).append(call)
-                case ToolResultBlock():
-                    if texts:
-                        yield turn | {"content": "\n".join(texts)}
-                        texts = []
-                    yield {
-                        "role": "tool",
-                        "tool_call_id": block.tool_use_id,
-                        "content": text_of(block.content),
-                    }
-        if texts or turn.keys() > {"role"} or not self.content:
-            yield turn | {"content": "\n".join(texts)}
+            if not isinstance(block, ToolResultBlock):
+                said.append(block)
+                continue
+            if said:
+                yield self._turn(said)
+                said = []
+            yield {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "content": text_of(block.content),
+            }
+        if said or not self.content:
+            yield self._turn(said)
+
+    def _turn(self, blocks: list[Block]) -> dict[str, Any]:
+        turn: dict[str, Any] = {
+            "role": self.role,
+            "content": "\n".join(b.text for b in blocks if isinstance(b, TextBlock)),
+        }
+        if thoughts := [b.thinking for b in blocks if isinstance(b, ThinkingBlock)]:
+            turn["reasoning_content"] = "".join(thoughts)
+        if calls := [_call(b) for b in blocks if isinstance(b, ToolUseBlock)]:
+            turn["tool_calls"] = calls
+        return turn
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:

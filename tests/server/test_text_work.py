@@ -1,4 +1,4 @@
-"""Whatever a model writes, the work for its text grows with the text and no faster.
+"""Whatever a model writes or a client sends, the work for its text grows no faster than the text.
 
 Work is counted, not timed: characters that are examined or copied, and tokens that are decoded.
 """
@@ -11,6 +11,21 @@ from typing import Any
 import pytest
 from message_parts import joined
 
+from outrider.server.api import input_items
+from outrider.server.api.content import text_of
+from outrider.server.api.input_items import (
+    CustomCallItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    TextPart,
+)
+from outrider.server.api.messages_protocol import (
+    AnthropicMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+)
 from outrider.server.text import call_stream, response_template, tool_calls
 from outrider.server.text.detokenizer import Detokenizer, StopStrings
 from outrider.server.text.message_format import MessageFormat
@@ -290,6 +305,61 @@ def test_stop_strings() -> None:
         return work.num_chars
 
     grows_with(work_of, 500)
+
+
+# ---- conversations as clients send them
+
+
+def num_chars_in(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(num_chars_in, value.values()))
+    return sum(map(num_chars_in, value)) if isinstance(value, list) else len(value)
+
+
+ITEMS: dict[str, Item] = {
+    "text": MessageItem(role="assistant", content="ab"),
+    "no text": MessageItem(role="assistant", content=""),
+    "thought": ReasoningItem(
+        type="reasoning", content=[TextPart(type="reasoning_text", text="ab")]
+    ),
+    "call": CustomCallItem(type="custom_tool_call", call_id="1", name="note", input="ab"),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["text"], ["thought"], ["no text", "thought"], ["thought", "text"], ["text", "call"]],
+    ids=", ".join,
+)
+def test_joining_items_of_a_conversation(monkeypatch: pytest.MonkeyPatch, kinds: list[str]) -> None:
+    def work_of(num_items: int) -> int:
+        work = Work()
+        with monkeypatch.context() as patch:
+            patch.setattr(input_items, "text_of", lambda content: work.text(text_of(content)))
+            messages = input_items.chat_messages([ITEMS[kind] for kind in kinds] * num_items)
+        return num_chars_in(messages) + work.num_chars
+
+    grows_with(work_of, 300)
+
+
+BLOCKS: dict[str, Callable[[str], Any]] = {
+    "text": lambda text: TextBlock.model_construct(type="text", text=text),
+    "thought": lambda text: ThinkingBlock.model_construct(type="thinking", thinking=text),
+    "result": lambda text: ToolResultBlock.model_construct(tool_use_id="1", content=text),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds", [["text"], ["thought"], ["thought", "text", "result"]], ids=", ".join
+)
+def test_joining_blocks_of_a_message(kinds: list[str]) -> None:
+    def work_of(num_blocks: int) -> int:
+        work = Work()
+        blocks = [BLOCKS[kind](work.text("ab")) for _ in range(num_blocks) for kind in kinds]
+        message = AnthropicMessage.model_construct(role="assistant", content=blocks)
+        return num_chars_in(list(message.turns())) + work.num_chars
+
+    grows_with(work_of, 300)
 
 
 # ---- tokens to text
