@@ -30,7 +30,8 @@ class TokenBias(LogitEdit):
         bias = request.params.logit_bias
         ends = request.end_token_ids if request.params.min_tokens > 0 else frozenset[int]()
         token_ids = [*bias, *(ends - bias.keys())]
-        first_end = request.num_prompt_tokens + request.params.min_tokens
+        # No sequence gets so far, and the sum fits an int64.
+        first_end = request.num_prompt_tokens + min(request.params.min_tokens, 2**62)
         at = request.slot, slice(len(token_ids))
         self._state.token_ids[at] = self._uploaded(token_ids, np.int32)
         self._state.bias[at] = self._uploaded([bias.get(t, 0.0) for t in token_ids], np.float32)

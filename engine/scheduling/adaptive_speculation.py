@@ -68,7 +68,7 @@ class AdaptiveSpeculation:
         does.
         """
         costs = self._costs_of(num_seqs)
-        if not (self._stops_early and costs.is_known(1)):
+        if not (self._stops_early and costs.is_known(0) and costs.is_known(1)):
             return UNLIKELY
         # The next draft stands about as often as a first one does.
         return costs.tokens_for_a_draft() / self._acceptance[0]
@@ -79,11 +79,14 @@ class AdaptiveSpeculation:
         accepted: Sequence[int],
         elapsed_s: float | None,
         is_open: Sequence[bool] | None = None,
+        *,
+        num_seqs: int | None = None,
     ) -> None:
         """Learn from a step that drafted `wanted[i]` tokens for sequence i; `accepted[i]` stood.
 
         `elapsed_s` is None if the step did more than decode, which makes its time useless.
-        `is_open[i]` says whether sequence i left the choice of k to us (None: all did).
+        `is_open[i]` says whether sequence i left the choice of k to us (None: all did). k was
+        chosen for `num_seqs` sequences (None: all); others in the step have just read their prompt.
         """
         for j in range(max(wanted)):
             reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
@@ -101,7 +104,7 @@ class AdaptiveSpeculation:
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
         self._previous_k = k
         if elapsed_s is not None and not catches_up:
-            costs = self._costs_of(len(wanted))
+            costs = self._costs_of(len(wanted) if num_seqs is None else num_seqs)
             usual_k = min(self._chosen, 1) if self._stops_early else self._chosen
             costs.observe(k, elapsed_s, sets_pace=k == usual_k)
             costs.recent.append((k, sum(wanted) / len(wanted), 1 + sum(accepted) / len(wanted)))

@@ -77,6 +77,7 @@ class Plan:
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     is_timed: bool = False  # it follows directly after another step
+    num_decoding: int = 0  # sequences behind their prompt, for which k was chosen
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)

@@ -40,6 +40,7 @@ class Scheduler:
         prefilling = [r for r in running if not r.decodes]
         startable = [r for r in waiting if r.can_start]
         num_seatable = min(len(waiting), self._slots.num_free)
+        plan.num_decoding = len(decoding)
         self._choose_k(len(decoding), prefilling + waiting[:num_seatable])
         budget = self._sequences.config.max_num_batched_tokens
         for i, request in enumerate(decoding, 1):
@@ -173,6 +174,8 @@ class Scheduler:
                 num_new = num_told + num_left
                 scheduled = ScheduledRequest(request, num_new)
         num_wanted = self._num_drafts_wanted(request)
+        if num_wanted and request.is_in_flight and self._worker.must_know(request):
+            num_wanted = 0  # k has risen from 0 since `must_know`: draft from the next step on
         scheduled.is_drafted_for = num_wanted > 0
         if scheduled.samples and num_wanted:
             # The last token needs no draft, since verification emits one more than it accepts.

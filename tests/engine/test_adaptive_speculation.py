@@ -6,7 +6,11 @@ from math import prod
 
 import pytest
 
-from outrider.engine.scheduling.adaptive_speculation import UNLIKELY, AdaptiveSpeculation
+from outrider.engine.scheduling.adaptive_speculation import (
+    MIN_TIMES,
+    UNLIKELY,
+    AdaptiveSpeculation,
+)
 
 StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
 MAX_K = 5
@@ -192,3 +196,22 @@ def test_sequences_that_all_have_a_k_of_their_own_teach_no_cost() -> None:
         chosen.append(adaptive.choose(4))
         adaptive.observe([chosen[-1]] * 4, [0] * 4, compute_bound(4, chosen[-1]))
     assert chosen[20:].count(0) >= 70
+
+
+def test_a_size_whose_plain_steps_are_unknown_can_be_asked_about() -> None:
+    adaptive = AdaptiveSpeculation(4, stops_early=True)
+    for _ in range(2 * MIN_TIMES):
+        adaptive.observe([1, 0], [0, 0], 0.01)
+    assert adaptive.choose(2) == 0
+    assert adaptive.least_chance(2) > 0
+
+
+def test_newcomers_do_not_hide_what_a_step_costs() -> None:
+    """With a newcomer in every step, drafts are chosen for the one that goes on."""
+    adaptive = AdaptiveSpeculation(4)
+    chosen = []
+    for _ in range(60):
+        k = adaptive.choose(1)
+        chosen.append(k)
+        adaptive.observe([k, 0], [k, 0], memory_bound(1, k), num_seqs=1)
+    assert chosen[-1] > 0

@@ -93,6 +93,8 @@ class FollowsTheLastStep(AdaptiveSpeculation):
         accepted: Sequence[int],
         elapsed_s: float | None,
         is_open: Sequence[bool] | None = None,
+        *,
+        num_seqs: int | None = None,
     ) -> None:
         self._last = 1 + sum(wanted) + 2 * sum(accepted)
 

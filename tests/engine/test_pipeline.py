@@ -76,6 +76,15 @@ def test_a_lag_changes_nobodys_output(tiny_model: Tiny, proposer: str, max_num_s
     assert told[0] == told[1]
 
 
+def test_a_choice_of_k_leaves_tokens_in_flight_alone(tiny_model: Tiny) -> None:
+    """k rises from 0 while a step is in flight: the host must not draft after tokens it lacks."""
+    each, lagging = engines(tiny_model, proposer="ngram", adaptive=True)
+    repeated = [2 * prompt for prompt in prompts([5, 6, 7, 8] * 4, VOCAB)]
+    for prompt in repeated:  # each alone, so that k is chosen anew
+        (got,), (expected,) = (run(engine, [prompt], GREEDY) for engine in (lagging, each))
+        assert tokens(got) == tokens(expected)
+
+
 def logprobs_of(outputs: list[RequestOutput]) -> list[Any]:
     """What was told of the prompt and of the output, however it was cut into steps."""
     return [
