@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
 import torch
 
 from .api import ReportProgress
 from .config import EngineConfig
+from .host_memory import available_bytes
 from .worker import Worker
 
 GIB = 2**30
@@ -54,8 +54,8 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     pages_per_seq = -(-pair.max_model_len // pair.page_size)
     most = config.scheduler.max_num_seqs * pages_per_seq + 1
     if worker.device.type == "cpu":
-        available_bytes = psutil.virtual_memory().available
-        return min(most, int(available_bytes * config.cache.memory_fraction) // pair.page_bytes)
+        room_bytes = available_bytes() * config.cache.memory_fraction
+        return min(most, int(room_bytes) // pair.page_bytes)
     report("measuring the largest step", 0, 1)
     step_bytes = largest_step_bytes(worker, config)
     if not config.enforce_eager:

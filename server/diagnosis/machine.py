@@ -14,6 +14,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
+from outrider.engine.host_memory import available_bytes
 from outrider.engine.models.admission import resolve_dtype
 
 from ..models import builtin, store
@@ -148,15 +149,15 @@ def processor() -> Finding:
 
 
 def memory() -> Finding:
-    told = psutil.virtual_memory()
-    text = f"{told.available / 1e9:.0f} of {told.total / 1e9:.0f} GB available"
-    if told.available >= 2e9:
+    left = available_bytes()
+    text = f"{left / 1e9:.0f} of {psutil.virtual_memory().total / 1e9:.0f} GB available"
+    if left >= 1.5e9:
         return Finding(name="memory", state="ok", text=text)
     return Finding(
         name="memory",
         state="note",
         text=text,
-        remedy="The default pair takes about 2 GB. End something else.",
+        remedy="The default pair takes about 1 GB. End something else.",
     )
 
 
@@ -200,7 +201,7 @@ def pair(*, has_hub: bool) -> Finding:
         room_gb = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU
         where = "the GPU"
     else:
-        room_gb = psutil.virtual_memory().available / 1e9 * WEIGHTS_SHARE_CPU
+        room_gb = available_bytes() / 1e9 * WEIGHTS_SHARE_CPU
         room_gb, where = min(room_gb, MAX_CPU_WEIGHTS_GB), "the CPU"
     at_hand = [(model, gb) for model, gb in SUGGESTED if has_hub or model in builtin.BUILTINS]
     model, size_gb = next((each for each in at_hand if each[1] <= room_gb), at_hand[-1])

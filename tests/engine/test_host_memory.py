@@ -1,0 +1,55 @@
+"""What memory is left inside a container, by files as the kernel shows them."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outrider.engine import host_memory
+
+MB = 2**20
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A group inside another one; this process is in the inner one."""
+    inner = tmp_path / "pod/app"
+    inner.mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/pod/app\n")
+    monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN", tmp_path / "own")
+    return tmp_path
+
+
+def limit(group: Path, limit_mb: int | None, used_mb: int, unused_files_mb: int) -> None:
+    most = "max" if limit_mb is None else str(limit_mb * MB)
+    (group / "memory.max").write_text(f"{most}\n")
+    (group / "memory.current").write_text(f"{used_mb * MB}\n")
+    stat = f"anon 1\ninactive_file {unused_files_mb * MB}\n"
+    (group / "memory.stat").write_text(stat)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "left_mb"),
+    [
+        ((None, 90, 0), (64, 24, 4), 44),
+        ((48, 40, 8), (64, 24, 4), 16),
+        ((48, 60, 0), (None, 24, 4), 0),
+    ],
+)
+def test_the_tightest_limit_counts(
+    groups: Path,
+    outer: tuple[int | None, int, int],
+    inner: tuple[int | None, int, int],
+    left_mb: int,
+) -> None:
+    limit(groups / "pod", *outer)
+    limit(groups / "pod/app", *inner)
+    assert host_memory.available_bytes() == left_mb * MB
+
+
+@pytest.mark.parametrize("own", [None, "9:name=systemd:/\n8:pids:/\n", "0::/\n"])
+def test_without_limits_the_machine_counts(groups: Path, own: str | None) -> None:
+    (groups / "own").unlink() if own is None else (groups / "own").write_text(own)
+    left = host_memory.available_bytes()
+    assert left == pytest.approx(psutil.virtual_memory().available, rel=0.2)
