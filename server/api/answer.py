@@ -44,7 +44,7 @@ class Answer(ABC):
         """The answer as server-sent events, including the final one that reports success."""
 
     @abstractmethod
-    async def _whole(self, generation: Generation) -> str:
+    async def _whole(self, generation: Generation) -> str | bytes:
         """The answer as JSON."""
 
     @abstractmethod

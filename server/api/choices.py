@@ -1,13 +1,14 @@
 """Answers that are lists of choices: OpenAI's completions and chats."""
 
+import asyncio
 import json
 import secrets
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..http.errors import APIError
 from ..text.message_parser import Part
@@ -27,7 +28,10 @@ from .service import Service
 from .streaming import server_sent
 from .trace import Step
 
+T = TypeVar("T")
+
 OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
+INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event loop
 
 
 class ChoicesAnswer(Answer):
@@ -61,7 +65,10 @@ class ChoicesAnswer(Answer):
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
         async for delta in generation:
-            choices = self._next_choices(delta)
+            if len(delta.prompt_logprobs) > INLINE_LOGPROBS and delta.index not in self._begun:
+                choices = await self._in_thread(self._next_choices, delta)
+            else:
+                choices = self._next_choices(delta)
             for choice in choices[:-1]:
                 yield self._chunk(choice)
             self._count(delta)  # its tokens are counted with its last chunk
@@ -77,7 +84,7 @@ class ChoicesAnswer(Answer):
     def _failed(self, error: APIError) -> str:
         return server_sent(json.dumps(error.body()))
 
-    async def _whole(self, generation: Generation) -> str:
+    async def _whole(self, generation: Generation) -> bytes:
         """The chunks of a stream, joined."""
         last: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
@@ -95,12 +102,20 @@ class ChoicesAnswer(Answer):
             replace(delta, text="".join(texts[i]), parts=parts[i], tokens=tokens[i], steps=steps[i])
             for i, delta in sorted(last.items())
         ]
-        whole = self._answer(
-            [choice for delta in self._chosen(deltas) for choice in self._next_choices(delta)]
-        )
+        chosen = self._chosen(deltas)
+        is_long = sum(map(_num_logprobs, chosen)) > INLINE_LOGPROBS
+        choices = [  # one by one, because to_json lets nothing else run
+            await self._in_thread(self._choices_json, delta)
+            if is_long
+            else self._choices_json(delta)
+            for delta in chosen
+        ]
+        whole = self._answer([])
         whole.usage = self._usage()
         self._add_metrics(whole)
-        return whole.to_json()
+        # Found once: quotes within a string of JSON are escaped.
+        before, after = whole.to_json().encode().split(b'"choices":[]')
+        return b'%s"choices":[%s]%s' % (before, b",".join(choices), after)
 
     def _chosen(self, deltas: list[Delta]) -> list[Delta]:
         """The n best samples of each prompt, by the mean logprob of their tokens."""
@@ -154,6 +169,13 @@ class ChoicesAnswer(Answer):
         self._begun.add(delta.index)
         return self._choices(delta, first=first)
 
+    async def _in_thread(self, write: Callable[[Delta], T], delta: Delta) -> T:
+        async with self._service.long_answers:
+            return await asyncio.to_thread(write, delta)
+
+    def _choices_json(self, delta: Delta) -> bytes:
+        return b",".join(choice.to_json().encode() for choice in self._next_choices(delta))
+
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
@@ -164,6 +186,12 @@ class ChoicesAnswer(Answer):
                 reasoning_tokens=sum(self._reasoning_tokens)
             ),
         )
+
+
+def _num_logprobs(delta: Delta) -> int:
+    """How many tokens it may tell the logprobs of, and steps the drafts of."""
+    with_logprobs = sum(token.logprobs is not None for token in delta.tokens)
+    return len(delta.prompt_logprobs) + with_logprobs + len(delta.steps)
 
 
 def _mean_logprob(delta: Delta) -> float:

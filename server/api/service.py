@@ -55,6 +55,9 @@ class Service:
     priority_keys: frozenset[str] | None  # digests of keys that may set `priority`; None: no keys
     fill_in_the_middle: FillInTheMiddle | None
     large_texts: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to tokenize a large text
+    # Held to write a part of a long answer: threads that compute keep each other, and the event
+    # loop, waiting for the GIL.
+    long_answers: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def model_name(self) -> str:
