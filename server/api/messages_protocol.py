@@ -123,13 +123,18 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": function}
 
 
+def _runs_elsewhere(tool: dict[str, Any]) -> bool:
+    """Whether Anthropic runs the tool itself: it has a type of its own, and is not offered here."""
+    kind = tool.get("type")
+    return isinstance(kind, str) and kind != "custom"
+
+
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse tools that Anthropic runs itself: they have a type, and are not offered here."""
     match value:
-        case {"type": str(kind)} if kind != "custom":
-            return value
         case {"name": str(name), "input_schema": dict()} if name:
             return value
+    if _runs_elsewhere(value):
+        return value
     raise ValueError('expected {"name": …, "input_schema": {…}, …}')
 
 
@@ -191,7 +196,7 @@ class ConversationFields(APIRequest):
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         yield from super()._unknown_inside(path)
         for i, tool in enumerate(self.tools):
-            if tool.get("type") not in (None, "custom"):
+            if _runs_elsewhere(tool):
                 yield UnknownField(f"{path}tools[{i}].type", None)
 
     @property
@@ -206,7 +211,7 @@ class ConversationFields(APIRequest):
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": [*([{"role": "system", "content": system}] if system else []), *turns],
-            "tools": [_function(tool) for tool in self.tools if "input_schema" in tool],
+            "tools": [_function(tool) for tool in self.tools if not _runs_elsewhere(tool)],
             "tool_choice": self.tool_choice.as_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "include_reasoning": self.thinks,

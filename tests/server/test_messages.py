@@ -212,6 +212,20 @@ def test_last_turn_of_the_assistant_is_gone_on_with(serve: Serve, tokenizer: Tok
     assert prompt_of(served, tokenizer).endswith("The answer is (")
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_turn_of_reasoning_that_only_its_author_can_read_is_empty(
+    serve: Serve, tokenizer: Tokenizer, role: str
+) -> None:
+    served = saying(serve, tokenizer, "Hello")
+    hidden = {"role": role, "content": [{"type": "redacted_thinking", "data": "x"}]}
+    assert ask(served, messages=[hidden]).status == 200
+    redacted = prompt_of(served, tokenizer)
+    assert ask(served, messages=[{"role": role, "content": []}]).status == 200
+    assert prompt_of(served, tokenizer) == redacted
+    count = post(served.app, {"messages": [hidden]}, path="/v1/messages/count_tokens")
+    assert count.json() == {"input_tokens": len(served.client.submitted[-1][0].prompt_token_ids)}
+
+
 @pytest.mark.parametrize(
     ("thinking", "thinks"),
     [
@@ -300,9 +314,14 @@ def test_failure_in_mid_stream_is_an_error_event(serve: Serve) -> None:
 
 
 def test_tools_of_the_service_are_not_offered_and_named(serve: Serve) -> None:
-    tools = [WEATHER, {"type": "web_search_20250305", "name": "web_search"}]
+    tools = [
+        WEATHER,
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "foo", "input_schema": {}},
+    ]
     reply = ask(serve(), tools=tools)
-    assert (reply.status, reply.headers["x-unknown-fields"]) == (200, "tools[1].type")
+    assert reply.status == 200
+    assert reply.headers["x-unknown-fields"] == "tools[1].type, tools[2].type"
 
 
 # ---- its own client
