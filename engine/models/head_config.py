@@ -44,8 +44,8 @@ class BlockConfig:
     size: int  # rows of a block in training, including the anchor
     mask_token_id: int
     predicts_from_anchor: bool  # a row predicts the next token, not the one at its own position
-    windows: tuple[int | None, ...]  # of each layer
-    causal: tuple[bool, ...]  # whether rows of a block see only those before them
+    # Whether rows of a block see only those before them; None: in layers with a window.
+    is_causal: bool | None
     embedding_scale: float
     markov: str | None  # the kind of its Markov head, if it has one
     has_confidence: bool
@@ -87,7 +87,7 @@ class HeadConfig:
             fc_norm=bool(told.get("fc_norm")),
             norm_output=bool(told.get("norm_output")),
             mask_token_id=next((told[name] for name in _MASK_TOKENS if name in told), None),
-            block=_block(told, kind, layers) if kind in ("dflash", "dspark") else None,
+            block=_block(told, kind) if kind in ("dflash", "dspark") else None,
         )
 
     def boundaries_of(self, num_layers: int) -> tuple[int, ...]:
@@ -127,23 +127,19 @@ def _kind(told: dict[str, Any]) -> str | None:
 def _layers(told: dict[str, Any]) -> "LlamaConfig":
     from transformers import LlamaConfig  # takes seconds, and `head_kind` does not need it
 
-    kept = {key: value for key, value in told.items() if key not in _LEFT_OUT}
+    kept = {key: value for key, value in told.items() if key not in _LEFT_OUT and value is not None}
     if kept.get("hidden_act", "silu") != "silu":
         raise HeadError(f"its activation is {kept['hidden_act']}; silu is known here")
-    if not kept.get("rope_parameters"):
-        # The head's own RoPE, whatever the target's is.
-        kept.pop("rope_parameters", None)
-        theta = kept.pop("rope_theta", None) or 10000.0
-        scaling = kept.pop("rope_scaling", None) or {}
-        rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-        kept["rope_parameters"] = {**scaling, "rope_type": rope_type, "rope_theta": theta}
-    rope_type = kept["rope_parameters"].get("rope_type", "default")
-    if rope_type not in STATIC_ROPE:
-        raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(STATIC_ROPE))}")
+    if not (kept.get("layer_types") or kept.get("use_sliding_window")):
+        kept.pop("sliding_window", None)  # which families write down that do not use it
     try:
-        return LlamaConfig(**kept)
+        layers = LlamaConfig(**kept)
     except (TypeError, ValueError, KeyError) as error:
         raise HeadError(f"its config describes no layer: {error}") from error
+    rope_type = (layers.rope_parameters or {}).get("rope_type")
+    if rope_type not in STATIC_ROPE:
+        raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(STATIC_ROPE))}")
+    return layers
 
 
 def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
@@ -171,7 +167,7 @@ def _nested(told: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfig:
+def _block(told: dict[str, Any], kind: str) -> BlockConfig:
     own = told | _nested(told)
     is_speculators = "speculators_model_type" in told
     mask_token_id = own.get("mask_token_id")
@@ -186,10 +182,6 @@ def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfi
         from_anchor = kind == "dspark" and not is_speculators
     if not isinstance(size, int) or size < (1 if from_anchor else 2):
         raise HeadError(f"its block_size is {size}, which leaves no row to draft from")
-    types = getattr(layers, "layer_types", None) or []
-    num_layers = layers.num_hidden_layers
-    is_sliding = [i < len(types) and types[i] == "sliding_attention" for i in range(num_layers)]
-    window = getattr(layers, "sliding_window", None)
     is_causal = own.get("is_causal", own.get("causal"))
     if is_causal is None and own.get("sliding_window_non_causal"):
         is_causal = False
@@ -202,9 +194,7 @@ def _block(told: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfi
         size=size,
         mask_token_id=mask_token_id,
         predicts_from_anchor=bool(from_anchor),
-        windows=tuple(window if sliding else None for sliding in is_sliding),
-        # Layers with a window are causal, unless the config decides for all layers.
-        causal=tuple(s if is_causal is None else bool(is_causal) for s in is_sliding),
+        is_causal=is_causal,
         embedding_scale=float(own.get("input_embedding_scale") or 1.0),
         markov=markov,
         has_confidence=bool(own.get("enable_confidence_head")),

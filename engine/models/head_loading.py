@@ -141,27 +141,20 @@ def _blocks(config: HeadConfig, reader: LlamaReader, first: str) -> list[Block]:
         # In later layers, some trainers give the only norm the other name.
         has_usual_norm = f"{name}.input_layernorm.weight" in reader.checkpoint
         reads_both = block is None and i == 0  # EAGLE-3's first layer reads [e; a]
+        window, causal = window_of(layers, i), True
+        if block is not None:
+            causal = window is not None if block.is_causal is None else block.is_causal
         blocks.append(
             reader.block(
                 name,
                 rope,
-                window=_window(config) if block is None else block.windows[i],
+                window=window,
                 input_width=layers.hidden_size * (2 if reads_both else 1),
                 input_norm="input_layernorm" if has_usual_norm else "hidden_norm",
-                causal=block is None or block.causal[i],
+                causal=causal,
             )
         )
     return blocks
-
-
-def _window(config: HeadConfig) -> int | None:
-    layers = config.layers
-    types = getattr(layers, "layer_types", None)
-    is_sliding = (
-        "sliding_attention" in types if types else getattr(layers, "use_sliding_window", False)
-    )
-    window: int | None = getattr(layers, "sliding_window", None) if is_sliding else None
-    return window
 
 
 def _fc_norms(

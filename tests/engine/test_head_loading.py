@@ -17,6 +17,7 @@ from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models.families import window_of
 from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.head_loading import load_head
 from outrider.engine.models.loading import load_network
@@ -244,6 +245,24 @@ def test_rope_is_the_heads_own(target: Path, tmp_path: Path) -> None:
     edit(head, rope_theta=None)
     assert HeadConfig.load(head).layers.rope_parameters["rope_theta"] == 10000.0
     assert HeadConfig.load(head).draft_vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"use_sliding_window": False}, None),
+        ({"use_sliding_window": True}, 8),
+        ({"layer_types": ["sliding_attention"]}, 8),
+        ({"layer_types": ["full_attention"], "use_sliding_window": True}, None),
+    ],
+)
+def test_a_window_holds_only_if_a_layer_is_said_to_have_one(
+    changes: dict[str, Any], expected: int | None, target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_head(tmp_path, target)
+    edit(head, sliding_window=8, **changes)
+    assert window_of(HeadConfig.load(head).layers, 0) == expected
 
 
 def test_a_head_can_be_rounded_to_fp8(target: Path, tmp_path: Path) -> None:
