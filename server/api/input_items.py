@@ -43,8 +43,10 @@ class Item(APIRequest):
     """A piece of a conversation; clients send items of earlier answers back unchanged."""
 
     ignored_fields: ClassVar = frozenset(
-        {"id", "status", "phase", "caller", "namespace", "created_by", "encrypted_content"}
+        {"status", "phase", "caller", "namespace", "created_by", "encrypted_content"}
     )
+
+    id: str | None = None
 
 
 class MessageItem(Item):

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
@@ -103,16 +103,31 @@ def stored_response(store: ResponseStore, response_id: str, http: Request) -> Re
     return Response(stored.response, media_type="application/json")
 
 
-def stored_input_items(store: ResponseStore, response_id: str, http: Request) -> ResponseItemList:
+def stored_input_items(
+    store: ResponseStore, response_id: str, http: Request
+) -> list[dict[str, Any]]:
     """The items of the request; raises APIError like `stored_response`."""
-    items = from_json(_kept(store, response_id, http).input_items)
+    items: list[dict[str, Any]] = from_json(_kept(store, response_id, http).input_items)
+    return items
+
+
+def page_of_items(
+    items: list[dict[str, Any]], *, limit: int, order: Literal["asc", "desc"], after: str | None
+) -> ResponseItemList:
+    """Up to `limit` items, those that follow the item with the id `after`; raises APIError."""
+    items = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise invalid_value("after", f"The response has no input item {after[:80]!r}.")
+    start = 0 if after is None else ids.index(after) + 1
+    end = start + limit
+    told = ids[start:end]
     return ResponseItemList(
         object="list",
-        data=items,
-        first_id=ids[0] if ids else None,
-        last_id=ids[-1] if ids else None,
-        has_more=False,
+        data=items[start:end],
+        first_id=told[0] if told else None,
+        last_id=told[-1] if told else None,
+        has_more=end < len(items),
     )
 
 

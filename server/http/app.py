@@ -3,9 +3,9 @@
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
@@ -39,6 +39,7 @@ from ..api.response_store import ResponseStore
 from ..api.responses import (
     create_response,
     delete_response,
+    page_of_items,
     stored_input_items,
     stored_response,
 )
@@ -246,9 +247,16 @@ def _add_responses_routes(router: APIRouter, service: Service, store: ResponseSt
         return stored_response(store, response_id, request)
 
     @router.get("/responses/{response_id}/input_items")
-    async def input_items(response_id: str, request: Request) -> ResponseItemList:
-        """The items that it was asked with."""
-        return stored_input_items(store, response_id, request)
+    async def input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> ResponseItemList:
+        """The items that it was asked with, a page at a time."""
+        items = stored_input_items(store, response_id, request)
+        return page_of_items(items, limit=limit, order=order, after=after)
 
     @router.delete("/responses/{response_id}")
     async def delete(response_id: str, request: Request) -> DeletedResponse:

@@ -258,6 +258,29 @@ def test_response_goes_on_from_an_earlier_one(
     assert carried == whole
 
 
+def test_input_items_come_in_pages(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello")
+    items = [{"role": "user", "content": str(i), "id": f"msg_{i}"} for i in range(25)]
+    path = f"/v1/responses/{ask(served, input=items).json()['id']}/input_items"
+
+    def page(query: str = "") -> tuple[list[int], bool]:
+        told = get(served.app, f"{path}?{query}").json()
+        ids = [item["id"] for item in told["data"]]
+        assert (told["first_id"], told["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+        return [int(each.removeprefix("msg_")) for each in ids], told["has_more"]
+
+    assert page() == ([*range(24, 4, -1)], True)
+    assert page("after=msg_5") == ([4, 3, 2, 1, 0], False)
+    assert page("order=asc&limit=2") == ([0, 1], True)
+    assert page("order=asc&limit=2&after=msg_1") == ([2, 3], True)
+    assert page("order=asc&limit=2&after=msg_22") == ([23, 24], False)
+    assert page("after=msg_0") == ([], False)
+    assert page("limit=100") == ([*range(24, -1, -1)], False)
+    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=msg_25"):
+        reply = get(served.app, f"{path}?{query}")
+        assert (reply.status, reply.error["param"]) == (400, query.partition("=")[0])
+
+
 def test_nothing_is_kept_that_was_not_to_be(serve: Serve, tokenizer: Tokenizer) -> None:
     served = saying(serve, tokenizer, "Hello")
     answer = ask(served, store=False).json()
@@ -338,6 +361,11 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
         ({"input": 5}, "input", "expected a string or a list"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "expected an item of type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "type"),
+        (
+            {"input": [{"role": "user", "content": "Hi", "id": 5}]},
+            "input",
+            "[0].id: Input should be",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"max_output_tokens": 5000}, "input", "maximum context length"),
         ({"background": True}, "background", "not supported"),
@@ -415,6 +443,10 @@ def test_openai_client_reads_all_of_it(serve: Serve, tokenizer: Tokenizer) -> No
         assert client.responses.retrieve(whole.id).output_text == whole.output_text
         (item,) = client.responses.input_items.list(whole.id).data
         assert item.type == "message"
+        many = client.responses.create(**request | {"input": again})
+        pages = client.responses.input_items.list(many.id, limit=2, order="asc")
+        types = [item.type for item in pages]
+        assert types == ["reasoning", "message", "function_call", "custom_tool_call", "message"]
         client.responses.delete(whole.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(whole.id)

@@ -134,7 +134,8 @@ def post(
 
 def get(app: ASGIApp, path: str, headers: Mapping[str, str] | None = None) -> Reply:
     async def run() -> Reply:
-        call = Call(app, "GET", path, [b""], headers)
+        plain, _, query = path.partition("?")
+        call = Call(app, "GET", plain, [b""], headers, query)
         await call.finished
         return call.reply
 
