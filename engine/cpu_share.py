@@ -8,11 +8,10 @@ waits for; with one thread there are no barriers (benchmarks/log/cpu.md).
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+import psutil
 import torch
 
-_STAT = Path("/proc/stat")
 _INTERVAL_S = 0.25  # the kernel counts in hundredths of a second
 # Shares of a core. Our own HTTP process stays below the first; between the two nothing changes.
 _CALM, _BUSY = 0.12, 0.25
@@ -51,8 +50,10 @@ class CPUShare:
         None if the system does not report them.
         """
         try:
-            idle_s = _idle_s(_STAT.read_text(), self._cpus)
-        except (OSError, ValueError, IndexError):
+            # By place, not by number: right unless a CPU before ours is switched off.
+            times = psutil.cpu_times(percpu=True)
+            idle_s = sum(times[cpu].idle + times[cpu].iowait for cpu in self._cpus)
+        except (OSError, IndexError, AttributeError):
             return None
         return (time.monotonic(), idle_s, time.process_time()) if self._cpus else None
 
@@ -64,13 +65,3 @@ def fitting(counts: Sequence[int], now: int, num_cpus: int, others: float) -> in
         if crowd < (_BUSY if count <= now else _CALM):
             return count
     return counts[-1]
-
-
-def _idle_s(stat: str, cpus: set[int]) -> float:
-    """Seconds that these CPUs have been idle, according to the text of /proc/stat."""
-    ticks = 0
-    for line in stat.splitlines():
-        name, *fields = line.split()
-        if name[3:].isdigit() and name.startswith("cpu") and int(name[3:]) in cpus:
-            ticks += int(fields[3]) + int(fields[4])  # idle, and idle while waiting for a disk
-    return ticks / os.sysconf("SC_CLK_TCK")

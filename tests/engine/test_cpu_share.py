@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny_models import DEVICE
@@ -16,8 +17,6 @@ from outrider.engine.cpu_share import CPUShare, fitting
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Pass
 from outrider.engine.models.same_bits import alike_thread_counts
-
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture(autouse=True)
@@ -31,24 +30,25 @@ def two_threads() -> Iterator[None]:
 class Machine:
     """Two cores of four, a clock, and what has been computed on them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.now_s = self.own_s = self.idle_s = 0.0
-        self._stat = folder / "stat"
+    now_s = own_s = idle_s = 0.0
 
     def pass_time(self, seconds: float, *, own: float, others: float) -> None:
         self.now_s += seconds
         self.own_s += own * seconds
         self.idle_s += (2 - own - others) * seconds
-        idle = [f"cpu{i} 9 9 9 {int(self.idle_s * TICKS / 2)} 0 9 9 9" for i in (1, 3)]
-        lines = ["cpu 1 1 1 1 1", "cpu0 5 5 5 77 1", idle[0], "cpu2 5 5 5 77 1", idle[1], "intr 4"]
-        self._stat.write_text("\n".join(lines))
+
+    def cpu_times(self, *, percpu: bool) -> list[SimpleNamespace]:
+        assert percpu
+        neighbour = SimpleNamespace(idle=77.0, iowait=1.0)
+        ours = SimpleNamespace(idle=self.idle_s / 3, iowait=self.idle_s / 6)
+        return [neighbour, ours, neighbour, ours]
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine(tmp_path)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
     machine.pass_time(1.0, own=0, others=0)
-    monkeypatch.setattr(cpu_share, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(psutil, "cpu_times", machine.cpu_times)
     clock = SimpleNamespace(monotonic=lambda: machine.now_s, process_time=lambda: machine.own_s)
     monkeypatch.setattr(cpu_share, "time", clock)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3})
@@ -84,10 +84,19 @@ def test_one_count_is_left_alone(machine: Machine) -> None:
     assert torch.get_num_threads() == 2
 
 
+def unreadable(*, percpu: bool) -> list[SimpleNamespace]:
+    raise FileNotFoundError("/proc/stat")
+
+
+@pytest.mark.parametrize(
+    "cpu_times",
+    [unreadable, lambda percpu: [], lambda percpu: [SimpleNamespace(idle=1.0)] * 4],
+    ids=["unreadable", "fewer CPUs", "no iowait"],
+)
 def test_a_system_that_tells_nothing_changes_nothing(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    cpu_times: Callable[..., Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_share, "_STAT", Path("/nowhere/stat"))
+    monkeypatch.setattr(psutil, "cpu_times", cpu_times)
     share = CPUShare((2, 1))
     share.begin()
     machine.pass_time(1, own=0.5, others=1.5)
