@@ -18,7 +18,8 @@ from ..observe.metrics import Metrics
 from .errors import APIError
 from .middleware import Gate
 
-LOOK_S = 0.1  # how often a stream checks whether the server is about to stop
+# How long all streams tell the same numbers, and how often each looks whether the server leaves.
+TICK_S = 0.1
 
 _LATENCIES = {
     "time_to_first_token": "outrider_time_to_first_token_seconds",
@@ -76,13 +77,23 @@ def stats_of(client: EngineClient, metrics: Metrics) -> Stats:
 
 
 def add_stats_route(router: APIRouter, client: EngineClient, metrics: Metrics, gate: Gate) -> None:
+    event, until_s = "", 0.0
+
+    def event_at(now_s: float) -> str:
+        nonlocal event, until_s
+        if now_s >= until_s:
+            event = server_sent(stats_of(client, metrics).to_json())
+            until_s = now_s + TICK_S
+        return event
+
     async def events(interval_s: float) -> AsyncIterator[str]:
         loop = asyncio.get_running_loop()
         while gate.open:
-            yield server_sent(stats_of(client, metrics).to_json())
-            next_s = loop.time() + interval_s
+            now_s = loop.time()
+            yield event_at(now_s)
+            next_s = now_s + interval_s
             while gate.open and (left_s := next_s - loop.time()) > 0:
-                await asyncio.sleep(min(LOOK_S, left_s))
+                await asyncio.sleep(min(TICK_S, left_s))
         yield server_sent("[DONE]")
 
     async def close() -> None:

@@ -12,9 +12,13 @@ from asgi import Call, get, post
 from served import Served
 
 from outrider.engine.api import EngineStats
+from outrider.engine.processes.client import EngineClient
 from outrider.server.config.settings_loader import load_settings
+from outrider.server.http import stats
 from outrider.server.http.info import PairCard
+from outrider.server.http.stats import Stats
 from outrider.server.http.ui import FILES as FOLDER
+from outrider.server.observe.metrics import Metrics
 
 Serve = Callable[..., Served]
 FILES = ("/ui/", "/ui/style.css", "/ui/app.js", "/ui/icon.svg")
@@ -109,6 +113,36 @@ def test_the_stream_of_numbers_tells_how_the_engine_stands(serve: Serve) -> None
 
 def test_it_ends_when_the_server_leaves(serve: Serve) -> None:
     assert len(first_events(serve(), 2)) >= 2
+
+
+def test_streams_share_the_numbers_of_a_moment(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Stats] = []
+    take = stats.stats_of
+
+    def noting(client: EngineClient, metrics: Metrics) -> Stats:
+        taken.append(take(client, metrics))
+        return taken[-1]
+
+    monkeypatch.setattr(stats, "stats_of", noting)
+
+    async def run() -> list[list[float]]:
+        served = serve()
+        calls = [
+            Call(served.app, "GET", "/stats/stream", [b""], query="interval_s=0.1")
+            for _ in range(20)
+        ]
+        while any(call.reply.body.count(b"\n\n") < 3 for call in calls):
+            await asyncio.sleep(0.01)
+        served.gate.open = False
+        await asyncio.gather(*(call.finished for call in calls))
+        return [[event["time_s"] for event in call.reply.chunks] for call in calls]
+
+    times = asyncio.run(run())
+    assert len(taken) < sum(map(len, times)) / 5
+    for told in times:
+        assert told == sorted(set(told))  # none twice: rates are differences divided by times
 
 
 def test_it_ends_when_its_reader_leaves(serve: Serve) -> None:
