@@ -221,6 +221,7 @@ def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
 
     _add_responses_routes(router, service, store)
 
+    @router.head("/models", include_in_schema=False)
     @router.get("/models")
     async def models() -> ModelList:
         """The model that is served, by each of its names."""
@@ -320,6 +321,8 @@ def _status_routes(service: Service, gate: Gate, card: PairCard | None) -> APIRo
     router = APIRouter(responses=_ERRORS)
     client = service.client
 
+    @router.head("/ready", include_in_schema=False)
+    @router.head("/health", include_in_schema=False)
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health(request: Request) -> JSONResponse:
@@ -333,6 +336,7 @@ def _status_routes(service: Service, gate: Gate, card: PairCard | None) -> APIRo
             told["reason"] = client.status_reason or ""
         return JSONResponse(told, 503)
 
+    @router.head("/live", include_in_schema=False)
     @router.get("/live", response_model=Health, responses={503: {"model": Health}})
     async def live() -> JSONResponse:
         """200 unless only a new start of the server could help: not while it loads or drains."""

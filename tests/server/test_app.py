@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from asgi import Call, Reply, get, post, start_post
 from scripted_client import steps
 from served import Served
+from socket_server import on_a_socket
 
 from outrider.engine.api import EngineStats, NewRequest, RequestOutput
+from outrider.engine.processes.client import EngineState
 
 Serve = Callable[..., Served]
 OK = {"prompt": "Hi"}
@@ -224,6 +227,19 @@ def test_live_only_fails_where_a_new_start_could_help(serve: Serve) -> None:
     reply = get(served.app, "/live")
     assert reply.status == 503
     assert reply.json() == {"status": "failed"}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/live", "/v1/models"])
+@pytest.mark.parametrize("state", ["ready", "failed"])
+def test_probes_may_ask_for_the_head_alone(serve: Serve, path: str, state: EngineState) -> None:
+    served = serve()
+    served.client.state = state
+    with on_a_socket(served) as url, httpx.Client(base_url=url) as client:
+        head, whole = client.head(path), client.get(path)
+    assert head.status_code == whole.status_code
+    assert head.content == b""
+    for name in ("content-type", "content-length"):
+        assert head.headers[name] == whole.headers[name]
 
 
 def test_models_tell_the_context_length(serve: Serve) -> None:
