@@ -1,6 +1,7 @@
 """The tools of a request, and the calls in the turns that it repeats."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, FailFast, WithJsonSchema
@@ -18,9 +19,11 @@ FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "ret
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
     """Check a tool, and leave it as it is: templates print tools with their keys in order."""
     match value:
-        case {"type": "function", "function": {"name": str(name), **rest}} if name:
-            if isinstance(rest.get("parameters", {}), dict):
-                return value
+        case {"type": "function", "function": {"name": str(name)} as function} if name:
+            # Null stands for what is left out.
+            given = {key: each for key, each in function.items() if each is not None}
+            if isinstance(given.get("parameters", {}), dict):
+                return {**value, "function": given}
         case {"type": "custom", "custom": {"name": str(name), **rest}} if name:
             if _is_format(rest.get("format")):
                 return value
@@ -49,17 +52,21 @@ def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
             function = {"name": name, "arguments": {INPUT: text}}
             return {**rest, "type": "function", "function": function}
         case {"function": {"name": str()} as function, **rest} if _type_of(rest) == "function":
-            arguments = function.get("arguments", {})
-            if isinstance(arguments, str):
-                try:
-                    arguments = from_json(arguments or "{}", allow_inf_nan=False)
-                except ValueError:
-                    arguments = None
-            if not isinstance(arguments, dict):
-                raise ValueError("function.arguments: expected a text that is a JSON object")
-            told = {} if "arguments" not in function else {"arguments": arguments}
+            told = {"arguments": _object_of(function.get("arguments"))}
             return {**rest, "type": "function", "function": function | told}
     raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
+
+
+def _object_of(arguments: object) -> dict[str, Any]:
+    """The arguments of a call, which may be a text of JSON, or left out."""
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # any other text is refused below
+            arguments = from_json(arguments or "{}", allow_inf_nan=False)
+    if arguments is None:
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    raise ValueError("function.arguments: expected a text that is a JSON object")
 
 
 def _type_of(call: dict[str, Any]) -> object:
@@ -115,7 +122,7 @@ Tool = Annotated[
                     "function",
                     required=["type", "function"],
                     name=_NAME,
-                    parameters={"type": "object"},
+                    parameters={"type": ["object", "null"]},
                 ),
                 _schema("custom", required=["type", "custom"], name=_NAME, format=_FORMAT),
             ]
@@ -132,7 +139,8 @@ GivenToolCall = Annotated[
                     "function",
                     required=["function"],
                     name={"type": "string"},
-                    arguments={"type": ["object", "string"]},  # a string holds the object as JSON
+                    # A string holds the object as JSON.
+                    arguments={"type": ["object", "string", "null"]},
                 ),
                 _schema(
                     "custom",

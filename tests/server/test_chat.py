@@ -261,6 +261,13 @@ def test_tools_are_shown_to_the_template_as_they_came(serve: Serve) -> None:
     assert prompt_of(serve(), tools=[TOOL], tool_choice="none") == PROMPT
 
 
+def test_null_in_a_tool_stands_for_what_is_left_out(serve: Serve) -> None:
+    nulls = {"parameters": None, "description": None, "strict": None}
+    tool = {"type": "function", "function": {"name": "weather"} | nulls}
+    shown = '{"type": "function", "function": {"name": "weather"}}'
+    assert prompt_of(serve(), tools=[tool]) == f"{shown}\n{PROMPT}"
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
 def test_arguments_of_earlier_calls_are_objects_to_the_template(
     serve: Serve, arguments: object
@@ -275,8 +282,9 @@ def test_arguments_of_earlier_calls_are_objects_to_the_template(
     assert prompt == "<user>Hi<eos>\n<assistant>Rome<eos>\n<tool>sunny<eos>\n<assistant>"
 
 
-def test_call_without_arguments_is_one(serve: Serve) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+@pytest.mark.parametrize("arguments", ["", None])
+def test_call_without_arguments_is_one(serve: Serve, arguments: str | None) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
     prompt = prompt_of(serve(), messages=messages)
     assert prompt == "<user>Hi<eos>\n<assistant><eos>\n<assistant>"

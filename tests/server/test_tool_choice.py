@@ -248,9 +248,10 @@ def test_parameters_that_a_tool_does_not_declare_are_not_invented(
 def test_tool_without_parameters_takes_any_object(
     served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    bare = {"type": "function", "function": {"name": "add"}}
-    grammar = grammar_of(served, tools=[bare], tool_choice="required")
-    assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    for bare in ({"name": "add"}, {"name": "add", "parameters": None}):
+        tools = [{"type": "function", "function": bare}]
+        grammar = grammar_of(served, tools=tools, tool_choice="required")
+        assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
 
 
 def test_required_call_goes_before_a_format_of_the_answer(served: Served) -> None:
