@@ -8,14 +8,14 @@ from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
 from typing_extensions import TypeAliasType
 
 from ..grammar.tool_choice import ToolChoice
-from .content import TextOr, text_of
+from .content import OrRefusal, TextOr, text_of
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
 from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
 
 
 class TextPart(APIRequest):
-    """The only kind of content part that a text model can read."""
+    """The only kind of content part that a text model can read, besides refusals."""
 
     ignored_fields: ClassVar = frozenset({"prompt_cache_breakpoint"})
 
@@ -23,7 +23,7 @@ class TextPart(APIRequest):
     text: str
 
 
-TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
+TextParts = TypeAliasType("TextParts", Annotated[list[OrRefusal[TextPart]], FailFast()])
 
 # What an assistant may have sent instead of content; clients send it back.
 SAYING = frozenset({"refusal", "reasoning", "reasoning_content"})

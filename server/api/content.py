@@ -1,9 +1,11 @@
 """What is said in a message, whatever the API: a string, or a list of parts."""
 
 from collections.abc import Iterable
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import Discriminator, Tag
+
+from .fields import APIRequest
 
 
 class Part(Protocol):
@@ -39,3 +41,25 @@ def text_of(content: str | Iterable[Part]) -> str:
 def type_of(value: object) -> object:
     """The `type` of a part, whether it is JSON still or has been read."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+class RefusalPart(APIRequest):
+    """What an assistant said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_kind(value: object) -> str:
+    return "<refusal>" if type_of(value) == "refusal" else "<other>"
+
+
+OtherPart = TypeVar("OtherPart")
+OrRefusal = Annotated[
+    Annotated[OtherPart, Tag("<other>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(_part_kind),
+]

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from .content import TextOr, text_of, type_of
+from .content import OrRefusal, TextOr, text_of, type_of
 from .fields import APIRequest
 
-MAX_ITEMS = 65_536  # a stored conversation and what is added to it
+MAX_ITEMS = 65_536  # of one request
 
 
 class TextPart(APIRequest):
@@ -19,24 +19,7 @@ class TextPart(APIRequest):
     text: str
 
 
-class RefusalPart(APIRequest):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-def _part_kind(value: object) -> str:
-    return "<refusal>" if type_of(value) == "refusal" else "<text>"
-
-
-ContentPart = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
-    Discriminator(_part_kind),
-]
-ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
+ContentParts = TypeAliasType("ContentParts", Annotated[list[OrRefusal[TextPart]], FailFast()])
 
 
 class Item(APIRequest):

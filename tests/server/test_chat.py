@@ -228,6 +228,13 @@ def test_text_parts_are_lines(serve: Serve) -> None:
     assert prompt == "<user>one\ntwo<eos>\n<assistant>"
 
 
+def test_refusal_that_is_sent_back_is_what_the_assistant_said(serve: Serve) -> None:
+    parts = [{"type": "text", "text": "Well,"}, {"type": "refusal", "refusal": "no."}]
+    turn = {"role": "assistant", "content": parts}
+    prompt = prompt_of(serve(), messages=[*HI, turn, *HI])
+    assert "<assistant>Well,\nno.<eos>" in prompt
+
+
 def test_developer_is_the_system_to_a_template_that_knows_no_developer(serve: Serve) -> None:
     messages = [{"role": "developer", "content": "Be kind."}]
     assert prompt_of(serve(), messages=messages).startswith("<system>Be kind.")
