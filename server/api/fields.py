@@ -171,9 +171,19 @@ class APIRequest(BaseModel):
         self, path: str = "", ignored: frozenset[str] = frozenset()
     ) -> Iterator[UnknownField]:
         """The unknown fields in this object, which is at `path`, and in the objects inside it."""
-        ignored |= self.ignored_fields
+        ignored |= self.ignored_fields | self.refused_fields.keys()
         yield from unknown_names(self.model_extra or (), _known_names(type(self)), ignored, path)
         yield from self._unknown_inside(path)
+
+    def refused(self, path: str = "") -> Iterator[str]:
+        """Paths of those refused fields that ask for something, here and in the objects inside."""
+        given = self.model_extra or {}
+        for name, neutral in self.refused_fields.items():
+            if name in given and given[name] not in neutral:
+                yield path + name
+        for name in type(self).model_fields:
+            if isinstance(value := getattr(self, name), APIRequest):
+                yield from value.refused(f"{path}{name}.")
 
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         for name in type(self).model_fields:

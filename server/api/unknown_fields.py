@@ -66,10 +66,11 @@ def check_unknown_fields(body: APIRequest, http: Request, *, refuse: bool) -> No
                 f"{name} is no parameter of this API, and is not ignored: use "
                 "structured_outputs or response_format.",
             )
-        neutral = NEUTRAL_VALUES | dict(body.refused_fields)
-        if name in neutral and value not in neutral[name]:
-            raise unsupported(name, f"{name} is not supported by this server: leave it out.")
-    known = IGNORED | NEUTRAL_VALUES.keys() | body.refused_fields.keys()
+        if name in NEUTRAL_VALUES and value not in NEUTRAL_VALUES[name]:
+            raise _not_supported(name)
+    for path in body.refused():
+        raise _not_supported(path)
+    known = IGNORED | NEUTRAL_VALUES.keys()
     unknown = list(islice(body.unknown_fields(ignored=known), MAX_NAMED))
     if unknown and refuse:
         raise _refused(unknown[0])
@@ -77,6 +78,10 @@ def check_unknown_fields(body: APIRequest, http: Request, *, refuse: bool) -> No
         http.state.unknown_fields = [field.path for field in unknown]
         told = ", ".join(field.path + did_you_mean(field) for field in unknown)
         log.info("unknown fields are ignored: %s, %s", told, http.state.request_id)
+
+
+def _not_supported(path: str) -> APIError:
+    return unsupported(path, f"{path} is not supported by this server: leave it out.")
 
 
 def _refused(unknown: UnknownField) -> APIError:

@@ -380,6 +380,7 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
         ),
         ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "not supported"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity is not supported"),
         ({"top_logprobs": 21}, "top_logprobs", "20"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16"),
         ({"metadata": {"k" * 65: "x"}}, "metadata", "at most 64 characters"),
@@ -404,6 +405,16 @@ def test_unusable_field_is_named(
 def test_tools_of_openai_are_not_offered_and_named(serve: Serve) -> None:
     reply = ask(serve(), tools=[{"type": "web_search"}, WEATHER])
     assert (reply.status, reply.headers["x-unknown-fields"]) == (200, "tools[0].type")
+
+
+@pytest.mark.parametrize("verbosity", ["medium", None])
+def test_verbosity_that_asks_for_nothing_is_accepted_in_silence(
+    serve: Serve, verbosity: str | None
+) -> None:
+    served = serve(unknown_fields="refuse")
+    reply = ask(served, text={"verbosity": verbosity, "format": {"type": "text"}})
+    assert reply.status == 200
+    assert "x-unknown-fields" not in reply.headers
 
 
 def test_failure_in_mid_stream_is_a_failed_response(serve: Serve) -> None:
