@@ -247,6 +247,9 @@ def test_models_tell_the_context_length(serve: Serve) -> None:
     (model,) = get(served.app, "/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("test-model", 1000)
     assert get(served.app, "/v1/models/test-model").json() == model
+    for other in ("", "gpt-5"):
+        reply = get(served.app, f"/v1/models/{other}")
+        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
 
 
 def test_version_is_told(serve: Serve) -> None:
