@@ -1,6 +1,7 @@
 """`outrider serve` around the application: its address, its signals, its exit code."""
 
 import asyncio
+import gc
 import os
 import resource
 import shutil
@@ -9,21 +10,28 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from scripted_client import steps
+from pydantic_core import from_json
+from scripted_client import ScriptedClient, steps
 from served import Served
 from socket_server import on_a_socket
+from tokenizers_for_tests import byte_level_wrapper
 from typer.testing import CliRunner
 
+from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.server.cli import app
 from outrider.server.config.server_settings import ServerSettings
-from outrider.server.http.http_server import Server
+from outrider.server.config.settings import Settings
+from outrider.server.http.http_server import Server, load_app
+from outrider.server.http.middleware import Gate
 from outrider.server.http.serving import bind, bind_unix, prepare_for_clients
+from outrider.server.models.prepare import Prepared
+from outrider.server.text.tokenizer import TokenizerData
 
 Serve = Callable[..., Served]
 
@@ -38,6 +46,33 @@ def test_taken_port_is_told_before_anything_is_loaded(listener: socket.socket) -
     port = listener.getsockname()[1]
     with pytest.raises(OSError, match=f"port {port}: Address already in use; choose"):
         bind("127.0.0.1", port)
+
+
+@pytest.fixture
+def own_garbage_collection() -> Iterator[None]:
+    """Whatever the test sets is undone."""
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("own_garbage_collection")
+def test_what_is_made_from_a_large_body_is_not_searched_for_garbage_all_the_time() -> None:
+    tokenizer = TokenizerData.of(byte_level_wrapper())
+    prepared = Prepared(Settings(), EngineConfig(target=ModelConfig(path="")), tokenizer)
+    asyncio.run(load_app(prepared, ScriptedClient(lambda request: (), vocab_size=300), Gate()))
+    assert gc.get_freeze_count() > 10_000  # of the application itself, which stays
+    passes: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        passes.append(phase)
+
+    gc.callbacks.append(note)
+    body = from_json(b"[" + b"[]," * 100_000 + b"[]]")
+    gc.callbacks.remove(note)
+    assert len(body) == 100_001
+    assert passes.count("start") <= 20
 
 
 def test_server_can_listen_at_a_unix_socket(serve: Serve, tmp_path: Path) -> None:
