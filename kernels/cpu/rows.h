@@ -305,14 +305,6 @@ struct Row {
         state[THRESHOLD] = threshold;
         state[CUTOFF] = (float)cutoff;
     }
-
-    // The lowest id with the highest logit.
-    int64_t choice() const {
-        int64_t i = 0;
-        while (group_max[i / GROUP] != state[MAX]) i += GROUP;
-        while (x[i] != state[MAX]) i++;
-        return i;
-    }
 };
 
 // Raw logits (padded with -inf) and a state.

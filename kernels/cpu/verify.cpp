@@ -85,13 +85,11 @@ public:
             state = draft_state(offset);
         }
         int64_t token;
-        if (is_greedy_ && state == nullptr)
+        if (is_greedy_)
             token = choice_of(step_, first_row_);
-        else if (is_greedy_)
-            token = read(0).is_bad ? -1 : row_.choice();
         else
             token = step_.rule[entry_] == MATCH_RULE ? own_token(0) : draw(0, 0.0f);
-        if (state != nullptr) std::memcpy(state, row_.state, sizeof row_.state);
+        if (state != nullptr) std::memcpy(state, read(0).state, sizeof row_.state);
         step_.out[b_] = std::max<int64_t>(token, 0);
         if (step_.num_slots > 0) token_ids_[offset] = (int32_t)step_.out[b_];
     }

@@ -87,8 +87,8 @@ def verify(step: Step) -> Verified:
     )
     _set_drafts(given, drafts.logits, drafts.state)
     _call("outrider_verify", given, step, out)
-    token_ids, is_bad = out[:, :-1], out[:, -1].bool()
-    return Verified(token_ids, (token_ids >= 0).sum(1).int(), is_bad)
+    emitted, is_bad = out[:, :-1], out[:, -1].bool()
+    return Verified(emitted, (emitted >= 0).sum(1).int(), is_bad)
 
 
 def draw(step: Step) -> DraftSample:
