@@ -26,7 +26,7 @@ def _left_by_groups() -> list[int]:
         for group in (_ROOT / own, *(_ROOT / own).parents):
             limit = group / "memory.max"
             if limit.is_file() and (most := limit.read_text().strip()) != "max":
-                stat = dict(line.split() for line in (group / "memory.stat").open())
+                stat = dict(s.split() for s in (group / "memory.stat").read_text().splitlines())
                 used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
                 left.append(max(0, int(most) - used))
     except (OSError, ValueError, KeyError, StopIteration):  # another version, or not for us to read

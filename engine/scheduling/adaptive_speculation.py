@@ -205,7 +205,8 @@ class _StepCosts:
 
 
 def _bucket(num_seqs: int) -> int:
-    """Group batch sizes: two groups for each doubling."""
+    """Group batch sizes: two groups for each doubling; none counts as one."""
+    num_seqs = max(1, num_seqs)
     step = 1 << max(0, num_seqs.bit_length() - 2)
     return -(-num_seqs // step) * step
 

@@ -66,7 +66,7 @@ class Committer:
             [len(s.token_ids) - 1 for s in sampled],
             elapsed_s if is_timed else None,
             [s.request.params.num_speculative_tokens is None for s in sampled],
-            num_seqs=max(1, plan.num_decoding),
+            num_seqs=plan.num_decoding,
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:

@@ -82,11 +82,10 @@ class Scheduler:
         if not self._sequences.running:
             self._adaptive.expect_change()
         num_prompt_tokens = sum(r.num_uncomputed_tokens for r in prompts)
-        num_seqs = max(1, num_decoding)
         self._num_speculative_tokens = self._adaptive.choose(
-            num_seqs, is_timed=times_decoding(num_prompt_tokens, num_decoding)
+            num_decoding, is_timed=times_decoding(num_prompt_tokens, num_decoding)
         )
-        self._least_chance = self._adaptive.least_chance(num_seqs)
+        self._least_chance = self._adaptive.least_chance(num_decoding)
 
     def _schedule_running(self, request: Request, budget: int, plan: Plan) -> int:
         """Give a running sequence its share of the step; returns its number of rows, or 0."""
