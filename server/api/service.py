@@ -77,14 +77,18 @@ class Service:
         parts = (VERSION, self.model_name, info.device, info.target_dtype, info.draft_dtype)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
-    def check_model(self, given: str | None) -> None:
-        """Raise APIError for the name of another model; a request need not give a name."""
-        if given and given not in self.model_names:
+    def check_model(self, given: str) -> None:
+        """Raise APIError unless it is a name of the model."""
+        if given not in self.model_names:
             raise model_not_found(given, self.model_name)
 
     def check_fields(self, body: APIRequest, model: str | None, http: Request) -> None:
-        """Refuse the name of another model, and fields that are not served; raises APIError."""
-        self.check_model(model)
+        """Refuse the name of another model, and fields that are not served; raises APIError.
+
+        A request need not give a name.
+        """
+        if model:
+            self.check_model(model)
         check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
 
     def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:

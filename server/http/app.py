@@ -230,8 +230,7 @@ def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
 
     @router.get("/models/{model:path}")
     async def model(model: str) -> Model:
-        if model not in service.model_names:
-            raise errors.model_not_found(model, service.model_name)
+        service.check_model(model)
         return _model(service, model, started)
 
     return router
