@@ -17,7 +17,6 @@ from .config import EngineConfig
 from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
 from .models.compiled_decoder import CompiledDecoder
-from .models.decoder import Decoder
 from .models.network import Pass
 from .models.pair import ModelPair
 from .proposers import build_proposer
@@ -88,24 +87,12 @@ class Worker:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compile the kernels of steps, most of them in parallel, so that no request has to wait
-        for one; over the dummy page.
-        """
-        target, draft = self.pair.target, self.pair.draft
+        """Compile the kernels of steps over the dummy page, so that no request waits for one."""
+        target = self.pair.target
         num_rows = 2 * (self.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
-        warm_ups: list[Callable[[], object]] = [  # those that take longest first
-            *self.verifier.warm_ups(logits),
-            *self.proposer.warm_ups(),
-        ]
-        steps = self.short_steps()
-        models = [target] if draft is None else [target, draft]
-        # transformers' own code keeps a pass's context in the model: one pass at a time.
-        if all(isinstance(model.network, Decoder) for model in models):
-            warm_ups, steps = [*warm_ups, self.rehearse, *steps], []
-        compile_together(warm_ups, self.device)
-        for step in steps:
-            step()
+        warm_ups = (*self.verifier.warm_ups(logits), *self.proposer.warm_ups())
+        compile_together((*warm_ups, self.rehearse, *self.short_steps()), self.device)
 
     def short_steps(self) -> list[Callable[[], None]]:
         """Small steps over dummy sequences that together launch every kernel."""

@@ -1,65 +1,95 @@
-"""Compiles kernels in parallel."""
+"""Compiles kernels in parallel, before anything waits for one."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .triton_or_none import triton
 
 _THREADS = 16
+_EMPTY = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+@torch.inference_mode()
+def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.device) -> None:
+    """Compile the kernels that these calls launch, all at the same time; those that take longest
+    should come first. On a CPU nothing is compiled, and nothing called.
+
+    No kernel runs, so the calls get zeros where kernels would have written. What else they do is
+    done. Raises what any of them raises.
+    """
+    if device.type == "cpu":
+        return
+    with (
+        torch.cuda.device(device),
+        ThreadPoolExecutor(
+            _THREADS, "compile", torch.cuda.set_device, (torch.cuda.current_device(),)
+        ) as compilers,
+        CompileMode(compilers),
+        launches_compile_only(),
+        _EmptyIsZero(),
+    ):
+        for warm_up in warm_ups:
+            warm_up()
 
 
 class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Triton's mode for asynchronous compiling, made safe for launches by several threads.
-
-    Triton's own `submit` looks for a kernel and adds it without a lock, so threads that launch the
-    same kernel at the same moment would all compile it. And it leaves loading a kernel to its first
-    launch. Triton 3.6 loads the code that launches it as a Python module, of one name for all
-    kernels: of two threads that load at the same moment, one may get the other's code.
+    """Triton's mode for asynchronous compiling, which also loads what it compiles: Triton leaves
+    that to the first launch.
     """
-
-    def __init__(self, compilers: Executor) -> None:
-        super().__init__(compilers)
-        self._submitting, self._loading = Lock(), Lock()
 
     def submit(
         self, key: Any, compile_kernel: Callable[[], Any], finalize: Callable[[Any], object]
     ) -> Any:
         def compile_and_load() -> Any:
             kernel = compile_kernel()
-            with self._loading:
-                kernel.run  # noqa: B018 - loads the kernel
+            kernel.run  # noqa: B018 - loads the kernel
             return kernel
 
-        with self._submitting:
-            return super().submit(key, compile_and_load, finalize)
+        future = super().submit(key, compile_and_load, finalize)
+        finalize(future)  # the next launch finds it without hashing the source again
+        return future
 
 
-def compile_together(warm_ups: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Call each on a thread of its own. Kernels are compiled on other threads, and only once if
-    several calls launch the same one. On a CPU nothing is compiled, and nothing called.
+@contextmanager
+def launches_compile_only() -> Iterator[None]:
+    """Inside, launching a kernel compiles it at most."""
+    run = triton.JITFunction.run
+    load, loading = triton.runtime.build._load_module_from_path, Lock()
 
-    The calls must be safe to run at the same time. Raises what any of them raises.
-    """
-    if device.type == "cpu":
-        return
+    def compile_only(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, warmup=True, **options)
 
-    @torch.inference_mode()
-    def call(warm_up: Callable[[], object]) -> None:
-        with torch.cuda.device(device):  # Triton launches on the thread's current device
-            warm_up()
+    # Triton 3.6 launches each kernel from a Python module of its own, and all have one name: of two
+    # threads that load one at the same moment, one may get the other's.
+    def load_alone(name: str, path: str) -> Any:
+        with loading:
+            return load(name, path)
 
-    with torch.cuda.device(device):
-        index = torch.cuda.current_device()  # where compilers load kernels
     with (
-        ThreadPoolExecutor(_THREADS, "compile", torch.cuda.set_device, (index,)) as compilers,
-        CompileMode(compilers),  # of this context, which each thread gets a copy of
-        ThreadPoolExecutor(len(warm_ups)) as threads,
+        patch.object(triton.JITFunction, "run", compile_only),
+        patch.object(triton.runtime.build, "_load_module_from_path", load_alone),
     ):
-        calls = [threads.submit(copy_context().run, call, warm_up) for warm_up in warm_ups]
-        for each in calls:
-            each.result()
+        yield
+
+
+class _EmptyIsZero(TorchDispatchMode):
+    """Zeroes new tensors: what a kernel would have written may be used as an index."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func.overloadpacket in _EMPTY else made

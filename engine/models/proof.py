@@ -6,7 +6,7 @@ layer was given, so that every layer is compared by itself and errors do not add
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,39 +153,35 @@ def why_different(
         contexts.append(one_prompt(input_ids.to(decoder.device), first, same_bits=same_bits))
     # The longest by itself: to pad the others to its length would take memory.
     originals = original.run(contexts[:1]) + original.run(contexts[1:])
-    checks = [
-        partial(_difference, decoder, *each) for each in zip(contexts, originals, strict=True)
-    ]
-    # To compile only: at the same time they may write to each other's scratch memory.
-    compile_together(checks, decoder.device)
-    return next(filter(None, (check() for check in checks)), None)
+
+    def differences() -> Iterator[str]:
+        for each in zip(contexts, originals, strict=True):
+            yield from _differences(decoder, *each)
+
+    compile_together([lambda: list(differences())], decoder.device)
+    return next(differences(), None)
 
 
-def _difference(decoder: Decoder, context: PassContext, theirs: OriginalPass) -> str | None:
-    """Names the first part that computes something else for one prompt; None if all agree."""
+def _differences(decoder: Decoder, context: PassContext, theirs: OriginalPass) -> Iterator[str]:
+    """Names the parts that compute something else for one prompt."""
     states, routers, logits = theirs
     if not torch.equal(decoder.embedding[context.batch.input_ids], states[0]):
-        return "its embedding"
+        yield "its embedding"
     for i, block in enumerate(decoder.blocks):
         routed = routers[i]
         if not _agrees(block, states[i], states[i + 1], context, routed):
-            return f"layer {i} at position {int(context.batch.rows.positions[0])}"
+            yield f"layer {i} at position {int(context.batch.rows.positions[0])}"
         if routed is not None and not _routes_alike(block, routed):
-            return f"the router of layer {i}"
+            yield f"the router of layer {i}"
     ours = decoder.head(rms_norm(states[-1].clone(), decoder.norm)).float()
     eps = max(torch.finfo(decoder.dtype).eps, decoder.head.weight.input_eps)
     if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
-        return "its last norm or head"
-    return None
+        yield "its last norm or head"
 
 
 def _agrees(
     block: Block, x: Tensor, expected: Tensor, context: PassContext, routed: Routed | None
 ) -> bool:
-    # A copy, since other threads may bind other pages.
-    block = copy.copy(block)
-    block.mixer = copy.copy(block.mixer)
-    block.mixer.attention = copy.copy(block.mixer.attention)
     block.mixer.attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
     got = x.clone()
     if routed is None:
@@ -199,6 +195,7 @@ def _agrees(
         weights = routed.weights.float().contiguous()
         num_experts = routed.logits.shape[1]
         block.mlp.add(got, normed, routing_of(routed.ids.int(), weights, num_experts))
+    block.mixer.attention.pages = None
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
     # Where inputs are rounded further, the least difference may turn one to the next code.
     eps = max(torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears))
@@ -212,9 +209,9 @@ def _routes_alike(block: Block, routed: Routed) -> bool:
     assert isinstance(block.mlp, ExpertMLP)
     eps, theirs = torch.finfo(routed.logits.dtype).eps, routed.logits.float()
     ours = block.mlp.router(routed.normed).float()
+    routing = route(routed.logits, routed.ids.shape[1])
     if not (ours - theirs).norm() <= 8 * eps * theirs.norm():
         return False
-    routing = route(routed.logits, routed.ids.shape[1])
     # Of equal logits either may be chosen.
     chosen = [theirs.gather(1, ids.long()) for ids in (routing.ids, routed.ids)]
     return torch.equal(*chosen) and torch.allclose(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.packed_linear import has_products
-from outrider.kernels.model.same_bits_attention import rows_at_once, sums_alike
+from outrider.kernels.model.same_bits_attention import rows_at_once, same_rows, sums_alike
 
 from .decoder import Decoder
 from .network import Network
@@ -71,11 +71,9 @@ def _prove(network: Network, max_len: int) -> None:
 
     try:
         network.bind_cache(num_pages_of(ends[-1]), PAGE)
-        prove_attention = partial(_prove_attention, network, max_len)
-        if isinstance(network, Decoder):
-            passes = [partial(logits, *rows) for rows in ((0, ends[-1]), *pairwise(ends))]
-            compile_together([prove_attention, *passes], device)
-        prove_attention()  # what was found on the way is known
+        passes = [partial(logits, *rows) for rows in ((0, ends[-1]), *pairwise(ends))]
+        compile_together([partial(_attend, network, max_len), *passes], device)
+        _prove_attention(network, max_len)
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
@@ -84,6 +82,13 @@ def _prove(network: Network, max_len: int) -> None:
                 )
     finally:
         network.free_cache()
+
+
+def _attend(network: Network, max_len: int) -> None:
+    """Launch all that `_prove_attention` may launch."""
+    layers = {(layer.heads, network.dtype_of_pages(layer)) for layer in network.attentions}
+    for heads, of_pages in layers:
+        list(same_rows(heads, network.dtype, of_pages, network.device, max_len))
 
 
 def _prove_attention(network: Network, max_len: int) -> None:

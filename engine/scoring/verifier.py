@@ -50,8 +50,6 @@ class Verifier:
         both = logits, logits.float()
         for x, kind in product(both, SAMPLING_KINDS):
             yield partial(self._run, integers, (2, *kind), x)
-        for x in both:  # row states take longest to compile; what follows them need not wait
-            yield partial(self._run, integers, (2, *SAMPLING_KINDS[0]), x, skips_row_state=True)
         dummies = RequestRows.dummies(self._slots.dummy, len(logits))
         yield partial(self._edits.rehearse, logits, dummies)
 
@@ -152,11 +150,8 @@ class Verifier:
                 scheduled.logprobs = to_entries(*own_np, num_top=num_top)
                 first += scheduled.num_drafts + 1
 
-    def _run(
-        self, integers: Tensor, shape: Shape, logits: Tensor, *, skips_row_state: bool = False
-    ) -> Tensor:
-        """Verify, and write the drawn tokens into the slots; nothing with `skips_row_state`, which
-        only launches the kernels around that of row states.
+    def _run(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
+        """Verify, and write the drawn tokens into the slots.
 
         Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; returns [B, K + 2]: K + 1
         tokens, padded with -1, and a flag for bad logits.
@@ -190,10 +185,7 @@ class Verifier:
             filters=bool(filters),
             samples=bool(samples),
             draft_rows=slot,
-            skips_row_state=skips_row_state,
         )
-        if skips_row_state:
-            return verified.token_ids
         return write_verified(self._slots.state, slot, rows.anchor, verified)
 
     def _dummies(self, size: int) -> np.ndarray:

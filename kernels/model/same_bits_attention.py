@@ -6,6 +6,7 @@ alone, which is the same call whatever the batch.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,17 @@ def sums_alike(
 
     `max_len` is the length of the longest possible sequence in tokens.
     """
+    return all(torch.equal(*pair) for pair in same_rows(heads, dtype, cache_dtype, device, max_len))
+
+
+def same_rows(
+    heads: Heads,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The pairs of tensors that `sums_alike` compares."""
     num_tokens = min(2 * SAME_BITS_UNIT + 60, max_len)
     query, keys, values, sinks = _random(heads, num_tokens, dtype, cache_dtype, device)
     width = -(-max_len // _PAGE)
@@ -78,11 +90,8 @@ def sums_alike(
         ends = [17, unit - 1, unit, unit + 1, num_tokens - 9, num_tokens]
         ends = [end for end in ends if num_rows <= end <= num_tokens]
         expected = torch.cat([whole[end - num_rows : end] for end in ends])
-        if not torch.equal(attended(ends, num_rows), expected):
-            return False
-        if not torch.equal(attended(ends[-1:], num_rows), expected[-num_rows:]):
-            return False
-    return True
+        yield attended(ends, num_rows), expected
+        yield attended(ends[-1:], num_rows), expected[-num_rows:]
 
 
 @torch.inference_mode()

@@ -89,7 +89,6 @@ def verify(
     samples: bool = True,
     words: torch.Tensor | None = None,
     draft_rows: torch.Tensor | None = None,
-    skips_row_state: bool = False,
 ) -> Verified:
     """Keep the drafts that each request's rule accepts, and draw the token after them.
 
@@ -127,9 +126,6 @@ def verify(
     draft_rows
         Index of each request's entry in draft_logits and draft_state, which may have more entries
         than there are requests; None: they are in order. Shape: [B] of any integers.
-    skips_row_state
-        Launch only the other kernels, over no open rows: to compile them beside that of row states,
-        which takes longest. The result is undefined.
     """
     if draft_token_ids.shape[1] > MAX_DRAFTS:
         raise ValueError(f"{draft_token_ids.shape[1]} drafts a request; at most {MAX_DRAFTS}")
@@ -146,12 +142,10 @@ def verify(
         return cpu.verify(step)
     if not samples and not uses_triton(target_logits):
         return _verify_greedy(step)
-    return _sample(step, filters, samples, skips_row_state=skips_row_state)[0]
+    return _sample(step, filters, samples)[0]
 
 
-def _sample(
-    step: Step, filters: bool, samples: bool, *, skips_row_state: bool = False
-) -> tuple[Verified, torch.Tensor]:
+def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.Tensor]:
     """The requests' outcomes and the rows' states."""
     if not uses_triton(step.logits):
         return _sample_reference(step)
@@ -177,10 +171,7 @@ def _sample(
     )
     filters = filters and samples
     stats = scan(step.logits, step.cu_rows, step.sampling, step.vocab_size, rows.counters)
-    if skips_row_state:
-        rows.num_open.zero_()
-    else:
-        row_state(step, stats, filters, rows, verified)
+    row_state(step, stats, filters, rows, verified)
     if filters:
         bisect_rows(step, stats, rows, verified)
     if samples and (filters or k_max > 0):
