@@ -155,8 +155,10 @@ def why_different(
     originals = original.run(contexts[:1]) + original.run(contexts[1:])
 
     def differences() -> Iterator[str]:
-        for each in zip(contexts, originals, strict=True):
-            yield from _differences(decoder, *each)
+        for context, theirs in zip(contexts, originals, strict=True):
+            # A new context each time: compiling computes none of what a context keeps.
+            anew = PassContext(context.batch, same_bits=same_bits)
+            yield from _differences(decoder, anew, theirs)
 
     compile_together([lambda: list(differences())], decoder.device)
     return next(differences(), None)
