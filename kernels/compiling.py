@@ -39,7 +39,7 @@ def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.dev
         ) as compilers,
         CompileMode(compilers),
         launches_compile_only(),
-        _EmptyIsZero(),
+        EmptyIsZero(),
     ):
         for warm_up in warm_ups:
             warm_up()
@@ -85,7 +85,7 @@ def launches_compile_only() -> Iterator[None]:
         yield
 
 
-class _EmptyIsZero(TorchDispatchMode):
+class EmptyIsZero(TorchDispatchMode):
     """Zeroes new tensors: what a kernel would have written may be used as an index."""
 
     def __torch_dispatch__(

@@ -1,0 +1,23 @@
+"""The way that an engine takes on a GPU, without one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import DEVICE
+
+SCRIPT = Path(__file__).parent.parent / "support" / "interpreted_engine.py"
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="other tests take that way here")
+@pytest.mark.parametrize("proposer", ["draft_model", "eagle3", "ngram"])
+def test_compiling_leaves_no_trace_and_answers_are_the_targets_own(
+    proposer: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), proposer]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]

@@ -1,0 +1,65 @@
+"""Runs an engine as on a GPU, with its kernels under Triton's interpreter, on a CPU.
+
+    TRITON_INTERPRET=1 python interpreted_engine.py FOLDER PROPOSER
+
+Exits with an error if compiling kernels, which launches none, leaves a trace, or if a greedy answer
+is not the target's own.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
+from fast_interpreter import speed_up
+from heads import save_tiny_head
+from tiny_models import VOCAB, save_tiny_model
+from triton.runtime.interpreter import InterpretedFunction
+
+from outrider.engine import worker
+from outrider.engine.engine import Engine
+from outrider.engine.models import loading, proof, same_bits
+from outrider.engine.models.decoder import Decoder
+from outrider.kernels.compiling import EmptyIsZero
+
+
+def main(folder: Path, proposer: str) -> None:
+    speed_up()
+    target = save_tiny_model(folder / "target", num_hidden_layers=4)
+    draft = {
+        "draft_model": lambda: save_tiny_model(folder / "draft", num_hidden_layers=1),
+        "eagle3": lambda: save_tiny_head(folder / "head", target, draft_vocab=50),
+        "ngram": lambda: target,
+    }[proposer]()
+    name = "ngram" if proposer == "ngram" else "draft_model"
+    engine = Engine(engine_config(target, draft, k=2, max_num_seqs=2, proposer=name))
+    assert type(engine.worker.pair.target.network) is Decoder, "it packed its weights for a CPU"
+    state = engine.worker.slots.state
+    before = [state.token_ids.clone(), state.num_tokens.clone()]
+    engine.worker.compile()
+    assert all(map(torch.equal, before, [state.token_ids, state.num_tokens])), "slots were written"
+    asked = prompts([5, 9, 23], VOCAB)
+    answers = run(engine, asked, dataclasses.replace(GREEDY, max_tokens=6))
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert is_greedy(target, prompt, tokens(answer)), f"another answer to {prompt}"
+
+
+@torch.inference_mode()
+def launch_nothing(warm_ups: Iterable[Callable[[], object]], device: torch.device) -> None:
+    """What `compile_together` does, except that nothing is compiled either."""
+    with patch.object(InterpretedFunction, "run", lambda *_, **__: None), EmptyIsZero():
+        for warm_up in warm_ups:
+            warm_up()
+
+
+if __name__ == "__main__":
+    with (
+        patch.object(worker, "compile_together", launch_nothing),
+        patch.object(proof, "compile_together", launch_nothing),
+        patch.object(same_bits, "compile_together", launch_nothing),
+        patch.object(loading._Loader, "_packed", lambda _, decoder: decoder),
+    ):
+        main(Path(sys.argv[1]), sys.argv[2])
