@@ -6,6 +6,7 @@ that its checkpoints bring is never run.
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,8 +34,13 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
 def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a model directory; raises what transformers raises if it cannot be read."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        directory, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    """The config of a model directory. Raises ValueError, OSError or KeyError, as transformers
+    does, if it cannot be read or contradicts itself.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except StrictDataclassError as error:
+        raise ValueError(" ".join(str(error).split())) from error
     return config

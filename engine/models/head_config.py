@@ -125,7 +125,9 @@ def _kind(told: dict[str, Any]) -> str | None:
 
 
 def _layers(told: dict[str, Any]) -> "LlamaConfig":
-    from transformers import LlamaConfig  # takes seconds, and `head_kind` does not need it
+    # They take seconds to import, and `head_kind` does not need them.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import LlamaConfig
 
     kept = {key: value for key, value in told.items() if key not in _LEFT_OUT and value is not None}
     if kept.get("hidden_act", "silu") != "silu":
@@ -134,8 +136,9 @@ def _layers(told: dict[str, Any]) -> "LlamaConfig":
         kept.pop("sliding_window", None)  # which families write down that do not use it
     try:
         layers = LlamaConfig(**kept)
-    except (TypeError, ValueError, KeyError) as error:
-        raise HeadError(f"its config describes no layer: {error}") from error
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise HeadError(f"its config describes no layer: {reason}") from error
     rope_type = (layers.rope_parameters or {}).get("rope_type")
     if rope_type not in STATIC_ROPE:
         raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(STATIC_ROPE))}")

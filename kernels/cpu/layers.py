@@ -152,14 +152,13 @@ def torch_on_one_thread() -> Iterator[None]:
     down. The work that is left to torch besides compiled layers is too small to share anyway.
     """
     global _own_threads
-    before = _own_threads
-    count = _num_threads()
-    _own_threads = count
+    before = _own_threads, torch.get_num_threads()
+    _own_threads = _num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        _own_threads = before
+        _own_threads, count = before
         torch.set_num_threads(count)
 
 

@@ -100,6 +100,7 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
             "after layers 2, 5, 7, but",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [2, "a", 4]}, "they must be integers"),
+        ({"layer_types": ["full_attention"] * 3}, "its config describes no layer: .*layer_types"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}, "after layers 2, 2, 4"),
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "its RoPE is dynamic"),

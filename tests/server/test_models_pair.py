@@ -99,6 +99,17 @@ def test_errors_name_the_setting(models: Path) -> None:
         prepare_pair(settings_for(models, "not-there"))
 
 
+def test_a_config_that_contradicts_itself_is_told(models: Path) -> None:
+    path = models / "draft/config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"layer_types": ["full_attention"] * 3}))
+    try:
+        with pytest.raises(ModelError, match=r"draft\.model = .*number of `layer_types` \(3\)"):
+            prepare_pair(settings_for(models, "draft"))
+    finally:
+        path.write_text(before)
+
+
 def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     settings = settings_for(
         models,
