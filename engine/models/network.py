@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..state.batch import BatchRows
+from ..state.phase import Shape
 from .attention import PassContext
 from .paged_layers import PagedLayers
 from .weights import Linear
@@ -19,7 +20,7 @@ class Pass(NamedTuple):
     logits: Tensor  # [num_logits, V]
     taps: Tensor | None = None  # [T, num_taps, hidden] residual stream after the tapped layers
     rows: BatchRows | None = None  # of the taps, including padding
-    shape: tuple[int, int, int] | None = None  # (sequences, rows, logits), including padding
+    shape: Shape | None = None  # (sequences, rows, logits), including padding
 
 
 class Network(PagedLayers):

@@ -8,7 +8,7 @@ from outrider.kernels.model.packed_linear import padded_rows
 from ..api import ignore_progress
 from ..config import ModelConfig
 from ..state.batch import ForwardBatch, HostBatch
-from ..state.phase import Phase, padded_sizes
+from ..state.phase import Captured, Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
@@ -63,13 +63,16 @@ class PagedModel:
         if device.type == "cpu" and not is_draft:  # a draft's bits do not matter
             self.thread_counts = alike_thread_counts(self.network)
         self._phase = Phase(self.run, device)
-        self.captured: dict[tuple[int, int, int], Pass] = {}  # by (sequences, rows, logits)
 
     def bind_slots(self, slots: Slots) -> None:
         """Look up the rows of batches in these slots; drops all captured passes."""
         self._slots = slots
         self._phase.drop()
-        self.captured = {}
+
+    @property
+    def captured(self) -> dict[Shape, Captured[Pass]]:
+        """The captured passes by (sequences, rows, logits), the largest first."""
+        return self._phase.captured
 
     def capture(
         self,
@@ -94,7 +97,7 @@ class PagedModel:
             empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
             packed = empty.packed(shape, self._slots.dummy)
             try:
-                self.captured[shape] = self._phase.capture(packed, shape)
+                self._phase.capture(packed, shape)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as reason:
@@ -102,7 +105,7 @@ class PagedModel:
                     f"{self._name} in {self.dtype} cannot be captured as a CUDA "
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
-        return self.captured[shapes[0]].logits
+        return self.captured[shapes[0]].output.logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Pass:
         """Run a pass of dummy sequences, as long as they can be."""
@@ -123,14 +126,14 @@ class PagedModel:
         _, _, num_logits = batch.shape
         return computed._replace(logits=computed.logits[:num_logits], shape=shape)
 
-    def _padded(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _padded(self, shape: Shape) -> Shape:
         """The shape to pad an uncaptured pass to so that it is fastest."""
         if not self._pads_rows:
             return shape
         num_seqs, num_rows, num_logits = shape
         return num_seqs, padded_rows(num_rows), padded_rows(num_logits) if num_logits else 0
 
-    def run(self, packed: Tensor, shape: tuple[int, int, int]) -> Pass:
+    def run(self, packed: Tensor, shape: Shape) -> Pass:
         """The captured part of `forward`, over a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         computed = self.network(PassContext(batch, same_bits=self.network.same_bits))
@@ -139,10 +142,10 @@ class PagedModel:
 
 def captured_shapes(
     max_num_seqs: int, rows_per_seq: int, most_rows: int, every_row_has_logits: bool
-) -> list[tuple[int, int, int]]:
+) -> list[Shape]:
     """(sequences, rows, logits) to capture, the largest first."""
 
-    def shape_of(num_seqs: int, num_rows: int) -> tuple[int, int, int]:
+    def shape_of(num_seqs: int, num_rows: int) -> Shape:
         # At least a row for each sequence; verification reads up to one padding row for each.
         rows = min(num_rows, max(most_rows, num_seqs))
         logits = min(num_rows, most_rows + num_seqs) if every_row_has_logits else num_seqs
@@ -166,5 +169,5 @@ def captured_shapes(
     return list(dict.fromkeys(shapes))
 
 
-def _holds(shape: tuple[int, int, int], wanted: tuple[int, int, int]) -> bool:
+def _holds(shape: Shape, wanted: Shape) -> bool:
     return all(size >= needed for size, needed in zip(shape, wanted, strict=True))

@@ -92,9 +92,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
         device = self._slots.device
         y = self._last_rows[uploaded(slots_np, device)]
 
-        def logits_of(
-            j: int, slots_np: np.ndarray, kept_np: np.ndarray, last: Tensor | None
-        ) -> tuple[Tensor, None]:
+        def logits_of(j: int, slots_np: np.ndarray, kept_np: np.ndarray) -> tuple[Tensor, None]:
             nonlocal y
             if j > 0:
                 batch = self._rows_of(slots_np, j)
@@ -112,7 +110,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
         ones_np = np.ones_like(slots_np)
         return HostBatch.build(slots_np, (j - 2) * ones_np, ones_np, ones_np)
 
-    def _advance(self, packed: Tensor, shape: tuple[int, int, int], y: Tensor) -> Tensor:
+    def _advance(self, packed: Tensor, shape: Shape, y: Tensor) -> Tensor:
         """Compute each sequence's next row, from its newest draft and the row before.
 
         Shape: y [N, hidden] -> [N, hidden].

@@ -48,11 +48,11 @@ class BlockDrafting(HeadProposer[AnyHead]):
         """The rows of these sequences' blocks."""
 
     @abstractmethod
-    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
+    def _shape(self, size: int, k: int) -> Shape:
         """The shape of a batch of `size` sequences with up to k drafts each."""
 
     @abstractmethod
-    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> "_Block":
+    def _computed(self, packed: Tensor, shape: Shape, k: int) -> "_Block":
         """The blocks of a batch packed to this shape."""
 
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
@@ -76,13 +76,20 @@ class BlockDrafting(HeadProposer[AnyHead]):
         if self._draws_at_once:
             logits = self._widened(block.logits.flatten(0, 1))
             return self._draw(draws, (k * size, filters, samples), logits)
-        told, last, width = [], None, aligned(size)
+        told, width = [], aligned(size)
+        previous = self._before(draws[0, :size], 0)
         for j in range(k):
-            logits, confidence = block.at(j, last)
+            logits, confidence = block.at(j, previous)
             its_draws = draws[:, j * width : (j + 1) * width]
-            last = self._draw(its_draws, (size, filters, samples), self._widened(logits))
-            told.append(last if confidence is None else confidence)
+            previous = self._draw(its_draws, (size, filters, samples), self._widened(logits))
+            told.append(previous if confidence is None else confidence)
         return torch.stack(told)
+
+    def _before(self, slots: Tensor, j: int) -> Tensor | None:
+        """The token before draft j in each slot, if there is a Markov head. Shape: [N] -> [N]."""
+        if self._markov is None:
+            return None
+        return self._slots.token_ids[slots, self._slots.num_tokens[slots] + j - 1].long()
 
     @property
     def _draws_at_once(self) -> bool:
@@ -112,11 +119,11 @@ class BlockDrafting(HeadProposer[AnyHead]):
         block = self._computed(packed, shape, int(num_drafts_np.max()))
 
         def logits_of(
-            j: int, slots_np: np.ndarray, kept_np: np.ndarray, last: Tensor | None
+            j: int, slots_np: np.ndarray, kept_np: np.ndarray
         ) -> tuple[Tensor, Tensor | None]:
             if j > 0:
                 block.keep(uploaded(kept_np, device))
-            logits, confidence = block.at(j, last)
+            logits, confidence = block.at(j, self._before(uploaded(slots_np, device), j))
             return self._widened(logits), confidence
 
         return logits_of
@@ -129,12 +136,11 @@ class _Block:
         self,
         logits: Tensor,
         h: Tensor,
-        anchors: Tensor,
         markov: MarkovHead | None = None,
         confidence: ConfidenceHead | None = None,
     ) -> None:
-        """Shape: logits [k, N, V'], without the Markov head's; h [k, N, hidden]; anchors [N]."""
-        self.logits, self._h, self._anchors = logits, h, anchors
+        """Shape: logits [k, N, V'], without the Markov head's; h [k, N, hidden]."""
+        self.logits, self._h = logits, h
         self._markov, self._confidence = markov, confidence
         self._seqs: Tensor | None = None  # [N'] those that continue; None: all
         self._state: Tensor | None = None  # [N', r] of the Markov head
@@ -144,21 +150,22 @@ class _Block:
         self._seqs = kept if self._seqs is None else self._seqs[kept]
         self._state = None if self._state is None else self._state[kept]
 
-    def at(self, j: int, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits of draft j after the drafts `last` (None for the first), and the confidence in it.
+    def at(self, j: int, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits of draft j, and the confidence in it; a Markov head needs the tokens before it.
 
-        Shape: last [N'] -> [N', V'], [N']
+        Shape: previous [N'] -> [N', V'], [N']
         """
         h, logits = self._h[j], self.logits[j]
         if self._seqs is not None:
             h, logits = h[self._seqs], logits[self._seqs]
-        previous, markov = None, self._markov
+        embedded, markov = None, self._markov
         if markov is not None:
-            previous = F.embedding(self._anchors if last is None else last, markov.embedding)
-            latent, self._state = markov.step(h, previous, self._state)
+            assert previous is not None
+            embedded = F.embedding(previous, markov.embedding)
+            latent, self._state = markov.step(h, embedded, self._state)
             logits = logits + markov.output(latent)
         confidence = self._confidence
-        return logits, None if confidence is None else confidence(h, previous)
+        return logits, None if confidence is None else confidence(h, embedded)
 
 
 class BlockProposer(BlockDrafting[BlockHead]):
@@ -177,7 +184,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
         self._head.read(taps, PassContext(batch))
         return batch.rows.positions
 
-    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
+    def _shape(self, size: int, k: int) -> Shape:
         return size, size * (k + self._head.num_leading_rows), 0
 
     def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
@@ -186,7 +193,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
         num_rows_np = num_drafts_np + self._head.num_leading_rows
         return HostBatch.build(slots_np, zeros_np - 1, num_rows_np, zeros_np)
 
-    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> _Block:
+    def _computed(self, packed: Tensor, shape: Shape, k: int) -> _Block:
         head, slots = self._head, self._slots
         batch = ForwardBatch.unpack(packed, shape, slots)
         is_anchor = batch.rows.positions + 1 == slots.num_tokens[batch.rows.slot_of_row]
@@ -194,9 +201,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head.states(x[rows.flatten()])
         logits = head.head(h).view(*rows.shape, -1)
-        slot = batch.rows.slots
-        anchors = slots.token_ids[slot, slots.num_tokens[slot] - 1].long()
-        return _Block(logits, h.view(*rows.shape, -1), anchors, head.markov, head.confidence)
+        return _Block(logits, h.view(*rows.shape, -1), head.markov, head.confidence)
 
 
 class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eagle3Head]):
@@ -205,21 +210,21 @@ class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eag
     With n known tokens this is row n - 2, which is computed already; masks take rows n - 1 and on.
     """
 
-    def _shape(self, size: int, k: int) -> tuple[int, int, int]:
+    def _shape(self, size: int, k: int) -> Shape:
         return size, size * max(1, k - 1), 0
 
     def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
         zeros_np = np.zeros_like(slots_np)
         return HostBatch.build(slots_np, zeros_np - 1, num_drafts_np - 1, zeros_np)
 
-    def _computed(self, packed: Tensor, shape: tuple[int, int, int], k: int) -> _Block:
+    def _computed(self, packed: Tensor, shape: Shape, k: int) -> _Block:
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         y = self._last_rows[batch.rows.slots][None]  # [1, N, hidden]
         if k > 1:
             masks = self._head.of_masks(self._context(batch))
             y = torch.cat((y, masks[rows_of_drafts(batch.rows, k - 1, 0)]))
         logits = self._head.logits(y.flatten(0, 1)).view(*y.shape[:2], -1)
-        return _Block(logits, y, batch.rows.slots)
+        return _Block(logits, y)
 
 
 def rows_of_drafts(rows: BatchRows, k: int, num_leading: int) -> Tensor:

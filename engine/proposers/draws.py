@@ -21,10 +21,9 @@ from ..state.ragged import NONE_NP, aligned
 from ..state.slots import Slots
 from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
 
-# (j, slots, rows, last drafts) -> logits of draft j for these slots and, from a confidence head,
-# how likely it stands if the drafts before it do: [N]. `rows` are those of the previous call that
-# continue, with their last drafts; None for the first draft.
-LogitsOf = Callable[[int, np.ndarray, np.ndarray, Tensor | None], tuple[Tensor, Tensor | None]]
+# (j, slots, rows) -> logits of draft j for these slots and, from a confidence head, how likely it
+# stands if the drafts before it do: [N]. `rows` are those of the previous call that continue.
+LogitsOf = Callable[[int, np.ndarray, np.ndarray], tuple[Tensor, Tensor | None]]
 
 
 class DrawingProposer(Proposer):
@@ -113,10 +112,9 @@ class DrawingProposer(Proposer):
         least_np = np.array([s.least_chance for s in scheduled])
         looks = self.stops_early and least_np.any()
         num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
-        seqs_np = np.arange(len(scheduled))  # those still drafted for
-        kept_np, last = seqs_np, None
+        seqs_np = kept_np = np.arange(len(scheduled))  # those still drafted for
         for j in range(int(wanted_np.max())):
-            logits, confidence = logits_of(j, slots_np[seqs_np], kept_np, last)
+            logits, confidence = logits_of(j, slots_np[seqs_np], kept_np)
             kept_np = np.arange(len(seqs_np))
             if looks and confidence is not None:
                 chance_np[seqs_np] *= confidence.cpu().numpy()
@@ -135,9 +133,7 @@ class DrawingProposer(Proposer):
                 goes_on_np &= chance_np[seqs_np] >= least_np[seqs_np]
             if not goes_on_np.any():
                 break
-            on_np = goes_on_np.nonzero()[0]
-            seqs_np, kept_np = seqs_np[on_np], kept_np[on_np]
-            last = token_ids[uploaded(on_np, token_ids.device)]
+            seqs_np, kept_np = seqs_np[goes_on_np], kept_np[goes_on_np]
         for each, num_drawn in zip(scheduled, num_drawn_np.tolist(), strict=True):
             each.num_drafts = num_drawn
 

@@ -108,9 +108,9 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
     def capture(self, report: ReportProgress) -> None:
         """Capture the head's pass for each captured pass of the target, and all drafting."""
         passes = self._target.captured
-        for done, (shape, computed) in enumerate(passes.items()):
+        for done, (shape, captured) in enumerate(passes.items()):
             report("capturing the head's passes", done, len(passes))
-            self._reads.capture(_NOTHING, shape, _tensors(computed))
+            self._reads.capture(_NOTHING, shape, _tensors(captured.output))
         sizes = padded_sizes(self._slots.max_num_seqs)
         for done, size in enumerate(sizes):
             report("capturing the head's drafts", done, len(sizes))

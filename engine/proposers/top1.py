@@ -108,9 +108,7 @@ class Top1Proposer(DrawingProposer):
         Shape: logits [B, V'], after the last known tokens.
         """
 
-        def logits_of(
-            j: int, slots_np: np.ndarray, kept_np: np.ndarray, last: Tensor | None
-        ) -> tuple[Tensor, None]:
+        def logits_of(j: int, slots_np: np.ndarray, _: np.ndarray) -> tuple[Tensor, None]:
             if j == 0:
                 return logits, None
             ones_np = np.ones_like(slots_np)

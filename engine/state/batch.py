@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rows import read_rows
 
+from .phase import Shape
 from .ragged import aligned, ragged_arange
 from .slots import Slots
 
@@ -70,11 +71,11 @@ class HostBatch:
         return HostBatch.build(slots_np, np.zeros_like(lens_np), lens_np, num_logits_np)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> Shape:
         """(sequences, rows, logits)."""
         return len(self.slots_np), len(self.positions_np), len(self.logits_rows_np)
 
-    def packed(self, shape: tuple[int, int, int], dummy_slot: int) -> np.ndarray:
+    def packed(self, shape: Shape, dummy_slot: int) -> np.ndarray:
         """All fields in one array, padded to a shape.
 
         Padding rows belong to no sequence and stand at position 0 of the dummy slot, whose
@@ -96,12 +97,12 @@ class HostBatch:
         )
 
 
-def _packed_lens(shape: tuple[int, int, int]) -> list[int]:
+def _packed_lens(shape: Shape) -> list[int]:
     num_seqs, num_rows, num_logits = shape
     return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits]
 
 
-def packed_len(shape: tuple[int, int, int]) -> int:
+def packed_len(shape: Shape) -> int:
     """Length of what `HostBatch.packed` returns for this shape."""
     return sum(aligned(length) for length in _packed_lens(shape))
 
@@ -144,7 +145,7 @@ class ForwardBatch:
         return ForwardBatch(input_ids, rows, no_logits, slots.block_table, slots.page_size)
 
     @staticmethod
-    def unpack(packed: Tensor, shape: tuple[int, int, int], slots: Slots) -> "ForwardBatch":
+    def unpack(packed: Tensor, shape: Shape, slots: Slots) -> "ForwardBatch":
         lens = _packed_lens(shape)
         parts = packed.split([aligned(length) for length in lens])
         slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (

@@ -24,7 +24,7 @@ Body = Callable[..., Output]  # (integers, shape, *tensors) -> output
 
 
 @dataclass(slots=True)
-class _Captured(Generic[Output]):
+class Captured(Generic[Output]):
     graph: torch.cuda.CUDAGraph
     integers: Tensor
     tensors: tuple[Tensor, ...]
@@ -37,7 +37,7 @@ class Phase(Generic[Output]):
     def __init__(self, body: Body[Output], device: torch.device) -> None:
         self._body = body
         self._device = device
-        self._captured: dict[Shape, _Captured[Output]] = {}
+        self.captured: dict[Shape, Captured[Output]] = {}
         self._prepared: set[Shape] = set()  # captured before, perhaps over other tensors
         self._sizes: list[int] = []  # of captured shapes, the first of their numbers; ascending
 
@@ -46,7 +46,7 @@ class Phase(Generic[Output]):
 
         For a captured shape, `tensors` may have fewer rows than those it was captured with.
         """
-        captured = self._captured.get(shape)
+        captured = self.captured.get(shape)
         if captured is None:
             return self._body(uploaded(integers_np, self._device), shape, *tensors)
         integers = staged(torch.from_numpy(integers_np), self._device)
@@ -59,7 +59,7 @@ class Phase(Generic[Output]):
 
     def drop(self) -> None:
         """Drop what is captured, because the tensors that it reads are replaced."""
-        self._captured, self._sizes = {}, []
+        self.captured, self._sizes = {}, []
 
     def padded_size(self, size: int) -> int:
         """The smallest size of a captured shape that holds `size`; `size` itself if none does."""
@@ -74,13 +74,13 @@ class Phase(Generic[Output]):
         Capture the largest shape first: the others share its memory.
         """
         integers = torch.from_numpy(integers_np).to(self._device)
-        pool = next((c.graph.pool() for c in self._captured.values()), None)
+        pool = next((c.graph.pool() for c in self.captured.values()), None)
         graph, output = record_graph(
             lambda: self._body(integers, shape, *tensors), pool, is_prepared=shape in self._prepared
         )
         self._prepared.add(shape)
-        self._captured[shape] = _Captured(graph, integers, tuple(tensors), output)
-        self._sizes = sorted({shape[0] for shape in self._captured})
+        self.captured[shape] = Captured(graph, integers, tuple(tensors), output)
+        self._sizes = sorted({shape[0] for shape in self.captured})
         return output
 
 

@@ -163,7 +163,7 @@ def test_prompts_run_captured_too(target: Path, recorded: type[_Recorded]) -> No
     expected = [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)]
     engine.worker.capture(ignore_progress)
     phase_of_target = engine.worker.scorer._model._phase
-    phase_of_target._captured = _Complete(phase_of_target._captured)
+    phase_of_target.captured = _Complete(phase_of_target.captured)
     assert [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)] == expected
 
 
