@@ -19,7 +19,7 @@ class Table(msgspec.Struct, array_like=True):
     special_token_ids: list[int]
     eos_token_ids: list[int]
     max_lexer_states: int
-    max_step_items: int  # of one mask; bounds its memory and time
+    max_step_items: int  # of one mask or one token; bounds memory and time
 
 
 class Begin(msgspec.Struct, array_like=True):

@@ -292,6 +292,7 @@ def main() -> None:
     limits = LLParserLimits(
         max_lexer_states=table.max_lexer_states,
         step_max_items=table.max_step_items,
+        max_items_in_row=table.max_step_items,
         verbose_errors=False,
     )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave no zombies

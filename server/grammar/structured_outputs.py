@@ -47,7 +47,7 @@ def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
 
 
 def _lark_of_choices(choices: list[str]) -> str:
-    """One terminal, which may not be empty: of rules, a parser considers only 2000 at once."""
+    """One terminal, which may not be empty: a parser considers only some thousands of rules."""
     words = " | ".join(json.dumps(choice) for choice in choices if choice)
     if not words:
         return 'start: ""'

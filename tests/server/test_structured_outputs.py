@@ -131,6 +131,15 @@ def test_there_may_be_thousands_of_choices(tiny: Serve) -> None:
     assert len(texts) > 1
 
 
+def test_a_grammar_may_have_thousands_of_alternatives(tiny: Serve) -> None:
+    labels = [f"label {i}" for i in range(3000)]
+    alternatives = "start: a\na: " + " | ".join(map(json.dumps, labels))
+    body = {"prompt": "x", "seed": 1, "structured_outputs": {"grammar": alternatives}}
+    (reply,) = answers(tiny, [body])
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert reply["choices"][0]["text"] in labels
+
+
 def test_json_mode_gives_objects(tiny: Serve) -> None:
     bodies = [
         {"prompt": "x", "max_tokens": 120, "seed": seed, **asked}
