@@ -204,6 +204,20 @@ def test_required_call_follows_a_schema_that_refers_to_itself(
 
 
 @pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}]
+)
+def test_schema_that_is_only_a_reference_to_itself_is_refused(
+    served: Served, tokenizer: Tokenizer, schema: Any
+) -> None:
+    circle = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    reply = chat(served, tools=[NEGATE, circle], tool_choice="required")
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    assert "back to itself" in reply.error["message"]
+    plain = Served(lambda request: steps(request, [70]), tokenizer)
+    assert chat(plain, tools=[NEGATE, circle]).status == 200  # no grammar is made of it
+
+
+@pytest.mark.parametrize(
     ("text", "allowed"),
     [
         (f"[{CALL_ADD},{CALL_NEGATE}]".replace(" ", ""), True),
