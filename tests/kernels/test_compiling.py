@@ -42,7 +42,7 @@ def test_a_compiled_kernel_is_loaded_too_and_launches_find_it_at_once() -> None:
     with ThreadPoolExecutor(8) as compilers:
         future = CompileMode(compilers).submit("key", FakeKernel, found.append)
         assert found == [future]
-        assert future.is_loaded
+        assert future.result().is_loaded
 
 
 def test_two_launchers_are_never_loaded_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
