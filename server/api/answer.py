@@ -1,8 +1,9 @@
 """Turns a generation into an answer of any API: as a whole, or as a stream of events."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -15,7 +16,11 @@ from .streaming import EventStream, while_connected
 
 Event = tuple[str, dict[str, Any]]  # its name, and its fields
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event loop
 
 
 class Answer(ABC):
@@ -73,6 +78,11 @@ class Answer(ABC):
         finally:
             await generation.aclose()
         return Response(whole, media_type="application/json")
+
+    async def _in_thread(self, write: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Write a part of a long answer off the event loop."""
+        async with self._service.long_answers:
+            return await asyncio.to_thread(write, *args, **kwargs)
 
     def _count(self, delta: Delta) -> None:
         self._completion_tokens[delta.index] = delta.completion_tokens

@@ -1,18 +1,17 @@
 """Answers that are lists of choices: OpenAI's completions and chats."""
 
-import asyncio
 import json
 import secrets
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..http.errors import APIError
 from ..text.message_parser import Part
-from .answer import MIN_LOGPROB, Answer
+from .answer import INLINE_LOGPROBS, MIN_LOGPROB, Answer
 from .generation import Delta, Generation, Token
 from .protocol import (
     APIResponse,
@@ -28,10 +27,7 @@ from .service import Service
 from .streaming import server_sent
 from .trace import Step
 
-T = TypeVar("T")
-
 OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
-INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event loop
 
 
 class ChoicesAnswer(Answer):
@@ -168,10 +164,6 @@ class ChoicesAnswer(Answer):
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         return self._choices(delta, first=first)
-
-    async def _in_thread(self, write: Callable[[Delta], T], delta: Delta) -> T:
-        async with self._service.long_answers:
-            return await asyncio.to_thread(write, delta)
 
     def _choices_json(self, delta: Delta) -> bytes:
         return b",".join(choice.to_json().encode() for choice in self._next_choices(delta))

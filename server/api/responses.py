@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ..http.api_keys import request_key
 from ..http.errors import APIError, invalid_value
-from .answer import Answer, Event
+from .answer import INLINE_LOGPROBS, Answer, Event, P, T
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, prepare_turn
 from .generation import Delta, Generation
@@ -42,6 +42,8 @@ FIELDS = {
     "logprobs": "include",
 }
 _ITEMS: TypeAdapter[Any] = TypeAdapter(list[InputItem])
+# What a later response has no use for; it is the most of a conversation, if it is there.
+_NOT_CONTINUED: Any = {"__all__": {"content": {"__all__": {"logprobs"}}}}
 
 
 async def create_response(
@@ -152,18 +154,20 @@ class _Keeper:
         self._earlier = earlier
         self._key = key
 
-    def keep(self, response: ResponseObject, new: list[Item]) -> None:
+    def written(self, response: ResponseObject, told: str, new: list[Item]) -> StoredResponse:
+        """What is kept of a response, which is `told` as JSON."""
         output = _ITEMS.validate_python(response.output)
         conversation = [*self._earlier, *new, *output]
-        self._store.put(
-            StoredResponse(
-                id=response.id,
-                response=response.to_json().encode(),
-                input_items=to_json(list(map(_input_item, new))),
-                conversation=_ITEMS.dump_json(conversation, exclude_unset=True),
-                key=self._key,
-            )
+        return StoredResponse(
+            id=response.id,
+            response=told.encode(),
+            input_items=to_json(list(map(_input_item, new))),
+            conversation=_ITEMS.dump_json(conversation, exclude_unset=True, exclude=_NOT_CONTINUED),
+            key=self._key,
         )
+
+    def keep(self, stored: StoredResponse) -> None:
+        self._store.put(stored)
 
 
 def _input_item(item: Item) -> dict[str, Any]:
@@ -197,23 +201,26 @@ class _ResponsesAnswer(Answer):
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
         for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", self._told())
+            yield self._told(name, self._response().to_json())
         async for delta in generation:
             for name, fields in self._with_trace(delta, self._added(delta)):
-                yield self._event(name, fields)
-        self._finish()
-        yield self._event(f"response.{self._status}", self._told())
+                if name.endswith(".done"):  # repeats the item
+                    yield await self._written(self._event, name, fields)
+                else:
+                    yield self._event(name, fields)
+        told = await self._finish()
+        yield await self._written(self._told, self._status, told)
 
     async def _whole(self, generation: Generation) -> str:
         async for delta in generation:
             self._with_trace(delta, self._added(delta))
-        return self._finish().to_json()
+        return await self._finish()
 
     def _failed(self, error: APIError) -> str:
         self._status = "failed"
         code = error.code if error.status_code < 500 else "server_error"
         self._error = {"code": code, "message": error.message}
-        return self._event("response.failed", self._told())
+        return self._told("failed", self._response().to_json())
 
     def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the output; returns the events that report it."""
@@ -225,11 +232,20 @@ class _ResponsesAnswer(Answer):
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             yield from self._items.close(self._status)
 
-    def _finish(self) -> ResponseObject:
+    async def _finish(self) -> str:
+        """The response as JSON; it is kept, too."""
         response = self._response()
-        if self._keeper is not None:
-            self._keeper.keep(response, self._body.items)
-        return response
+        told = await self._written(response.to_json)
+        if (keeper := self._keeper) is not None:
+            new = self._body.items
+            keeper.keep(await self._written(keeper.written, response, told, new))
+        return told
+
+    async def _written(self, write: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        num_logprobs = self._num_completion_tokens if self._with_logprobs else 0
+        if num_logprobs + len(self._steps) > INLINE_LOGPROBS:
+            return await self._in_thread(write, *args, **kwargs)
+        return write(*args, **kwargs)
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         told = []
@@ -244,8 +260,11 @@ class _ResponsesAnswer(Answer):
         self._num_events += 1
         return server_sent(json.dumps(event, ensure_ascii=False), name)
 
-    def _told(self) -> dict[str, Any]:
-        return {"response": self._response().model_dump(mode="json", exclude_unset=True)}
+    def _told(self, name: str, response: str) -> str:
+        """An event that tells the whole response, which is JSON already."""
+        head = f'"type": "response.{name}", "sequence_number": {self._num_events}'
+        self._num_events += 1
+        return server_sent(f'{{{head}, "response": {response}}}', f"response.{name}")
 
     def _response(self) -> ResponseObject:
         body = self._body

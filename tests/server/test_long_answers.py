@@ -10,9 +10,10 @@ from scripted_client import steps
 from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server.api import choices
+from outrider.server.api import choices, responses
 from outrider.server.api.generation import Delta
 from outrider.server.api.protocol import APIResponse
+from outrider.server.api.responses_protocol import ResponseObject
 
 Serve = Callable[..., Served]
 
@@ -98,4 +99,91 @@ def test_an_answer_is_the_same_wherever_it_is_written(
 
     off_the_loop = told()
     monkeypatch.setattr(choices, "INLINE_LOGPROBS", 10**9)
+    assert told() == off_the_loop
+
+
+# ---- responses
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+LONG_RESPONSES: dict[str, dict[str, Any]] = {
+    "logprobs": LOGPROBS,
+    "logprobs that are not kept": LOGPROBS | {"store": False},
+    "trace": {"speculation": {"trace": True}},
+}
+
+
+def respond(serve: Serve, body: dict[str, Any], num_tokens: int = 90) -> Reply:
+    body = {"input": "Hi", "seed": 1, "max_output_tokens": num_tokens} | body
+    reply = post(serve(counting).app, body, path="/v1/responses")
+    assert reply.status == 200
+    return reply
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, bool]]:
+    """What is written: the event's name, or None; and whether in this thread."""
+    found: list[tuple[str | None, bool]] = []
+    own = threading.get_ident()
+
+    def note(owner: Any, name: str) -> None:
+        write = getattr(owner, name)
+
+        def noting(value: Any, event: str | None = None, **how: Any) -> Any:
+            found.append((event, threading.get_ident() == own))
+            return write(value, event, **how) if event else write(value, **how)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(responses, "server_sent")
+    note(responses, "to_json")  # of the input, which is kept
+    note(ResponseObject, "to_json")
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", LONG_RESPONSES.values(), ids=LONG_RESPONSES.keys())
+def test_long_responses_are_written_off_the_event_loop(
+    serve: Serve, written: list[tuple[str | None, bool]], body: dict[str, Any], stream: bool
+) -> None:
+    respond(serve, body | {"stream": stream})
+    growing = ("created", "in_progress", "added", "delta")
+    assert written
+    for event, on_the_loop in written[
+        4 * stream :
+    ]:  # of a stream, the first tell an empty response
+        assert on_the_loop == (event or "").endswith(growing), event
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("body", "num_tokens"), [(LOGPROBS, 9), ({}, 500)])
+def test_other_responses_are_written_on_the_event_loop(
+    serve: Serve,
+    written: list[tuple[str | None, bool]],
+    body: dict[str, Any],
+    num_tokens: int,
+    stream: bool,
+) -> None:
+    respond(serve, body | {"stream": stream}, num_tokens)
+    assert {on_the_loop for _, on_the_loop in written} == {True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", LONG_RESPONSES.values(), ids=LONG_RESPONSES.keys())
+def test_a_response_is_the_same_wherever_it_is_written(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], stream: bool
+) -> None:
+    def without_ids(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(without_ids, value))
+        if not isinstance(value, dict):
+            return value
+        ids = {"id", "item_id", "created_at", "completed_at"}
+        return {k: without_ids(v) for k, v in value.items() if k not in ids}
+
+    def told() -> Any:
+        reply = respond(serve, body | {"stream": stream})
+        return without_ids(reply.named_events if stream else reply.json())
+
+    off_the_loop = told()
+    monkeypatch.setattr(responses, "INLINE_LOGPROBS", 10**9)
     assert told() == off_the_loop

@@ -340,6 +340,16 @@ def test_conversation_that_is_larger_than_a_body_may_be_does_not_go_on(
     assert "server.max_body_bytes" in reply.error["message"]
 
 
+def test_conversation_goes_on_without_the_logprobs_that_were_told(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = saying(serve, tokenizer, "Hello " * 50, max_body_bytes=4096)
+    logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    first = ask(served, **logprobs).json()
+    assert get(served.app, f"/v1/responses/{first['id']}").json() == first
+    assert ask(served, previous_response_id=first["id"]).status == 200
+
+
 def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: Tokenizer) -> None:
     served = saying(serve, tokenizer, "Hello", api_keys=("a", "b"))
     own, other = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
