@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,11 +33,11 @@ def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.dev
         return
     with (
         torch.cuda.device(device),
+        launches_compile_only(),  # until the mode, which waits for all kernels, has ended
         ThreadPoolExecutor(
             _THREADS, "compile", torch.cuda.set_device, (torch.cuda.current_device(),)
         ) as compilers,
         CompileMode(compilers),
-        launches_compile_only(),
         EmptyIsZero(),
     ):
         for warm_up in warm_ups:
@@ -66,8 +65,8 @@ class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
 @contextmanager
 def launches_compile_only() -> Iterator[None]:
     """Inside, launching a kernel compiles it at most."""
-    run = triton.JITFunction.run
-    load, loading = triton.runtime.build._load_module_from_path, Lock()
+    launching, build = triton.JITFunction, triton.runtime.build
+    run, load, loading = launching.run, build._load_module_from_path, Lock()
 
     def compile_only(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, warmup=True, **options)
@@ -78,11 +77,11 @@ def launches_compile_only() -> Iterator[None]:
         with loading:
             return load(name, path)
 
-    with (
-        patch.object(triton.JITFunction, "run", compile_only),
-        patch.object(triton.runtime.build, "_load_module_from_path", load_alone),
-    ):
+    launching.run, build._load_module_from_path = compile_only, load_alone
+    try:
         yield
+    finally:
+        launching.run, build._load_module_from_path = run, load
 
 
 class EmptyIsZero(TorchDispatchMode):

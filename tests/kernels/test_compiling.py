@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -59,6 +60,28 @@ def test_two_launchers_are_never_loaded_at_the_same_moment(monkeypatch: pytest.M
         load_one = triton.runtime.build._load_module_from_path
         loaded = list(threads.map(load_one, "aaaaaaaa", "12345678"))
     assert loaded == [f"a{i}" for i in range(1, 9)]
+
+
+def test_launchers_are_guarded_until_the_last_one_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    load, guarded = triton.runtime.build._load_module_from_path, []
+
+    class SlowKernel:
+        @property
+        def run(self) -> None:
+            time.sleep(0.05)  # every call has ended by now
+            guarded.append(triton.runtime.build._load_module_from_path is not load)
+
+    def call() -> None:
+        triton.runtime._async_compile.active_mode.get().submit("key", SlowKernel, lambda _: None)
+
+    compile_together([call], torch.device("cuda"))
+    assert guarded == [True]
+    assert triton.runtime.build._load_module_from_path is load
 
 
 @pytest.mark.gpu
