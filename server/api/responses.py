@@ -256,15 +256,17 @@ class _ResponsesAnswer(Answer):
         return told
 
     def _event(self, name: str, fields: dict[str, Any]) -> str:
-        event = {"type": name, "sequence_number": self._num_events, **fields}
-        self._num_events += 1
+        event = {"type": name, "sequence_number": self._next_number(), **fields}
         return server_sent(json.dumps(event, ensure_ascii=False), name)
 
     def _told(self, name: str, response: str) -> str:
         """An event that tells the whole response, which is JSON already."""
-        head = f'"type": "response.{name}", "sequence_number": {self._num_events}'
-        self._num_events += 1
+        head = f'"type": "response.{name}", "sequence_number": {self._next_number()}'
         return server_sent(f'{{{head}, "response": {response}}}', f"response.{name}")
+
+    def _next_number(self) -> int:
+        self._num_events += 1
+        return self._num_events - 1
 
     def _response(self) -> ResponseObject:
         body = self._body
