@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import DEVICE
 
-SCRIPT = Path(__file__).parent.parent / "support" / "interpreted_engine.py"
+SUPPORT = Path(__file__).parent.parent / "support"
 
 
 @pytest.mark.deep
@@ -17,7 +17,8 @@ SCRIPT = Path(__file__).parent.parent / "support" / "interpreted_engine.py"
 def test_compiling_leaves_no_trace_and_answers_are_the_targets_own(
     proposer: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), proposer]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    script = SUPPORT / "interpreted_engine.py"
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), proposer]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
