@@ -1,11 +1,10 @@
 """What `outrider evaluate` says and what the server gives: the same prompts, in turn, in one run.
 
-    python benchmarks/server_rate.py [--k 0 3 own] [--beside] [-- ARGUMENTS OF SERVE]
+    python benchmarks/server_rate.py [--k 0 3 own] [--temperature 0] [-- ARGUMENTS OF SERVE]
 
-One stream, greedy. Each prompt goes to evaluate's engine and to the server over HTTP within
-seconds, the one first and then the other; exit status 1 if their tokens a second are more than 5%
-apart. With `--beside` all of it stands next to a process that keeps one core busy, whose own pace
-is told too.
+One stream. Each prompt goes to evaluate's engine and to the server over HTTP within seconds, the
+one first and then the other; exit status 1 if their tokens a second are more than 5% apart. With
+`--beside` all of it stands next to a process that keeps one core busy, whose own pace is told too.
 """
 
 import argparse
@@ -51,12 +50,17 @@ def config_and_prompts(per_category: int) -> tuple[EngineConfig, list[list[int]]
 
 
 async def over_http(
-    client: httpx.AsyncClient, prompt: list[int], k: int | None, max_tokens: int
+    client: httpx.AsyncClient, prompt: list[int], params: SamplingParams
 ) -> tuple[int, float]:
     """Tokens, and the seconds from the request to its whole answer."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    if k is not None:
-        body["speculation"] = {"num_speculative_tokens": k}
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "seed": params.seed,
+    }
+    if params.num_speculative_tokens is not None:
+        body["speculation"] = {"num_speculative_tokens": params.num_speculative_tokens}
     start_s = time.perf_counter()
     answer = await client.post("/v1/completions", json=body)
     seconds = time.perf_counter() - start_s
@@ -77,15 +81,16 @@ async def in_turn(
         async with httpx.AsyncClient(base_url=url, timeout=300) as client:
             for i, prompt in enumerate([prompts[0], *prompts]):
                 for told, k in ks.items():
+                    params = SamplingParams(
+                        max_tokens=args.max_tokens,
+                        temperature=args.temperature,
+                        seed=i,
+                        num_speculative_tokens=k,
+                    )
                     for way in ("evaluate", "server")[:: 1 if i % 2 else -1]:
                         if way == "server":
-                            tokens, seconds = await over_http(client, prompt, k, args.max_tokens)
+                            tokens, seconds = await over_http(client, prompt, params)
                         else:
-                            params = SamplingParams(
-                                max_tokens=args.max_tokens,
-                                temperature=0.0,
-                                num_speculative_tokens=k,
-                            )
                             tally = await run(engine, prompt, params)
                             tokens, seconds = tally.num_tokens, tally.seconds
                         if i > 0:  # the first is warm-up
@@ -121,6 +126,7 @@ def main() -> int:
     parser.add_argument("--k", nargs="+", default=["0", "3", "own"])
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--beside", action="store_true")
     args = parser.parse_args(sys.argv[1:at])
     config, prompts = config_and_prompts(args.per_category)
