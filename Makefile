@@ -92,7 +92,7 @@ gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes 
 
 # Neighbours share compiled kernels: a worker takes a run of tests, and later what others have left.
 gpu-kernels gpu-engine gpu-joints: gpu-set-up
-	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
 		-m '$(GPU_MARKS)' -o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
 
 gpu-tables: gpu-set-up ## tables of kernels and engine (TARGET= DRAFT= model directories)

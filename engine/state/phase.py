@@ -25,6 +25,8 @@ Body = Callable[..., Output]  # (integers, shape, *tensors) -> output
 
 @dataclass(slots=True)
 class Captured(Generic[Output]):
+    """The graph of one shape, with what it reads and writes."""
+
     graph: torch.cuda.CUDAGraph
     integers: Tensor
     tensors: tuple[Tensor, ...]
