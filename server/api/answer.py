@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -16,8 +16,8 @@ from .streaming import EventStream, while_connected
 
 Event = tuple[str, dict[str, Any]]  # its name, and its fields
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event loop
@@ -79,10 +79,15 @@ class Answer(ABC):
             await generation.aclose()
         return Response(whole, media_type="application/json")
 
-    async def _in_thread(self, write: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Write a part of a long answer off the event loop."""
+    async def _written(self, num_logprobs: int, write: Callable[[*Ts], T], *args: *Ts) -> T:
+        """What `write` returns; it runs off the event loop if it may tell of many logprobs.
+
+        A step whose drafts are told counts as one logprob.
+        """
+        if num_logprobs <= INLINE_LOGPROBS:
+            return write(*args)
         async with self._service.long_answers:
-            return await asyncio.to_thread(write, *args, **kwargs)
+            return await asyncio.to_thread(write, *args)
 
     def _count(self, delta: Delta) -> None:
         self._completion_tokens[delta.index] = delta.completion_tokens

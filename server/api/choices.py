@@ -11,7 +11,7 @@ from typing import Any
 
 from ..http.errors import APIError
 from ..text.message_parser import Part
-from .answer import INLINE_LOGPROBS, MIN_LOGPROB, Answer
+from .answer import MIN_LOGPROB, Answer
 from .generation import Delta, Generation, Token
 from .protocol import (
     APIResponse,
@@ -61,10 +61,9 @@ class ChoicesAnswer(Answer):
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
         async for delta in generation:
-            if len(delta.prompt_logprobs) > INLINE_LOGPROBS and delta.index not in self._begun:
-                choices = await self._in_thread(self._next_choices, delta)
-            else:
-                choices = self._next_choices(delta)
+            # Each delta has the prompt's logprobs, but only a choice's first chunk tells them.
+            num_logprobs = 0 if delta.index in self._begun else len(delta.prompt_logprobs)
+            choices = await self._written(num_logprobs, self._next_choices, delta)
             for choice in choices[:-1]:
                 yield self._chunk(choice)
             self._count(delta)  # its tokens are counted with its last chunk
@@ -99,12 +98,9 @@ class ChoicesAnswer(Answer):
             for i, delta in sorted(last.items())
         ]
         chosen = self._chosen(deltas)
-        is_long = sum(map(_num_logprobs, chosen)) > INLINE_LOGPROBS
+        num_logprobs = sum(map(_num_logprobs, chosen))
         choices = [  # one by one, because to_json lets nothing else run
-            await self._in_thread(self._choices_json, delta)
-            if is_long
-            else self._choices_json(delta)
-            for delta in chosen
+            await self._written(num_logprobs, self._choices_json, delta) for delta in chosen
         ]
         whole = self._answer([])
         whole.usage = self._usage()

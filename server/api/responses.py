@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ..http.api_keys import request_key
 from ..http.errors import APIError, invalid_value
-from .answer import INLINE_LOGPROBS, Answer, Event, P, T
+from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, prepare_turn
 from .generation import Delta, Generation
@@ -205,11 +205,11 @@ class _ResponsesAnswer(Answer):
         async for delta in generation:
             for name, fields in self._with_trace(delta, self._added(delta)):
                 if name.endswith(".done"):  # repeats the item
-                    yield await self._written(self._event, name, fields)
+                    yield await self._written(self._num_logprobs, self._event, name, fields)
                 else:
                     yield self._event(name, fields)
         told = await self._finish()
-        yield await self._written(self._told, self._status, told)
+        yield await self._written(self._num_logprobs, self._told, self._status, told)
 
     async def _whole(self, generation: Generation) -> str:
         async for delta in generation:
@@ -235,17 +235,18 @@ class _ResponsesAnswer(Answer):
     async def _finish(self) -> str:
         """The response as JSON; it is kept, too."""
         response = self._response()
-        told = await self._written(response.to_json)
+        told = await self._written(self._num_logprobs, response.to_json)
         if (keeper := self._keeper) is not None:
             new = self._body.items
-            keeper.keep(await self._written(keeper.written, response, told, new))
+            kept = await self._written(self._num_logprobs, keeper.written, response, told, new)
+            keeper.keep(kept)
         return told
 
-    async def _written(self, write: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    @property
+    def _num_logprobs(self) -> int:
+        """How many tokens it may tell the logprobs of, and steps the drafts of."""
         num_logprobs = self._num_completion_tokens if self._with_logprobs else 0
-        if num_logprobs + len(self._steps) > INLINE_LOGPROBS:
-            return await self._in_thread(write, *args, **kwargs)
-        return write(*args, **kwargs)
+        return num_logprobs + len(self._steps)
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         told = []

@@ -10,7 +10,7 @@ from scripted_client import steps
 from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server.api import choices, responses
+from outrider.server.api import answer, choices, responses
 from outrider.server.api.generation import Delta
 from outrider.server.api.protocol import APIResponse
 from outrider.server.api.responses_protocol import ResponseObject
@@ -90,7 +90,7 @@ def test_a_long_text_alone_is_written_on_the_event_loop(serve: Serve, threads: l
 
 @pytest.mark.parametrize("body", LONG.values(), ids=LONG.keys())
 def test_an_answer_is_the_same_wherever_it_is_written(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, threads: list[int], body: dict[str, Any]
 ) -> None:
     def told() -> Any:
         reply = ask(serve, body)
@@ -98,8 +98,11 @@ def test_an_answer_is_the_same_wherever_it_is_written(
         return [{k: v for k, v in each.items() if k not in ("id", "created")} for each in answers]
 
     off_the_loop = told()
-    monkeypatch.setattr(choices, "INLINE_LOGPROBS", 10**9)
+    assert set(threads) != {threading.get_ident()}
+    threads.clear()
+    monkeypatch.setattr(answer, "INLINE_LOGPROBS", 10**9)
     assert told() == off_the_loop
+    assert set(threads) == {threading.get_ident()}
 
 
 # ---- responses
@@ -169,7 +172,11 @@ def test_other_responses_are_written_on_the_event_loop(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", LONG_RESPONSES.values(), ids=LONG_RESPONSES.keys())
 def test_a_response_is_the_same_wherever_it_is_written(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], stream: bool
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    written: list[tuple[str | None, bool]],
+    body: dict[str, Any],
+    stream: bool,
 ) -> None:
     def without_ids(value: Any) -> Any:
         if isinstance(value, list):
@@ -184,5 +191,8 @@ def test_a_response_is_the_same_wherever_it_is_written(
         return without_ids(reply.named_events if stream else reply.json())
 
     off_the_loop = told()
-    monkeypatch.setattr(responses, "INLINE_LOGPROBS", 10**9)
+    assert not all(on_the_loop for _, on_the_loop in written)
+    written.clear()
+    monkeypatch.setattr(answer, "INLINE_LOGPROBS", 10**9)
     assert told() == off_the_loop
+    assert all(on_the_loop for _, on_the_loop in written)
