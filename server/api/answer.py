@@ -53,7 +53,7 @@ class Answer(ABC):
         """The answer as JSON."""
 
     @abstractmethod
-    def _failed(self, error: APIError) -> str:
+    async def _failed(self, error: APIError) -> str:
         """The event that ends a stream after an error."""
 
     async def respond(self, http: Request, samples: list[Sample]) -> Response:

@@ -76,7 +76,7 @@ class ChoicesAnswer(Answer):
             yield self._event(last)
         yield server_sent("[DONE]")
 
-    def _failed(self, error: APIError) -> str:
+    async def _failed(self, error: APIError) -> str:
         return server_sent(json.dumps(error.body()))
 
     async def _whole(self, generation: Generation) -> bytes:

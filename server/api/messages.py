@@ -101,7 +101,7 @@ class _MessagesAnswer(Answer):
             message.trace = self._steps
         return message.to_json()
 
-    def _failed(self, error: APIError) -> str:
+    async def _failed(self, error: APIError) -> str:
         return server_sent(json.dumps(error.anthropic_body()), "error")
 
     def _added(self, delta: Delta) -> Iterator[Event]:

@@ -216,11 +216,12 @@ class _ResponsesAnswer(Answer):
             self._with_trace(delta, self._added(delta))
         return await self._finish()
 
-    def _failed(self, error: APIError) -> str:
+    async def _failed(self, error: APIError) -> str:
         self._status = "failed"
         code = error.code if error.status_code < 500 else "server_error"
         self._error = {"code": code, "message": error.message}
-        return self._told("failed", self._response().to_json())
+        told = await self._written(self._num_logprobs, self._response().to_json)
+        return await self._written(self._num_logprobs, self._told, "failed", told)
 
     def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the output; returns the events that report it."""

@@ -59,7 +59,7 @@ class EventStream(Response):
         events: AsyncIterator[str],
         close: Callable[[], Awaitable[None]],
         *,
-        failed: Callable[[APIError], str],
+        failed: Callable[[APIError], Awaitable[str]],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -89,5 +89,5 @@ class EventStream(Response):
             if answer.status_code == 500 and answer is not error:
                 log.exception("a stream failed")
             scope["state"]["outcome"] = "error"
-            await send_event(self._failed(answer))
+            await send_event(await self._failed(answer))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -99,7 +99,7 @@ def add_stats_route(router: APIRouter, client: EngineClient, metrics: Metrics, g
     async def close() -> None:
         return
 
-    def failed(error: APIError) -> str:
+    async def failed(error: APIError) -> str:
         return server_sent(json.dumps(error.body()))
 
     @router.get(

@@ -10,10 +10,12 @@ from scripted_client import steps
 from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput
+from outrider.engine.processes.client import EngineUnavailableError
 from outrider.server.api import answer, choices, responses
 from outrider.server.api.generation import Delta
 from outrider.server.api.protocol import APIResponse
 from outrider.server.api.responses_protocol import ResponseObject
+from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
 
@@ -154,6 +156,22 @@ def test_long_responses_are_written_off_the_event_loop(
     num_empty = 4 if stream else 0  # the first events tell a response without output
     for event, on_the_loop in written[num_empty:]:
         assert on_the_loop == (event or "").endswith(growing), event
+
+
+def test_a_long_response_that_failed_is_written_off_the_event_loop(
+    serve: Serve, tokenizer: Tokenizer, written: list[tuple[str | None, bool]]
+) -> None:
+    # The call completes the text before it: a failed response tells no items but complete ones.
+    said = "word " * 90 + '<tool_call>{"name": "f", "arguments": {'
+
+    def play(request: NewRequest) -> list[Any]:
+        ids = tokenizer.encode(said, add_special_tokens=False)
+        return [*steps(request, ids)[:-1], EngineUnavailableError("it died")]
+
+    tool = {"type": "function", "name": "f", "parameters": {}}
+    body = LOGPROBS | {"input": "Hi", "tools": [tool], "stream": True}
+    post(serve(play, tool_call_format="hermes").app, body, path="/v1/responses")
+    assert written[-2:] == [(None, False), ("response.failed", False)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
