@@ -4,6 +4,8 @@ Such an architecture is registered with transformers when this module is importe
 that its checkpoints bring is never run.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -37,10 +39,19 @@ def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> Pr
     """The config of a model directory. Raises ValueError, OSError or KeyError, as transformers
     does, if it cannot be read or contradicts itself.
     """
-    try:
+    with invalid_config_as_value_error():
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
+    return config
+
+
+@contextmanager
+def invalid_config_as_value_error() -> Iterator[None]:
+    """Raises ValueError, on one line, where transformers finds that a config contradicts itself:
+    it has an error of its own for that, of several lines.
+    """
+    try:
+        yield
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    return config

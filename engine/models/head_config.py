@@ -126,8 +126,9 @@ def _kind(told: dict[str, Any]) -> str | None:
 
 def _layers(told: dict[str, Any]) -> "LlamaConfig":
     # They take seconds to import, and `head_kind` does not need them.
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import LlamaConfig
+
+    from .architectures import invalid_config_as_value_error
 
     kept = {key: value for key, value in told.items() if key not in _LEFT_OUT and value is not None}
     if kept.get("hidden_act", "silu") != "silu":
@@ -135,10 +136,10 @@ def _layers(told: dict[str, Any]) -> "LlamaConfig":
     if not (kept.get("layer_types") or kept.get("use_sliding_window")):
         kept.pop("sliding_window", None)  # which families write down that do not use it
     try:
-        layers = LlamaConfig(**kept)
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise HeadError(f"its config describes no layer: {reason}") from error
+        with invalid_config_as_value_error():
+            layers = LlamaConfig(**kept)
+    except (TypeError, ValueError, KeyError) as error:
+        raise HeadError(f"its config describes no layer: {error}") from error
     rope_type = (layers.rope_parameters or {}).get("rope_type")
     if rope_type not in STATIC_ROPE:
         raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(STATIC_ROPE))}")
