@@ -77,7 +77,7 @@ class BlockDrafting(HeadProposer[AnyHead]):
             logits = self._widened(block.logits.flatten(0, 1))
             return self._draw(draws, (k * size, filters, samples), logits)
         told, width = [], aligned(size)
-        previous = self._before(draws[0, :size], 0)
+        previous = self._before(block.slots, 0)
         for j in range(k):
             logits, confidence = block.at(j, previous)
             its_draws = draws[:, j * width : (j + 1) * width]
@@ -118,12 +118,10 @@ class BlockDrafting(HeadProposer[AnyHead]):
         packed = uploaded(rows.packed(shape, self._slots.dummy), device)
         block = self._computed(packed, shape, int(num_drafts_np.max()))
 
-        def logits_of(
-            j: int, slots_np: np.ndarray, kept_np: np.ndarray
-        ) -> tuple[Tensor, Tensor | None]:
+        def logits_of(j: int, _: np.ndarray, kept_np: np.ndarray) -> tuple[Tensor, Tensor | None]:
             if j > 0:
                 block.keep(uploaded(kept_np, device))
-            logits, confidence = block.at(j, self._before(uploaded(slots_np, device), j))
+            logits, confidence = block.at(j, self._before(block.slots, j))
             return self._widened(logits), confidence
 
         return logits_of
@@ -134,12 +132,14 @@ class _Block:
 
     def __init__(
         self,
+        slots: Tensor,
         logits: Tensor,
         h: Tensor,
         markov: MarkovHead | None = None,
         confidence: ConfidenceHead | None = None,
     ) -> None:
-        """Shape: logits [k, N, V'], without the Markov head's; h [k, N, hidden]."""
+        """Shape: slots [N]; logits [k, N, V'], without the Markov head's; h [k, N, hidden]."""
+        self.slots = slots  # [N'] of those that continue
         self.logits, self._h = logits, h
         self._markov, self._confidence = markov, confidence
         self._seqs: Tensor | None = None  # [N'] those that continue; None: all
@@ -147,6 +147,7 @@ class _Block:
 
     def keep(self, kept: Tensor) -> None:
         """Continue only with these rows of the present ones. Shape: [N']."""
+        self.slots = self.slots[kept]
         self._seqs = kept if self._seqs is None else self._seqs[kept]
         self._state = None if self._state is None else self._state[kept]
 
@@ -201,7 +202,8 @@ class BlockProposer(BlockDrafting[BlockHead]):
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head.states(x[rows.flatten()])
         logits = head.head(h).view(*rows.shape, -1)
-        return _Block(logits, h.view(*rows.shape, -1), head.markov, head.confidence)
+        h = h.view(*rows.shape, -1)
+        return _Block(batch.rows.slots, logits, h, head.markov, head.confidence)
 
 
 class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eagle3Head]):
@@ -224,7 +226,7 @@ class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eag
             masks = self._head.of_masks(self._context(batch))
             y = torch.cat((y, masks[rows_of_drafts(batch.rows, k - 1, 0)]))
         logits = self._head.logits(y.flatten(0, 1)).view(*y.shape[:2], -1)
-        return _Block(logits, y)
+        return _Block(batch.rows.slots, logits, y)
 
 
 def rows_of_drafts(rows: BatchRows, k: int, num_leading: int) -> Tensor:
