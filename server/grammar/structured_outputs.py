@@ -57,7 +57,8 @@ def lark_of_schema(param: str, schema: dict[str, Any]) -> GrammarText:
 def _circular_reference(schema: dict[str, Any]) -> str | None:
     """A reference within the schema that is followed to nothing but itself, if there is one.
 
-    The compiler takes it; an answer that came to it could not go on. Every object is seen once.
+    Combinators of one schema are followed, too. The compiler takes such a circle; an answer that
+    came to it could not go on. Every object is seen once.
     """
     places: list[Any] = [schema]
     seen: set[int] = set()
@@ -68,10 +69,14 @@ def _circular_reference(schema: dict[str, Any]) -> str | None:
             seen.add(id(place))
             trail.add(id(place))
             places += [value for key, value in place.items() if key not in _NOT_FOLLOWED]
-            if not isinstance(reference := place.get("$ref"), str):
-                break
-            place = _target(schema, reference)
-            if id(place) in trail:
+            match place:
+                case {"$ref": str(reference)}:
+                    place = _target(schema, reference)
+                case {"allOf": [only]} | {"anyOf": [only]} | {"oneOf": [only]}:
+                    place = only
+                case _:
+                    break
+            if id(place) in trail:  # the last reference, at least, is part of the circle
                 return reference
         if isinstance(place, list):
             places += place

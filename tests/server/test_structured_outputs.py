@@ -223,6 +223,15 @@ CIRCLE = {
     }
 }
 
+# The same through combinators of one schema.
+COMBINED = {
+    "$defs": {
+        "any": {"anyOf": [{"$ref": "#/$defs/any"}]},
+        "all": {"allOf": [{"oneOf": [{"$ref": "#/$defs/one"}]}]},
+        "one": {"oneOf": [{"$ref": "#/$defs/all"}]},
+    }
+}
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format", "'json_schema'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be provided"),
@@ -275,6 +284,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "response_format",
         "leads only to references, back to itself",
     ),
+    (
+        {"structured_outputs": {"json": COMBINED | {"items": {"$ref": "#/$defs/any"}}}},
+        "structured_outputs",
+        "'#/$defs/any' leads only to references, back to itself",
+    ),
+    (
+        {"structured_outputs": {"json": COMBINED | {"items": {"$ref": "#/$defs/all"}}}},
+        "structured_outputs",
+        "'#/$defs/all' leads only to references, back to itself",
+    ),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly"),
@@ -317,6 +336,8 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
         {"type": "object", "properties": {"$ref": {"type": "integer"}}},
         {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#"}}]},
         {"anyOf": [{"type": "integer"}, {"$ref": "#"}]},
+        {"allOf": [{"type": "array", "items": {"$ref": "#"}}]},
+        {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"oneOf": [{"type": "integer"}]}}},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "integer"}}},
         {"$ref": "#a", "$defs": {"a": {"$anchor": "a", "type": "integer"}}},
     ],
