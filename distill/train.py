@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _LAST_LEARNING_RATE = 0.02  # relative to the first
 _MAX_GRADIENT_NORM = 1.0
 _CHECKPOINT_INTERVAL_S = 60.0
 _MAX_SHARD_SIZE = "15MB"
-_UNTIMED_STEPS, _TIMED_STEPS = 2, 4  # the first steps allocate memory
+_UNTIMED_STEPS, _TIMED_STEPS = 2, 5  # the first steps allocate memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +170,14 @@ def train(
 
 def time_step(trainer: Trainer, lessons: Lessons, rows: TrainingRows, rows_per_step: int) -> float:
     """Seconds that a step takes; the trainer cannot be used afterwards."""
-    train(trainer, lessons, rows, rows_per_step, _UNTIMED_STEPS)
-    start_s = time.perf_counter()
-    train(trainer, lessons, rows, rows_per_step, _UNTIMED_STEPS + _TIMED_STEPS)
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)
-    return (time.perf_counter() - start_s) / _TIMED_STEPS
+    seconds = []
+    for step in range(_UNTIMED_STEPS + _TIMED_STEPS):
+        start_s = time.perf_counter()
+        train(trainer, lessons, rows, rows_per_step, step + 1)
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize(trainer.device)
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds[_UNTIMED_STEPS:])
 
 
 def mask_of(conversation_of: Tensor) -> Tensor:

