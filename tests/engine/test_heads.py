@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from block_heads import PlainBlockHead, save_tiny_block_head
@@ -22,7 +21,6 @@ from outrider.engine.models.head_config import DIALECTS, head_kind
 from outrider.engine.proposers import block
 from outrider.engine.proposers.block import BlockProposer
 from outrider.engine.proposers.head import HeadProposer
-from outrider.engine.state.host_copy import uploaded
 
 K = 3
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -421,26 +419,6 @@ def test_confidence_cuts_what_was_drawn_at_once(
         counts.append(engine.stats().drafted_per_position)
     assert counts[1][0] > 0
     assert sum(counts[1]) / counts[1][0] < sum(counts[0]) / counts[0][0]
-
-
-@pytest.mark.parametrize("markov", [None, "vanilla"])
-def test_drawing_a_block_in_turn_uploads_no_more_than_which_sequences_go_on(
-    markov: str | None, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(
-        engine_config(target, save_tiny_block_head(tmp_path, target, markov=markov), k=K)
-    )
-    engine.scheduler._least_chance = 1e-9  # so the host looks at each draft
-    uploads = []
-
-    def noting(array_np: np.ndarray, device: torch.device) -> torch.Tensor:
-        uploads.append(len(array_np))
-        return uploaded(array_np, device)
-
-    monkeypatch.setattr(block, "uploaded", noting)
-    run(engine, [HIT], SAMPLED)
-    # The rows of the block before its first draft, and an index before each other one.
-    assert len(uploads) == sum(engine.stats().drafted_per_position) > 1
 
 
 def test_a_blocks_drafts_do_not_hang_on_how_many_a_neighbour_has(
