@@ -10,14 +10,12 @@ import pytest
 from verification import HAS_KERNELS
 
 HERE = Path(__file__).parent
-# In parts, for workers beside each other; the longest file first.
-SLOWEST = ["batch_invariance", "kernel_equals_reference", "paged_attention", "invariance"]
-SLOWEST += ["edges", "breakpoints"]
-NOT_TRITON = {"cpu_layers", "exact_rules", "sampled"}  # without a Triton kernel
-FILES = sorted(
-    (path for path in HERE.glob("test_*.py") if path.stem[5:] not in NOT_TRITON),
-    key=lambda path: (path.stem[5:] not in SLOWEST, path.stem),
-)
+# In two parts, for workers beside each other; of the slowest files each has as many seconds.
+SLOWEST = ["batch_invariance", "scaled_product", "kernel_equals_reference", "invariance", "edges"]
+SLOWEST += ["breakpoints", "filters", "paged_attention", "narrow_linear", "experts", "same_bits"]
+NOT_TRITON = {"cpu_layers", "exact_rules", "verify_cpu"}  # without a Triton kernel
+OTHERS = {path.stem[5:] for path in HERE.glob("test_*.py")} - {*SLOWEST} - NOT_TRITON
+FILES = [HERE / f"test_{name}.py" for name in (*SLOWEST, *sorted(OTHERS))]
 PARTS: list[Any] = [("not slow and not deep and not sweep", FILES[i::2]) for i in range(2)]
 PARTS += [
     pytest.param(tier, FILES[i::2], marks=getattr(pytest.mark, tier))
