@@ -232,8 +232,9 @@ def test_drafts_behind_a_cached_prefix_are_drawn_from_the_formulas(
     run(engine, [HIT], replace(SAMPLED, max_tokens=6))
     before = engine.stats().cached_tokens
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
-    run(engine, [LATER[name]], replace(SAMPLED, seed=9))
-    run(engine, [[*LATER[name], 3]], replace(SAMPLED, seed=9))
+    few = replace(SAMPLED, seed=9, max_tokens=12)  # the prefix is right behind them
+    run(engine, [LATER[name]], few)
+    run(engine, [[*LATER[name], 3]], few)
     assert max(checked) == K
     assert engine.stats().cached_tokens - before >= {"early": 8}.get(name, 32)
 
