@@ -85,6 +85,7 @@ async def test_a_flood_is_answered_in_full(client: EngineClient) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.deep  # of a scripted engine in test_process_engine.py, a server's in test_workers.py
 @pytest.mark.parametrize("client", [ProcessEngine], indirect=True)
 async def test_kill_9_in_mid_stream_costs_only_what_was_running(client: Any) -> None:
     (prompt,) = prompts([5], VOCAB)

@@ -152,7 +152,7 @@ def test_one_that_dies_loses_its_own_requests_and_comes_back(
 ) -> None:
     before = counted(clients[0].get("/metrics").text)
     old = workers(server)
-    kept = clients[1].build_request("POST", "/v1/completions", json=LONG | {"max_tokens": 2000})
+    kept = clients[1].build_request("POST", "/v1/completions", json=LONG | {"max_tokens": 600})
     with clients[0].stream("POST", "/v1/completions", json=LONG) as lost:
         next(events := events_of(lost))
         running = clients[1].send(kept, stream=True)

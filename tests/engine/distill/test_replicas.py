@@ -21,6 +21,7 @@ def test_a_replica_that_fails_ends_all_and_is_told() -> None:
         run_replicas(one_fails, 2, ("raises",), {})
 
 
+@pytest.mark.deep
 def test_a_replica_that_is_gone_ends_all() -> None:
     with pytest.raises(ProcessExitedException, match="exit code 3"):
         run_replicas(one_fails, 2, ("exits",), {})
