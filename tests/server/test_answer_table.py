@@ -15,7 +15,7 @@ from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.processes.client import EngineUnavailableError, QueueFullError
-from outrider.server.http import connection
+from outrider.server.http import connection, middleware
 from outrider.server.text.tokenizer import Tokenizer
 
 OK = {"prompt": "Hi"}
@@ -78,7 +78,7 @@ def running(tokenizer: Tokenizer) -> Iterator[Site]:
         api_keys=("key",),
         max_body_bytes=50_000,
         max_prompts_times_n=8,
-        body_timeout_s=2,
+        body_timeout_s=1,
     )
     with on_a_socket(served) as url:
         yield Site(served, url)
@@ -212,7 +212,10 @@ def test_body_too_large_is_413(site: Site, chunked: bool) -> None:
 
 
 @each_endpoint
-def test_body_that_does_not_arrive_is_408(site: Site, path: str) -> None:
+def test_body_that_does_not_arrive_is_408(
+    site: Site, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "LINGER_S", 0.2)
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key\r\n"
     head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n"
     with site.connection() as slow:

@@ -16,7 +16,7 @@ from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server.http import connection
+from outrider.server.http import connection, middleware
 
 Serve = Callable[..., Served]
 VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -85,8 +85,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_answer_before_the_body_is_the_last_of_its_connection(
-    serve: Serve, headers: str
+    serve: Serve, headers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(middleware, "LINGER_S", 0.2)
     with on_a_socket(serve(api_keys=("key",))) as url, connect(url) as client:
         client.sendall(post(headers))
         time.sleep(0.05)
