@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any, Literal
 
-import agents
 import anthropic
 import httpx
 import openai
@@ -150,6 +149,8 @@ def test_required_tools_are_called(ours: openai.OpenAI, theirs: anthropic.Anthro
 
 
 def test_agent_calls_a_tool_and_answers(default_server: RunningServer) -> None:
+    import agents  # takes seconds, which no other worker need spend
+
     asked = []
 
     def weather(city: Literal["Paris", "Rome"]) -> str:
