@@ -39,6 +39,9 @@ SHAPE = {
 }
 # The dtype that a target is mostly served in, where that keeps its bits.
 DTYPE = "bfloat16" if ON_GPU or has_products(torch.bfloat16) else "float32"
+OTHERS = (
+    [] if ON_GPU or DTYPE == "float32" else [pytest.param("float32", 0.0, marks=pytest.mark.deep)]
+)
 PROMPTS = prompts((3, 15, 90, 47), VOCAB)
 LARGER = {"scale": 0.066} if ON_GPU else {}
 Pair = tuple[Path, Path]
@@ -84,7 +87,7 @@ def answer(outputs: list[RequestOutput]) -> Answer:
 
 @pytest.mark.parametrize(
     ("dtype", "temperature"),
-    [(DTYPE, 0.0), (DTYPE, 1.0), *([] if ON_GPU or DTYPE == "float32" else [("float32", 0.0)])],
+    [(DTYPE, 0.0), (DTYPE, 1.0), *OTHERS],
 )
 def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, pair: Pair) -> None:
     params = SamplingParams(
