@@ -29,8 +29,6 @@ if importlib.util.find_spec("gguf"):  # `make gpu` does without it
 
     # transformers makes this table, of thousands of names, anew for every module of a GGUF file.
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-    # And it reads a file's vocabulary, word by word, for its config and for its weights.
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
