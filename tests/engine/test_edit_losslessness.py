@@ -42,25 +42,21 @@ EDITS["all"] = replace(
     logits_processors=(ProcessorChoice("parity", {"bias": 0.5}),),
 )
 RULES: tuple[Verification, ...] = ("token", "block", "match")
-# One by one they are also in test_every_parameter.py.
-SOME = [("all", rule, "draft_model") for rule in RULES] + [("all", "token", "ngram")]
-MORE = [
+SOME = [("all", rule, "draft_model") for rule in RULES] + [
     ("bad_words", "match", "draft_model"),
     ("min_tokens", "token", "draft_model"),
     ("frequency", "block", "ngram"),
+    ("all", "token", "ngram"),
 ]
 EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_model", "ngram")]
 
 
-def marks_of(case: tuple[str, str, str]) -> tuple[pytest.MarkDecorator, ...]:
-    if case in SOME:
-        return ()
-    return (pytest.mark.deep if case in MORE else pytest.mark.sweep,)
-
-
 @pytest.mark.parametrize(
     ("name", "rule", "proposer"),
-    [pytest.param(*case, marks=marks_of(case), id="-".join(case)) for case in EVERY],
+    [
+        pytest.param(*case, marks=() if case in SOME else pytest.mark.sweep, id="-".join(case))
+        for case in EVERY
+    ],
 )
 def test_the_joint_is_the_edited_targets(
     name: str, rule: Verification, proposer: str, tiny_model: Callable[..., Path]
