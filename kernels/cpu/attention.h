@@ -60,23 +60,173 @@ void keep(uint8_t* cache, int64_t at, const float* from, int count, bool is_bf16
 }
 
 constexpr int ATTENDED_ROWS = 8;
+#if defined(__AVX512F__)
+constexpr int KEYS = 2 * LANES;  // scored at once: as many as registers hold for four rows
+constexpr int AT_ONCE = 4;       // vectors of a value, likewise
+#else
+constexpr int KEYS = LANES;
+constexpr int AT_ONCE = 1;
+#endif
+constexpr int KEYS_AHEAD = 64;  // that are asked for before they are needed
+
+// Rows of a sequence that attend together.
+struct Attending {
+    int row, count, num_keys;  // the first of `count` rows; the last of them sees all keys
+    const int32_t* pages;
+    int64_t scores;  // where those of its queries stand: [kv_heads][queries][width()]
+
+    int width() const { return (num_keys + KEYS - 1) / KEYS * KEYS; }
+    int end(int row_of_these) const { return num_keys - count + 1 + row_of_these; }
+    // The first key that a row sees through a window.
+    int start(int row_of_these, int window) const {
+        return window > 0 ? std::max(end(row_of_these) - window, 0) : 0;
+    }
+};
+
+// Where a head's keys, and its values, of some tokens stand in the cache.
+inline void find(
+    const Shape& shape, const int32_t* pages, int kv_head, int first, int end, int64_t* place
+) {
+    const int64_t step = (int64_t)shape.kv_heads * shape.head_dim;
+    for (int token = first; token < end;) {
+        const int page = token / shape.page_size, offset = token % shape.page_size;
+        const int some = std::min(shape.page_size - offset, end - token);
+        const int64_t at = ((int64_t)pages[page] * shape.page_size + offset) * step;
+        for (int i = 0; i < some; i++) *place++ = at + i * step + kv_head * shape.head_dim;
+        token += some;
+    }
+}
 
 template <bool BF16>
 inline F from_cache(const uint8_t* cache, int64_t at) {
     return BF16 ? from_bf16(cache + 2 * at) : load((const float*)cache + at);
 }
 
-// Scores of four query rows against 16 keys; keys [head_dim][16]
+typedef float Octet __attribute__((vector_size(32)));
+
+template <bool BF16>
+inline Octet octet_from_cache(const uint8_t* cache, int64_t at) {
+    Octet v;
+    if constexpr (BF16) {
+        typedef uint16_t Narrow __attribute__((vector_size(16)));
+        typedef uint32_t Wide __attribute__((vector_size(32)));
+        Narrow narrow;
+        std::memcpy(&narrow, cache + 2 * at, sizeof narrow);
+        v = (Octet)(__builtin_convertvector(narrow, Wide) << 16);
+    } else {
+        std::memcpy(&v, (const float*)cache + at, sizeof v);
+    }
+    return v;
+}
+
+// Eight numbers of eight keys: from [key][number] to [number][key].
+inline void transpose(Octet* rows) {
+    Octet pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        const Octet a = rows[i], b = rows[i + 1];
+        pairs[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+        pairs[i + 1] = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int odd = 0; odd < 2; odd++) {
+            const Octet a = pairs[i + odd], b = pairs[i + 2 + odd];
+            fours[i + 2 * odd] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+            fours[i + 2 * odd + 1] = __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < 4; i++) {
+        const Octet a = fours[i], b = fours[i + 4];
+        rows[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
+// Scores of N query rows against KEYS keys; keys [head_dim][KEYS]
 template <int N>
 inline void score(const float* const* queries, const float* keys, int dim, float scale, float** to) {
-    F acc[N] = {};
-    for (int d = 0; d < dim; d++) {
-        const F key = load(keys + d * LANES);
+    F acc[N][KEYS / LANES] = {};
+    for (int d = 0; d < dim; d++)
+#pragma GCC unroll 2
+        for (int v = 0; v < KEYS / LANES; v++) {
+            const F key = load(keys + d * KEYS + v * LANES);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) acc[n] += key * splat(queries[n][d]);
+            for (int n = 0; n < N; n++) acc[n][v] += key * splat(queries[n][d]);
+        }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < KEYS / LANES; v++) store(to[n] + v * LANES, acc[n][v] * splat(scale));
+}
+
+// Scores of a KV head's queries against the keys from `first` on, a multiple of KEYS.
+template <bool BF16>
+void score_keys(
+    const Layer& layer, const Shape& shape, const Attending& these, int kv_head, int first,
+    const float* queries, int64_t row_stride, float* scores
+) {
+    const int dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = these.width();
+    const int some = std::min(KEYS, these.num_keys - first);
+    if (first + KEYS <= these.start(0, layer.window)) return;
+    int64_t place[KEYS_AHEAD + KEYS];
+    const int last = std::min(first + KEYS_AHEAD + KEYS, these.num_keys);
+    find(shape, these.pages, kv_head, first, last, place);
+    auto fetch = [&](const uint8_t* cache, int from, int to) {
+        const int bytes = BF16 ? 2 : 4;
+        for (int j = from; j < to; j++)
+            for (int i = 0; i < bytes * dim; i += 64)
+                __builtin_prefetch(cache + bytes * place[j] + i, 0, 2);
+    };
+    fetch(layer.keys, std::min(KEYS_AHEAD, last - first), last - first);
+    fetch(layer.values, 0, some);
+    thread_local std::vector<float> scratch;
+    if (scratch.size() < (size_t)dim * KEYS) scratch.resize((size_t)dim * KEYS);
+    float* keys = scratch.data();  // [dim][KEYS]
+    for (int j = 0; j < KEYS; j += 8)
+        for (int d = 0; d < dim; d += 8) {
+            Octet rows[8] = {};
+            for (int i = 0; i < 8 && j + i < some; i++)
+                rows[i] = octet_from_cache<BF16>(layer.keys, place[j + i] + d);
+            transpose(rows);
+            for (int i = 0; i < 8; i++)
+                std::memcpy(keys + (d + i) * KEYS + j, &rows[i], sizeof rows[i]);
+        }
+    const int num_queries = these.count * group;
+    for (int q = 0; q < num_queries; q += 4) {
+        const float* from[4];
+        float* to[4];
+        const int together = std::min(num_queries - q, 4);
+        for (int n = 0; n < together; n++) {
+            from[n] = queries + (q + n) / group * row_stride + (q + n) % group * dim;
+            to[n] = scores + (int64_t)(q + n) * width + first;
+        }
+        switch (together) {
+            case 4: score<4>(from, keys, dim, shape.scale, to); break;
+            case 3: score<3>(from, keys, dim, shape.scale, to); break;
+            case 2: score<2>(from, keys, dim, shape.scale, to); break;
+            default: score<1>(from, keys, dim, shape.scale, to);
+        }
     }
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) store(to[n], acc[n] * splat(scale));
+}
+
+// Weights from scores; a row sees the keys from `start` to `stop`.
+inline void softmax(float* scores, int start, int stop) {
+    const int first = start / LANES * LANES, width = (stop + LANES - 1) / LANES * LANES;
+    for (int j = first; j < start; j++) scores[j] = -INFINITY;
+    for (int j = stop; j < width; j++) scores[j] = -INFINITY;
+    F highest = splat(-INFINITY);
+    for (int j = first; j < width; j += LANES) {
+        const F v = load(scores + j);
+        highest = select(v > highest, v, highest);
+    }
+    float most = highest[0];
+    for (int i = 1; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
+    F total = {};
+    for (int j = first; j < width; j += LANES) {
+        const F p = exponential(load(scores + j) - splat(most));
+        store(scores + j, p);
+        total += p;
+    }
+    const float scale = 1.0f / sum(total);
+    for (int j = first; j < width; j += LANES)
+        store(scores + j, load(scores + j) * splat(scale));
 }
 
 struct Seen {
@@ -84,12 +234,6 @@ struct Seen {
     int start, stop;       // the keys that a query row sees; others may hold anything
     float* out;
 };
-
-#if defined(__AVX512F__)
-constexpr int AT_ONCE = 4;  // vectors of a value: as many as registers hold for four rows
-#else
-constexpr int AT_ONCE = 1;
-#endif
 
 // Values, by the weights that N query rows give them.
 template <int N, class VALUE>
@@ -127,101 +271,32 @@ inline void mix(const Seen* rows, int dim, VALUE value) {
     }
 }
 
+// Up to four queries of a KV head, from their scores. out [rows of these][out_stride]
 template <bool BF16>
 void attend(
-    const Layer& layer, const Shape& shape, const int32_t* pages, const float* queries,
-    int64_t row_stride, int count, int num_keys, int kv_head, float* out, int64_t out_stride
+    const Layer& layer, const Shape& shape, const Attending& these, int kv_head, int query,
+    int count, float* scores, float* out, int64_t out_stride
 ) {
     const int dim = shape.head_dim, group = shape.heads / shape.kv_heads;
-    const int num_queries = count * group;
-    const int fewest = num_keys - count + 1;  // keys of the first row
-    const int begin = layer.window > 0 && fewest > layer.window
-                          ? (fewest - layer.window) / LANES * LANES
-                          : 0;
-    const int width = (num_keys - begin + LANES - 1) / LANES * LANES;
-    thread_local std::vector<float> scratch;
-    const size_t needed = (size_t)num_queries * width + (size_t)dim * LANES;
-    if (scratch.size() < needed) scratch.resize(needed);
-    float* scores = scratch.data();  // [num_queries][width]
-    float* keys = scores + (size_t)num_queries * width;  // [dim][LANES]
-    thread_local std::vector<int64_t> places;  // of keys and values, from `begin` on
-    places.clear();
-    for (int token = begin; token < num_keys; token++) {
-        const int64_t page = pages[token / shape.page_size];
-        const int64_t at = page * shape.page_size + token % shape.page_size;
-        places.push_back((at * shape.kv_heads + kv_head) * dim);
+    thread_local std::vector<int64_t> places;
+    places.resize(these.num_keys);
+    const int begin = these.start(query / group, layer.window);
+    find(shape, these.pages, kv_head, begin, these.num_keys, places.data() + begin);
+    Seen seen[4];
+    for (int n = 0; n < count; n++) {
+        const int row = (query + n) / group, head = (query + n) % group;
+        float* weights = scores + (int64_t)(query + n) * these.width();
+        const int start = these.start(row, layer.window), stop = these.end(row);
+        softmax(weights, start, stop);
+        seen[n] = {weights, start, stop, out + row * out_stride + head * dim};
     }
     const int64_t* place = places.data();
-    for (int first = begin; first < num_keys; first += LANES) {
-        const int some = num_keys - first < LANES ? num_keys - first : LANES;
-        for (int j = 0; j < some; j++) {
-            const int64_t at = place[first - begin + j];
-            for (int d = 0; d < dim; d += LANES) {
-                float lanes[LANES];
-                store(lanes, from_cache<BF16>(layer.keys, at + d));
-                for (int i = 0; i < LANES; i++) keys[(d + i) * LANES + j] = lanes[i];
-            }
-        }
-        for (int j = some; j < LANES; j++)
-            for (int d = 0; d < dim; d++) keys[d * LANES + j] = 0.0f;
-        for (int q = 0; q < num_queries; q += 4) {
-            const float* from[4];
-            float* to[4];
-            const int these = num_queries - q < 4 ? num_queries - q : 4;
-            for (int n = 0; n < these; n++) {
-                from[n] = queries + (q + n) / group * row_stride + (q + n) % group * dim;
-                to[n] = scores + (size_t)(q + n) * width + (first - begin);
-            }
-            switch (these) {
-                case 4: score<4>(from, keys, dim, shape.scale, to); break;
-                case 3: score<3>(from, keys, dim, shape.scale, to); break;
-                case 2: score<2>(from, keys, dim, shape.scale, to); break;
-                default: score<1>(from, keys, dim, shape.scale, to);
-            }
-        }
-    }
-    for (int q = 0; q < num_queries; q++) {
-        float* of_row = scores + (size_t)q * width;
-        const int end = fewest + q / group;  // keys that this row sees
-        int start = layer.window > 0 && end > layer.window ? end - layer.window : 0;
-        start -= begin;
-        const int stop = end - begin;
-        for (int j = 0; j < start; j++) of_row[j] = -INFINITY;
-        for (int j = stop; j < width; j++) of_row[j] = -INFINITY;
-        F highest = splat(-INFINITY);
-        for (int j = 0; j < width; j += LANES) {
-            const F v = load(of_row + j);
-            highest = select(v > highest, v, highest);
-        }
-        float most = highest[0];
-        for (int i = 1; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
-        // Summed from the block that the row's first key stands in, whoever came with it.
-        F total = {};
-        for (int j = 0; j < width; j += LANES) {
-            const F p = exponential(load(of_row + j) - splat(most));
-            store(of_row + j, p);
-            total += p;
-        }
-        const float scale = 1.0f / sum(total);
-        for (int j = 0; j < width; j += LANES)
-            store(of_row + j, load(of_row + j) * splat(scale));
-    }
     auto value = [&](int j, int d) { return from_cache<BF16>(layer.values, place[j] + d); };
-    for (int q = 0; q < num_queries; q += 4) {
-        const int these = num_queries - q < 4 ? num_queries - q : 4;
-        Seen seen[4];
-        for (int n = 0; n < these; n++) {
-            const int row = (q + n) / group, end = fewest + row;
-            const int start = layer.window > 0 && end > layer.window ? end - layer.window : 0;
-            float* to = out + row * out_stride + (q + n) % group * dim;
-            seen[n] = {scores + (size_t)(q + n) * width, std::max(start - begin, 0), end - begin, to};
-        }
-        switch (these) {
-            case 4: mix<4>(seen, dim, value); break;
-            case 3: mix<3>(seen, dim, value); break;
-            case 2: mix<2>(seen, dim, value); break;
-            default: mix<1>(seen, dim, value);
-        }
+    switch (count) {
+        case 4: mix<4>(seen, dim, value); break;
+        case 3: mix<3>(seen, dim, value); break;
+        case 2: mix<2>(seen, dim, value); break;
+        default: mix<1>(seen, dim, value);
     }
 }
 

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int INTEGER_ROWS = 4;  // that one call computes, at most
+constexpr int GROUPS_AHEAD = 4;  // whose codes are asked for before they are needed
 
 #if defined(__AVX2__)
 constexpr float HIGHEST_INPUT = 127 * 256;
@@ -76,6 +77,13 @@ __attribute__((target("avx512vnni"))) void integer_tile(
     for (int block = 0; block < blocks; block++, x++) {
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
+            // At fewer rows the processor's own guesses are enough, as they are for 8 bits.
+            if constexpr (R >= 3 && Codes::has_offset) {
+                constexpr int bytes = FORMAT::scale_bytes + FORMAT::code_bytes;
+#pragma GCC unroll 16
+                for (int i = 0; i < bytes; i += 64)
+                    _mm_prefetch((const char*)at + GROUPS_AHEAD * bytes + i, _MM_HINT_T0);
+            }
             F scale[2], offset[2] = {};
             FORMAT::scales(at, scale, offset);
             at += FORMAT::scale_bytes;
@@ -164,9 +172,9 @@ void integer_tile(
         for (int part = 0; part < PARTS; part++) {
             const uint8_t *scales = at, *codes = at + FORMAT::scale_bytes;
             at = codes + FORMAT::code_bytes;
-            // What comes four groups later: at one row the processor's own guesses are too few.
+            // At one row already the processor's own guesses are too few.
             for (int i = 0; i < at - scales; i += 64)
-                _mm_prefetch((const char*)at + 3 * (at - scales) + i, _MM_HINT_T0);
+                _mm_prefetch((const char*)scales + GROUPS_AHEAD * (at - scales) + i, _MM_HINT_T0);
             for (int these = 0; these < 2; these++) {
                 __m256i dot[R][2] = {};
                 // Left alone, GCC reads more inputs ahead than there are registers.

@@ -5,7 +5,8 @@
 // A row comes out the same to the bit in any company and with any number of threads: every output
 // is summed by one thread, over the inputs in order; blocks of attention stand at fixed positions.
 
-#include <utility>
+#include <algorithm>
+#include <vector>
 
 #include "attention.h"
 
@@ -41,7 +42,7 @@ struct Batch {  // every row belongs to a sequence
 namespace {
 
 struct Buffers {
-    std::vector<float> x, normed, qkv, attended, gated;
+    std::vector<float> x, normed, qkv, attended, gated, scores;
     std::vector<Inputs> of_normed, of_others;  // a product reads the one while it writes the other
 };
 
@@ -75,7 +76,68 @@ void keep_logits(
     }
 }
 
-void pass(Team& team, const Decoder& model, const Batch& batch, Buffers& buffers) {
+// What attention does in every layer: for some blocks at a time, first all scores, then the rest.
+struct Task {
+    int block, kv_head, first;  // of its keys, or of its queries
+};
+struct Wave {  // of `chunks` and `queries`
+    int chunk, num_chunks, query, num_queries;
+};
+struct Attention {
+    std::vector<Attending> blocks;
+    std::vector<Task> chunks, queries;
+    std::vector<Wave> waves;
+    int at_once;             // queries of a task
+    int64_t num_scores = 0;  // of a wave, at most
+
+    int64_t scores_of(int block, int kv_head, int group) const {
+        const Attending& these = blocks[block];
+        return these.scores + (int64_t)kv_head * these.count * group * these.width();
+    }
+};
+
+constexpr int64_t MOST_SCORES = 1 << 16;  // of a wave and thread, if its first block has no more
+
+Attention planned(int threads, const Shape& shape, const Batch& batch) {
+    Attention plan;
+    const int group = shape.heads / shape.kv_heads;
+    const int64_t rows = batch.first_rows[batch.sequences];
+    plan.at_once = (int)std::clamp<int64_t>(rows * shape.heads / (2 * threads), 1, 4);
+    int64_t used = 0;
+    for (int s = 0; s < batch.sequences; s++)
+        for (int64_t row = batch.first_rows[s]; row < batch.first_rows[s + 1];) {
+            const int behind = (int)(batch.first_rows[s + 1] - row);  // rows from here on
+            const int count = std::min(behind, ATTENDED_ROWS);
+            const int num_keys = (int)batch.lengths[s] - behind + count;
+            const int32_t* pages = batch.block_table + batch.slots[s] * batch.block_table_stride;
+            Attending these{(int)row, count, num_keys, pages, 0};
+            const int64_t needed = (int64_t)count * shape.heads * these.width();
+            if (plan.waves.empty() || used + needed > MOST_SCORES * threads) {
+                plan.waves.push_back({(int)plan.chunks.size(), 0, (int)plan.queries.size(), 0});
+                used = 0;
+            }
+            these.scores = used;
+            used += needed;
+            plan.num_scores = std::max(plan.num_scores, used);
+            const int block = (int)plan.blocks.size();
+            plan.blocks.push_back(these);
+            for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+                for (int first = 0; first < num_keys; first += KEYS)
+                    plan.chunks.push_back({block, kv_head, first});
+                for (int first = 0; first < count * group; first += plan.at_once)
+                    plan.queries.push_back({block, kv_head, first});
+            }
+            Wave& wave = plan.waves.back();
+            wave.num_chunks = (int)plan.chunks.size() - wave.chunk;
+            wave.num_queries = (int)plan.queries.size() - wave.query;
+            row += count;
+        }
+    return plan;
+}
+
+void pass(
+    Team& team, const Decoder& model, const Batch& batch, const Attention& plan, Buffers& buffers
+) {
     const Shape& shape = model.shape;
     const int rows = (int)batch.first_rows[batch.sequences];
     const int hidden = shape.hidden, dim = shape.head_dim, kv_heads = shape.kv_heads;
@@ -102,15 +164,6 @@ void pass(Team& team, const Decoder& model, const Batch& batch, Buffers& buffers
                     hidden * sizeof(float)
                 );
     };
-    // (sequence, its first row) of each block of rows that attend together
-    std::vector<std::pair<int, int>> blocks;
-    for (int s = 0; s < batch.sequences; s++)
-        for (int64_t row = batch.first_rows[s]; row < batch.first_rows[s + 1]; row += ATTENDED_ROWS)
-            blocks.push_back({s, (int)row});
-    bool has_one_block_each = true;
-    for (size_t i = 1; i < blocks.size(); i++)
-        has_one_block_each &= blocks[i].first != blocks[i - 1].first;
-
     for (int l = 0;; l++) {
         const bool is_end = l == model.count;
         const Layer& layer = model.layers[is_end ? 0 : l];
@@ -136,26 +189,32 @@ void pass(Team& team, const Decoder& model, const Batch& batch, Buffers& buffers
             keep(layer.keys, at, key, dim, shape.cache_is_bf16);
             keep(layer.values, at, key + kv_heads * dim, dim, shape.cache_is_bf16);
         };
-        // A block reads the keys of its sequence's blocks before it. No sequence reads a page that
-        // another fills in the same pass.
-        if (!has_one_block_each)
-            team.share(rows * kv_heads, [&](int task) { place(task / kv_heads, task % kv_heads); });
-        team.share((int)blocks.size() * kv_heads, [&](int task) {
-            const auto [s, row] = blocks[task / kv_heads];
-            const int kv_head = task % kv_heads;
-            const int behind = (int)batch.first_rows[s + 1] - row;  // rows from here on
-            const int these = behind < ATTENDED_ROWS ? behind : ATTENDED_ROWS;
-            for (int r = 0; has_one_block_each && r < these; r++) place(row + r, kv_head);
-            const int num_keys = (int)batch.lengths[s] - behind + these;
-            const int32_t* pages = batch.block_table + batch.slots[s] * batch.block_table_stride;
-            const float* queries = qkv + row * width + kv_head * group_width;
-            float* out = attended.x + row * attended_width + kv_head * group_width;
-            auto how = shape.cache_is_bf16 ? attend<true> : attend<false>;
-            how(layer, shape, pages, queries, width, these, num_keys, kv_head, out, attended_width);
-            for (int r = 0; group_width % BLOCK == 0 && r < these; r++)
-                prepare(layer.output, attended, row + r, kv_head * group_width, group_width);
-        });
-        if (group_width % BLOCK != 0)  // a block of inputs is of two groups
+        team.share(rows * kv_heads, [&](int task) { place(task / kv_heads, task % kv_heads); });
+        for (const Wave& wave : plan.waves) {
+            team.share(wave.num_chunks, [&](int task) {
+                const auto [block, kv_head, first] = plan.chunks[wave.chunk + task];
+                const Attending& these = plan.blocks[block];
+                const float* queries = qkv + these.row * width + kv_head * group_width;
+                float* scores = buffers.scores.data() + plan.scores_of(block, kv_head, group);
+                auto how = shape.cache_is_bf16 ? score_keys<true> : score_keys<false>;
+                how(layer, shape, these, kv_head, first, queries, width, scores);
+            });
+            team.share(wave.num_queries, [&](int task) {
+                const auto [block, kv_head, first] = plan.queries[wave.query + task];
+                const Attending& these = plan.blocks[block];
+                const int count = std::min(plan.at_once, these.count * group - first);
+                float* scores = buffers.scores.data() + plan.scores_of(block, kv_head, group);
+                float* out = attended.x + these.row * attended_width + kv_head * group_width;
+                auto how = shape.cache_is_bf16 ? attend<true> : attend<false>;
+                how(layer, shape, these, kv_head, first, count, scores, out, attended_width);
+                for (int q = first; dim % BLOCK == 0 && q < first + count; q++)
+                    prepare(
+                        layer.output, attended, these.row + q / group,
+                        kv_head * group_width + q % group * dim, dim
+                    );
+            });
+        }
+        if (dim % BLOCK != 0)  // a block of inputs is of two heads
             team.share(rows, [&](int row) {
                 prepare(layer.output, attended, row, 0, (int)attended_width);
             });
@@ -203,7 +262,9 @@ PUBLIC void outrider_pass(const Decoder* model, const Batch* batch, int32_t thre
         reserve(mine.of_normed, shape.hidden / BLOCK);
         reserve(mine.of_others, std::max(attended_width, shape.intermediate) / BLOCK);
     }
-    on_team(threads, [&](Team& team) { pass(team, *model, *batch, mine); });
+    const Attention plan = planned(std::max(threads, 1), shape, *batch);
+    if ((int64_t)mine.scores.size() < plan.num_scores) mine.scores.resize(plan.num_scores);
+    on_team(threads, [&](Team& team) { pass(team, *model, *batch, plan, mine); });
 }
 
 PUBLIC void outrider_product(

@@ -254,3 +254,18 @@ def test_a_row_sees_no_more_than_its_window(rows: int) -> None:
         pages.view(-1, 16)[:before] = torch.nan
         pages.view(-1, 16)[length:] = torch.nan
     assert torch.equal(attended(keys, values, rows, window), within)
+
+
+def test_attention_in_several_waves_is_that_of_one() -> None:
+    """Threads decide how many blocks of rows score their keys before any of them goes on."""
+    rows = 43
+    keys, values = torch.randn(2, 320, 16, 1, 16, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(16)  # one wave
+        whole = attended(keys, values, rows, 0)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(attended(keys, values, rows, 0), whole)
+    finally:
+        torch.set_num_threads(before)
