@@ -13,6 +13,8 @@ from outrider.kernels.cpu.layers import pointer
 from outrider.kernels.cpu.packing import TILE
 from outrider.kernels.model.rope import rotary_table
 
+from ..state.batch import BatchRows, HostBatch
+from ..state.slots import Slots
 from .attention import PagedAttention, PassContext, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
 from .decoder import Decoder
@@ -112,33 +114,68 @@ class CompiledDecoder(Decoder):
         self._bind(self.attentions)
         if num_rows:
             self._reach(int(rows.positions.max()))
-        logits = self.place_of_logits(num_logits)
-        tapped = (c_int32 * len(self.tapped_layers))(*self.tapped_layers)
-        taps = torch.empty(num_rows, len(tapped), self._decoder.shape.hidden)
-        assert batch.block_table.stride(1) == 1
-        cpu.run_pass(
-            self._decoder,
-            cpu.Batch(
-                len(rows.seq_lens),
-                num_logits,
-                pointer(rows.cu_seqlens_q, torch.int64),
-                pointer(rows.seq_lens, torch.int64),
-                pointer(rows.slots, torch.int64),
-                pointer(batch.input_ids, torch.int64),
-                pointer(rows.positions, torch.int64),
-                pointer(rows.slot_mapping, torch.int64),
-                pointer(batch.logits_rows, torch.int64),
-                pointer(batch.block_table, torch.int32),
-                batch.block_table.stride(0),
-                len(tapped),
-                logits.dtype == torch.bfloat16,
-                addressof(tapped),
-                taps.data_ptr(),
-                logits.data_ptr(),
-                self.vocab_size,
-            ),
+        given, computed = self._given(len(rows.seq_lens), num_rows, num_logits, batch.block_table)
+        given.num_logits = num_logits
+        given.first_rows = pointer(rows.cu_seqlens_q, torch.int64)
+        given.lengths = pointer(rows.seq_lens, torch.int64)
+        given.slots = pointer(rows.slots, torch.int64)
+        given.token_ids = pointer(batch.input_ids, torch.int64)
+        given.positions = pointer(rows.positions, torch.int64)
+        given.places = pointer(rows.slot_mapping, torch.int64)
+        given.logits_rows = pointer(batch.logits_rows, torch.int64)
+        cpu.run_pass(self._decoder, given)
+        return self._rounded(computed)
+
+    def pass_in_slots(self, batch: HostBatch, slots: Slots) -> Pass:
+        """Compute rows of sequences in slots, which the same call looks up."""
+        num_seqs, num_rows, num_logits = batch.shape
+        self._bind(self.attentions)
+        given, computed = self._given(num_seqs, num_rows, num_logits, slots.block_table)
+        first, row_len = batch.sequences_np.ctypes.data, batch.sequences_np.strides[0]
+        looked_up = cpu.Slots(
+            *(first + i * row_len for i in range(4)),
+            pointer(slots.num_tokens, torch.int64),
+            pointer(slots.token_ids, torch.int32),
+            slots.token_ids.shape[1],
         )
-        return Pass(logits, taps.to(self.dtype) if self.tapped_layers else None)
+        if computed.taps is not None:
+            found = torch.empty(3 * num_rows + 2 * num_seqs + 1, dtype=torch.int64)
+            looked_up.rows = found.data_ptr()
+            slot_of_row, positions, places, lengths, first_rows = found.split(
+                [*[num_rows] * 3, num_seqs, num_seqs + 1]
+            )
+            seqs = torch.from_numpy(batch.sequences_np[0])
+            rows = BatchRows(slot_of_row, positions, places, seqs, lengths, first_rows)
+            computed = computed._replace(rows=rows)
+        while True:
+            needed = cpu.run_pass_in_slots(self._decoder, given, looked_up, self._num_positions)
+            if needed <= self._num_positions:
+                return self._rounded(computed)._replace(shape=batch.shape)
+            self._reach(needed - 1)
+
+    def _given(
+        self, num_seqs: int, num_rows: int, num_logits: int, block_table: Tensor
+    ) -> tuple[cpu.Batch, Pass]:
+        """A call's batch, still without its rows, and the tensors that it writes to."""
+        logits = self.place_of_logits(num_logits)
+        self._tapped = tapped = (c_int32 * len(self.tapped_layers))(*self.tapped_layers)
+        taps = torch.empty(num_rows, len(tapped), self._decoder.shape.hidden) if tapped else None
+        batch = cpu.Batch(
+            sequences=num_seqs,
+            block_table=pointer(block_table, torch.int32),
+            block_table_stride=block_table.shape[1],
+            num_taps=len(tapped),
+            is_bf16=logits.dtype == torch.bfloat16,
+            tapped=addressof(tapped),
+            taps=pointer(taps, torch.float32),
+            logits=logits.data_ptr(),
+            vocab_size=self.vocab_size,
+        )
+        return batch, Pass(logits, taps)
+
+    def _rounded(self, computed: Pass) -> Pass:
+        taps = computed.taps
+        return computed if taps is None else computed._replace(taps=taps.to(self.dtype))
 
     def place_of_logits(self, num_rows: int) -> Tensor:
         """The tensor to write so many rows of logits to; tokens that are not drafted have -inf."""

@@ -119,6 +119,8 @@ class PagedModel:
 
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, and store their KV in the pages."""
+        if isinstance(self.network, CompiledDecoder):
+            return self.network.pass_in_slots(batch, self._slots)
         smallest_first = reversed(self.captured)
         shape = next((s for s in smallest_first if _holds(s, batch.shape)), None)
         shape = shape or self._padded(batch.shape)

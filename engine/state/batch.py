@@ -15,27 +15,18 @@ from .slots import Slots
 
 @dataclass(slots=True)
 class HostBatch:
-    """T rows of B sequences; sequence i contributes rows cu_seqlens_q[i]:cu_seqlens_q[i+1].
+    """T rows of B sequences, flattened.
 
     The same shape serves prefill chunks, plain decodes, verifications and the draft's steps.
 
-    Positions and lengths are relative to the end of a sequence's known tokens: the last known
-    token is at -1, the first draft at 0. The device adds its own `num_tokens`, which it knows
-    before the host does. So a batch can be built while the step before it still runs.
+    Positions are relative to the end of a sequence's known tokens: the last known token is at -1,
+    the first draft at 0. The device adds its own `num_tokens`, which it knows before the host does.
+    So a batch can be built while the step before it still runs.
     """
 
-    # [T]
-    slot_of_row_np: np.ndarray
-    # [T] position of each row, relative to the end of the known tokens
-    positions_np: np.ndarray
-    # [B]
-    slots_np: np.ndarray
-    # [B] tokens that a sequence attends to, its own rows included, minus its known tokens
-    seq_lens_np: np.ndarray
-    # [B + 1]
-    cu_seqlens_q_np: np.ndarray
-    # [num_logits] rows whose logits are wanted
-    logits_rows_np: np.ndarray
+    # [4, B] int64: slot; first position; number of rows; how many of the last of them get logits
+    sequences_np: np.ndarray
+    shape: Shape  # (sequences, rows, logits)
 
     @staticmethod
     def build(
@@ -48,15 +39,9 @@ class HostBatch:
 
         Arrays: [B]. The last `num_logits[i]` rows of sequence i get logits.
         """
-        ends_np = np.cumsum(query_lens_np)
-        return HostBatch(
-            slot_of_row_np=np.repeat(slots_np, query_lens_np),
-            positions_np=ragged_arange(starts_np, query_lens_np),
-            slots_np=slots_np,
-            seq_lens_np=starts_np + query_lens_np,
-            cu_seqlens_q_np=np.concatenate(([0], ends_np)),
-            logits_rows_np=ragged_arange(ends_np - num_logits_np, num_logits_np),
-        )
+        sequences_np = np.array((slots_np, starts_np, query_lens_np, num_logits_np), dtype=np.int64)
+        _, _, num_rows, num_logits = sequences_np.sum(1).tolist()
+        return HostBatch(sequences_np, (len(slots_np), num_rows, num_logits))
 
     @staticmethod
     def dummies(slot: int, lens: list[int], num_logits: int) -> "HostBatch":
@@ -70,24 +55,22 @@ class HostBatch:
         slots_np = np.full_like(lens_np, slot)
         return HostBatch.build(slots_np, np.zeros_like(lens_np), lens_np, num_logits_np)
 
-    @property
-    def shape(self) -> Shape:
-        """(sequences, rows, logits)."""
-        return len(self.slots_np), len(self.positions_np), len(self.logits_rows_np)
-
     def packed(self, shape: Shape, dummy_slot: int) -> np.ndarray:
-        """All fields in one array, padded to a shape.
+        """What `ForwardBatch.unpack` reads, in one array, padded to a shape.
 
         Padding rows belong to no sequence and stand at position 0 of the dummy slot, whose
         `num_tokens` stays 0; padding sequences have no rows.
         """
+        slots_np, starts_np, lens_np, num_logits_np = self.sequences_np
+        ends_np = lens_np.cumsum()
+        _, num_rows, _ = self.shape
         fields = (
-            (self.slot_of_row_np, dummy_slot),
-            (self.positions_np, 0),
-            (self.slots_np, dummy_slot),
-            (self.seq_lens_np, 0),
-            (self.cu_seqlens_q_np, len(self.positions_np)),
-            (self.logits_rows_np, 0),
+            (slots_np.repeat(lens_np), dummy_slot),
+            (ragged_arange(starts_np, lens_np), 0),
+            (slots_np, dummy_slot),
+            (starts_np + lens_np, 0),
+            (np.concatenate(([0], ends_np)), num_rows),
+            (ragged_arange(ends_np - num_logits_np, num_logits_np), 0),
         )
         return np.concatenate(
             [

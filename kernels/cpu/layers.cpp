@@ -37,6 +37,17 @@ struct Batch {  // every row belongs to a sequence
     uint8_t* logits;                              // out: [num_logits, vocab] float32 or bfloat16
     int64_t vocab_size;
 };
+
+// Where the rows of a batch are looked up. Per sequence: its slot, its first row relative to its
+// known tokens, its rows, and how many of the last of them get logits.
+struct Slots {
+    const int64_t *slots, *starts, *row_counts, *logits_counts;
+    const int64_t* num_tokens;  // [slots]
+    const int32_t* token_ids;   // [slots][token_stride]
+    int64_t token_stride;
+    // Out, or null: [rows] slots, positions and places; [sequences] lengths, and first rows and end.
+    int64_t* rows;
+};
 }
 
 namespace {
@@ -282,22 +293,50 @@ PUBLIC void outrider_product(
     });
 }
 
-// Some rows of a batch, looked up: kernels/model/rows.py.
-PUBLIC void outrider_read_rows(
-    int32_t count, int32_t sequences, const int64_t* slot_of_row, const int64_t* positions,
-    const int64_t* slots, const int64_t* lengths, const int64_t* num_tokens,
-    const int32_t* token_ids, int64_t token_stride, const int32_t* block_table,
-    int64_t table_stride, int64_t page_size, int64_t* out
+// A pass over rows in slots. Returns how many positions it needs in the tables of cos and sin; if
+// they have fewer, it has computed nothing. `batch` lacks the rows.
+PUBLIC int64_t outrider_pass_in_slots(
+    const Decoder* model, const Batch* batch, const Slots* given, int64_t num_positions,
+    int32_t threads
 ) {
-    int64_t *tokens = out, *absolute = out + count, *places = out + 2 * count;
-    int64_t* to = out + 3 * count;
-    for (int row = 0; row < count; row++) {
-        const int64_t slot = slot_of_row[row], position = positions[row] + num_tokens[slot];
-        const int64_t page = block_table[slot * table_stride + position / page_size];
-        absolute[row] = position;
-        tokens[row] = token_ids[slot * token_stride + position];
-        places[row] = page * page_size + position % page_size;
+    const int sequences = batch->sequences, page_size = model->shape.page_size;
+    int64_t count = 0, needed = 0;
+    for (int s = 0; s < sequences; s++) {
+        count += given->row_counts[s];
+        const int64_t end = given->num_tokens[given->slots[s]] + given->starts[s];
+        needed = std::max(needed, end + given->row_counts[s]);
     }
-    for (int s = 0; s < sequences; s++) to[s] = lengths[s] + num_tokens[slots[s]];
+    if (needed > num_positions) return needed;
+    thread_local std::vector<int64_t> numbers;
+    numbers.resize(5 * count + 2 * sequences + 1);
+    int64_t* at = numbers.data();
+    int64_t *tokens = at, *logits_rows = at + count;
+    int64_t* out = given->rows != nullptr ? given->rows : at + 2 * count;
+    int64_t *slot_of_row = out, *positions = out + count, *places = out + 2 * count;
+    int64_t *lengths = out + 3 * count, *first_rows = lengths + sequences;
+    int64_t row = 0, num_logits = 0;
+    for (int s = 0; s < sequences; s++) {
+        const int64_t slot = given->slots[s], end = row + given->row_counts[s];
+        int64_t position = given->num_tokens[slot] + given->starts[s];
+        lengths[s] = position + given->row_counts[s];
+        first_rows[s] = row;
+        for (int64_t i = end - given->logits_counts[s]; i < end; i++) logits_rows[num_logits++] = i;
+        for (; row < end; row++, position++) {
+            const int32_t page =
+                batch->block_table[slot * batch->block_table_stride + position / page_size];
+            slot_of_row[row] = slot;
+            positions[row] = position;
+            places[row] = (int64_t)page * page_size + position % page_size;
+            tokens[row] = given->token_ids[slot * given->token_stride + position];
+        }
+    }
+    first_rows[sequences] = row;
+    Batch whole = *batch;
+    whole.num_logits = (int32_t)num_logits;
+    whole.first_rows = first_rows, whole.lengths = lengths, whole.slots = given->slots;
+    whole.token_ids = tokens, whole.positions = positions, whole.places = places;
+    whole.logits_rows = logits_rows;
+    outrider_pass(model, &whole, threads);
+    return needed;
 }
 }

@@ -30,7 +30,7 @@ _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_
 _CALLS = (
     "outrider_pass",
     "outrider_product",
-    "outrider_read_rows",
+    "outrider_pass_in_slots",
     "outrider_verify",
     "outrider_draw",
     "outrider_probabilities",
@@ -118,6 +118,19 @@ class Batch(Structure):
     )
 
 
+class Slots(Structure):
+    _fields_ = (
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("row_counts", c_void_p),
+        ("logits_counts", c_void_p),
+        ("num_tokens", c_void_p),
+        ("token_ids", c_void_p),
+        ("token_stride", c_int64),
+        ("rows", c_void_p),
+    )
+
+
 def builds() -> dict[str, ctypes.CDLL]:
     """The builds that are here and that this processor can run, the best first."""
     capability = torch.backends.cpu.get_cpu_capability()
@@ -129,6 +142,7 @@ def builds() -> dict[str, ctypes.CDLL]:
                 library = ctypes.CDLL(spec.origin)
                 for call in _CALLS:
                     getattr(library, call).restype = None
+                library.outrider_pass_in_slots.restype = c_int64
             except (OSError, AttributeError):  # built for another system or version
                 continue
             loaded[name] = library
@@ -197,6 +211,24 @@ def run_pass(decoder: Decoder, batch: Batch) -> None:
     library = compiled()
     assert library is not None
     library.outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), _num_threads())
+
+
+def run_pass_in_slots(decoder: Decoder, batch: Batch, slots: Slots, num_positions: int) -> int:
+    """`run_pass` for rows that are looked up in slots; `batch` lacks them.
+
+    Returns how many positions it needs in the tables of cos and sin. If that is more than
+    `num_positions`, it has computed nothing.
+    """
+    library = compiled()
+    assert library is not None
+    needed: int = library.outrider_pass_in_slots(
+        ctypes.byref(decoder),
+        ctypes.byref(batch),
+        ctypes.byref(slots),
+        c_int64(num_positions),
+        _num_threads(),
+    )
+    return needed
 
 
 def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int:

@@ -1,13 +1,11 @@
 """Looks up each row of a batch: its token, and where in the pages its KV goes."""
 
-from ctypes import c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from ..cpu.layers import compiled, pointer
 from ..triton_or_none import tl, triton
 
 
@@ -40,8 +38,7 @@ def read_rows(
         token_ids: [num_slots, width] int32; block_table: [num_slots, pages] int32
     """
     if not uses_triton(token_ids):
-        on_cpu = read_rows_reference if compiled() is None else _read_rows_compiled
-        return on_cpu(
+        return read_rows_reference(
             slot_of_row, positions, slots, seq_lens, num_tokens, token_ids, block_table, page_size,
         )  # fmt: skip
     assert len(positions) >= len(seq_lens)
@@ -68,36 +65,6 @@ def read_rows(
         BLOCK=256,
     )
     return rows
-
-
-def _read_rows_compiled(
-    slot_of_row: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
-    num_tokens: Tensor,
-    token_ids: Tensor,
-    block_table: Tensor,
-    page_size: int,
-) -> Rows:
-    library = compiled()
-    assert library is not None
-    out = torch.empty(3 * len(positions) + len(seq_lens), dtype=torch.int64)
-    library.outrider_read_rows(
-        len(positions),
-        len(seq_lens),
-        *(
-            c_void_p(pointer(tensor, torch.int64))
-            for tensor in (slot_of_row, positions, slots, seq_lens, num_tokens)
-        ),
-        c_void_p(pointer(token_ids, torch.int32)),
-        c_int64(token_ids.shape[1]),
-        c_void_p(pointer(block_table, torch.int32)),
-        c_int64(block_table.shape[1]),
-        c_int64(page_size),
-        c_void_p(out.data_ptr()),
-    )
-    return Rows(*out.split([len(positions)] * 3 + [len(seq_lens)]))
 
 
 def read_rows_reference(

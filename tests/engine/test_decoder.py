@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from paged import check_against_eager
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.models import admission, families, loading
+from outrider.engine.models import admission, compiled_decoder, families, loading
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.blocks import Block
 from outrider.engine.models.compiled_decoder import CompiledDecoder
@@ -28,6 +29,8 @@ from outrider.engine.models.network import Network
 from outrider.engine.models.one_prompt import one_prompt
 from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.models.proof import CHECKED_LENGTHS
+from outrider.engine.state.batch import HostBatch
+from outrider.engine.state.slots import Slots
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.model import linear as linear_module
 from outrider.kernels.model.rms_norm import rms_norm_reference
@@ -247,6 +250,44 @@ def test_compiled_layers_tap_the_same(
     assert not torch.allclose(first, last, atol=0.1)
     expected = rms_norm_reference(last, network.norm._replace(weight=network.norm.weight.float()))
     torch.testing.assert_close(normed, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(
+    compiled() is None or DEVICE.type != "cpu", reason="the CPU's layers are not compiled"
+)
+@torch.inference_mode()
+def test_a_compiled_pass_looks_its_rows_up_as_others_do(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_decoder, "_FEWEST_POSITIONS", 8)  # its tables must grow
+    config = ModelConfig(path=str(tiny_model("qwen3", num_hidden_layers=4)))
+    model = PagedModel(config, DEVICE, is_draft=True)
+    assert isinstance(model.network, CompiledDecoder)
+    model.network.tap([0, 3])
+    model.network.bind_cache(num_pages=64, page_size=4)
+    for attention in model.network.attentions:
+        for pages in attention.bound_pages:
+            pages.normal_()
+    slots = Slots(3, 48, 6, 4, DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    slots.token_ids.random_(0, VOCAB, generator=generator)
+    slots.block_table[:3] = torch.randperm(63, generator=generator)[:48].view(3, 16).int() + 1
+    slots.num_tokens[:3] = torch.tensor([4, 9, 30])
+    model.bind_slots(slots)
+    for starts, lens, num_logits in (
+        ([0, -3, -1], [7, 2, 1], [0, 1, 1]),
+        ([7, -1, -9], [1, 6, 34], [1, 6, 5]),
+        ([8, 5, 4], [0, 1, 1], [0, 1, 1]),
+    ):
+        batch = HostBatch.build(*map(np.array, ([2, 0, 1], starts, lens, num_logits)))
+        got = model.forward(batch)
+        got = got._replace(logits=got.logits.clone())
+        assert got.shape == batch.shape
+        packed = batch.packed(batch.shape, slots.dummy)
+        expected = model.run(torch.from_numpy(packed), batch.shape)
+        assert torch.equal(got.logits, expected.logits)
+        assert torch.equal(got.taps, expected.taps)
+        assert all(map(torch.equal, got.rows, expected.rows))
 
 
 def test_a_layer_that_is_not_there_cannot_be_tapped(tiny_model: Tiny) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a batch are looked up alike by a kernel, by compiled code and by plain torch."""
+"""Rows of a batch are looked up alike by a kernel and by plain torch."""
 
 import pytest
 import torch
