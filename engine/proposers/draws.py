@@ -72,11 +72,8 @@ class DrawingProposer(Proposer):
         """
         size, filters, samples = shape
         (slot, offset), logits = integers[:, :size].unbind(), logits[:size]
-        # Verifying greedy drafts does not need their distributions.
-        kept = self.distributions if samples else None
         if cpu.takes(logits):
-            vocab_size = min(self._vocab_size, logits.shape[1])
-            return cpu.draw_into_slots(self._slots.state, slot, offset, logits, vocab_size, kept)
+            return self._draw_on_cpu(slot.numpy(), offset.numpy(), samples, logits)
         rows = read_slots(self._slots.state, slot, 0, offset)
         drawn = draft_sample(
             logits,
@@ -87,8 +84,30 @@ class DrawingProposer(Proposer):
             filters=bool(filters),
             samples=bool(samples),
         )
+        kept = self._kept(samples)
         write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
         return drawn.token_ids
+
+    def _draw_on_cpu(
+        self, slots_np: np.ndarray, offsets_np: np.ndarray, samples: int, logits: Tensor
+    ) -> Tensor:
+        vocab_size = min(self._vocab_size, logits.shape[1])
+        kept = self._kept(samples)
+        return cpu.draw_into_slots(
+            self._slots.state, slots_np, offsets_np, logits, vocab_size, kept
+        )
+
+    def _kept(self, samples: int) -> DraftDistributions | None:
+        """Where distributions go; verifying greedy drafts does not need them."""
+        return self.distributions if samples else None
+
+    def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:
+        """Draw draft j in these slots. Shape: logits [N, V'] -> [N]."""
+        if cpu.takes(logits):
+            return self._draw_on_cpu(slots_np, np.full_like(slots_np, j), kind[1], logits)
+        size = self._draws.padded_size(len(slots_np))
+        integers_np = self._pack_draws(slots_np, j, size)
+        return self._draws(integers_np, (size, *kind), logits)[: len(slots_np)]
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""
@@ -123,9 +142,7 @@ class DrawingProposer(Proposer):
                     break
                 seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
             logits = self._edited(logits, slots_np[seqs_np], j)
-            size = self._draws.padded_size(len(seqs_np))
-            integers_np = self._pack_draws(slots_np[seqs_np], j, size)
-            token_ids = self._draws(integers_np, (size, *kind), logits)[: len(seqs_np)]
+            token_ids = self._draw_each(slots_np[seqs_np], j, kind, logits)
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if looks and confidence is None and goes_on_np.any():

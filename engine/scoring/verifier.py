@@ -96,14 +96,14 @@ class Verifier:
         kind = sampling_kind(sampled)
         if edited_np.all():
             drawn = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
+        elif not edited_np.any():
+            drawn = self._verify_slots(slots_np, num_drafts_np, kind, logits)
         else:
-            size = self._phase.padded_size(len(sampled))
             # The dummy slot takes the place of edited sequences, which are verified after this.
-            packed_np = self._pack(np.where(edited_np, dummy, slots_np), num_drafts_np, size)
-            drawn = self._phase(packed_np, (size, *kind), logits)[: len(sampled)]
-            if edited_np.any():
-                index = uploaded(edited_np.nonzero()[0], drawn.device)
-                drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
+            others_np = np.where(edited_np, dummy, slots_np)
+            drawn = self._verify_slots(others_np, num_drafts_np, kind, logits)
+            index = uploaded(edited_np.nonzero()[0], drawn.device)
+            drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         asks = [s.request.params.logprobs is not None for s in sampled]
         logprobs = self._gather(plan, logits, drawn, np.array(asks)) if any(asks) else ()
         return HostCopy(drawn, *drafts, *logprobs)  # the only copy that every step makes
@@ -122,11 +122,42 @@ class Verifier:
         scores. Shape: slots_np, num_drafts_np, edited_np (bool) [B], of all requests.
         """
         rows = RequestRows.in_turn(slots_np, num_drafts_np + 1).take(edited_np)
-        size = len(rows.slots_np)
-        packed_np = self._pack(rows.slots_np, num_drafts_np[edited_np], size)
-        integers = uploaded(packed_np, self._slots.device)
         edited = self._edits.apply(logits, rows)
-        return self._run(integers, (size, *kind), edited)
+        return self._verify_slots(
+            rows.slots_np, num_drafts_np[edited_np], kind, edited, is_captured=False
+        )
+
+    def _verify_slots(
+        self,
+        slots_np: np.ndarray,
+        num_drafts_np: np.ndarray,
+        kind: Shape,
+        logits: Tensor,
+        *,
+        is_captured: bool = True,
+    ) -> Tensor:
+        """Verify the requests in these slots, whose rows of logits follow in this order.
+
+        Shape: slots_np, num_drafts_np [B] int64; logits [sum(k_i + 1), V] -> [B, K + 2].
+        """
+        q, (_, samples) = self._distributions, kind
+        if cpu.takes(logits, None if q is None else q.logits):
+            return cpu.verify_slots(
+                self._slots.state,
+                slots_np,
+                num_drafts_np,
+                self._slots.max_drafts,
+                logits,
+                self._vocab_size,
+                q if samples else None,
+            )
+        count = len(slots_np)
+        if is_captured:
+            size = self._phase.padded_size(count)
+            packed_np = self._pack(slots_np, num_drafts_np, size)
+            return self._phase(packed_np, (size, *kind), logits)[:count]
+        packed = uploaded(self._pack(slots_np, num_drafts_np, count), self._slots.device)
+        return self._run(packed, (count, *kind), logits)
 
     def read(self, plan: Plan, drawn: HostCopy | None) -> None:
         """Wait for what `verify` drew and for the step's prompt logprobs; enter it in the plan."""
@@ -159,17 +190,6 @@ class Verifier:
         size, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
         q = self._distributions
-        if cpu.takes(logits, None if q is None else q.logits):
-            return cpu.verify_slots(
-                self._slots.state,
-                cu_rows[:-1],
-                slot,
-                num_drafts,
-                self._slots.max_drafts,
-                logits,
-                self._vocab_size,
-                q if samples else None,
-            )
         # A plain step is one in which no sequence has drafts: it takes the same kernels.
         rows = read_slots(self._slots.state, slot, self._slots.max_drafts)
         verified = verify(

@@ -110,9 +110,8 @@ def _call(name: str, given: _Step, step: Step, out: Tensor) -> None:
 
 def verify_slots(
     slots: SlotState,
-    first_rows: Tensor,
-    slot: Tensor,
-    num_drafts: Tensor,
+    slots_np: np.ndarray,
+    num_drafts_np: np.ndarray,
     max_drafts: int,
     logits: Tensor,
     vocab_size: int,
@@ -120,47 +119,54 @@ def verify_slots(
 ) -> Tensor:
     """`verify` for requests in slots: `read_slots`, and `write_verified` what comes out.
 
-    Shape: first_rows, num_drafts [B] int32; slot [B] of any integers; logits [T, V]; kept
+    Shape: slots_np, num_drafts_np [B] int64; logits [sum(num_drafts + 1), V], in this order; kept
     [num_slots, K, V'] and [num_slots, K, 4], or None for one-hot drafts -> [B, K + 2].
     """
-    slot = slot.long()
-    out = torch.empty(len(slot), max_drafts + 2, dtype=torch.int64)
+    ends_np = (num_drafts_np + 1).cumsum()
+    counts_np = np.array((ends_np - num_drafts_np - 1, num_drafts_np), dtype=np.int32)
+    out = torch.empty(len(slots_np), max_drafts + 2, dtype=torch.int64)
     given = _Step(
-        first_rows=pointer(first_rows, torch.int32),
-        num_drafts=pointer(num_drafts, torch.int32),
+        first_rows=counts_np.ctypes.data,
+        num_drafts=counts_np.ctypes.data + counts_np.strides[0],
         columns=max_drafts,
     )
-    _set_slots(given, slots, slot, kept)
+    _set_slots(given, slots, slots_np, kept)
     _run("outrider_verify", given, logits, vocab_size, Purpose.FINAL, out)
     return out
 
 
 def draw_into_slots(
     slots: SlotState,
-    slot: Tensor,
-    offset: Tensor,
+    slots_np: np.ndarray,
+    offsets_np: np.ndarray,
     logits: Tensor,
     vocab_size: int,
     kept: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """`draft_sample` for requests in slots: `read_slots`, and `write_draft` what comes out.
 
-    Shape: slot, offset [N] int64; logits [N, V'], of the dtype of those kept; kept as above, or
-    None to keep nothing -> [N] int64.
+    Shape: slots_np, offsets_np [N] int64; logits [N, V'], of the dtype of those kept; kept as
+    above, or None to keep nothing -> [N] int64.
     """
     assert kept is None or (kept[0].dtype == logits.dtype and kept[0].shape[2] == logits.shape[1])
-    out = torch.empty(len(slot), dtype=torch.int64)
-    given = _Step(offset=pointer(offset, torch.int64))
-    _set_slots(given, slots, slot, kept)
+    out = torch.empty(len(slots_np), dtype=torch.int64)
+    given = _Step(offset=_pointer_np(offsets_np))
+    _set_slots(given, slots, slots_np, kept)
     _run("outrider_draw", given, logits, vocab_size, Purpose.DRAFT, out)
     return out
 
 
+def _pointer_np(array_np: np.ndarray) -> int:
+    assert array_np.dtype == np.int64
+    assert array_np.flags.c_contiguous
+    return array_np.ctypes.data
+
+
 def _set_slots(
-    given: _Step, slots: SlotState, slot: Tensor, kept: tuple[Tensor, Tensor] | None
+    given: _Step, slots: SlotState, slots_np: np.ndarray, kept: tuple[Tensor, Tensor] | None
 ) -> None:
     assert slots.token_ids.stride(1) == 1
-    given.entries = pointer(slot, torch.int64)
+    given.entries = _pointer_np(slots_np)
     given.token_ids = pointer(slots.token_ids, torch.int32)
     given.token_stride, given.num_slots = slots.token_ids.stride(0), len(slots.num_tokens)
     _set_requests(given, slots.sampling, slots.num_tokens)

@@ -169,7 +169,8 @@ def test_as_many_drafts_stand_in_slots_as_by_the_reference(
     mine, theirs = (slots_of(token_ids, samples, seed) for _ in range(2))
     kept = drafted(theirs, vocab, dtype, generator) if samples and seed % 3 else None
 
-    got = verify_slots(mine, cu_rows[:-1], slot, num_drafts, COLUMNS, logits, vocab, kept)
+    numbers = (x.long().numpy() for x in (slot, num_drafts))
+    got = verify_slots(mine, *numbers, COLUMNS, logits, vocab, kept)
     rows = read_slots_reference(theirs, slot, COLUMNS)
     with on_road("reference"):
         verified = verify(
@@ -201,7 +202,8 @@ def test_drafts_in_slots_are_those_of_the_reference(
         for _ in range(2)
     )
 
-    got = draw_into_slots(mine, slot, offset, logits, vocab, kept if samples else None)
+    numbers = (x.numpy() for x in (slot, offset))
+    got = draw_into_slots(mine, *numbers, logits, vocab, kept if samples else None)
     rows = read_slots_reference(theirs, slot, 0, offset)
     with on_road("reference"):
         drawn = draft_sample(
