@@ -108,6 +108,9 @@ class CompiledDecoder(Decoder):
         num_weights = sum(math.prod(linear.weight.shape) for linear in self.linears)
         return f"{8 * self.weight_bytes / num_weights:.1f} bits, compiled layers"
 
+    def dtype_of_pages(self, layer: PagedAttention) -> torch.dtype:
+        return self.cache_dtype or self.dtype  # it reads bfloat16 as fast, unlike torch's attention
+
     def __call__(self, context: PassContext) -> Pass:
         batch, rows = context.batch, context.batch.rows
         num_rows, num_logits = len(batch.input_ids), len(batch.logits_rows)
