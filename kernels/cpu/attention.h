@@ -124,19 +124,19 @@ inline void transpose(Octet* rows) {
     Octet pairs[8], fours[8];
     for (int i = 0; i < 8; i += 2) {
         const Octet a = rows[i], b = rows[i + 1];
-        pairs[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
-        pairs[i + 1] = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+        pairs[i] = shuffled<0, 8, 1, 9, 4, 12, 5, 13>(a, b);
+        pairs[i + 1] = shuffled<2, 10, 3, 11, 6, 14, 7, 15>(a, b);
     }
     for (int i = 0; i < 8; i += 4)
         for (int odd = 0; odd < 2; odd++) {
             const Octet a = pairs[i + odd], b = pairs[i + 2 + odd];
-            fours[i + 2 * odd] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
-            fours[i + 2 * odd + 1] = __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+            fours[i + 2 * odd] = shuffled<0, 1, 8, 9, 4, 5, 12, 13>(a, b);
+            fours[i + 2 * odd + 1] = shuffled<2, 3, 10, 11, 6, 7, 14, 15>(a, b);
         }
     for (int i = 0; i < 4; i++) {
         const Octet a = fours[i], b = fours[i + 4];
-        rows[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
-        rows[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+        rows[i] = shuffled<0, 1, 2, 3, 8, 9, 10, 11>(a, b);
+        rows[i + 4] = shuffled<4, 5, 6, 7, 12, 13, 14, 15>(a, b);
     }
 }
 

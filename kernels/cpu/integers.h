@@ -153,7 +153,7 @@ void to_inputs(const float* x, int count, Inputs* to) {
         for (int i = 0; i < BLOCK / WIDTH; i++) {
             typedef int16_t Narrow __attribute__((vector_size(16)));
             const Narrow v = __builtin_convertvector(whole[i / 2].part[i % 2], Narrow);
-            const Narrow sorted = __builtin_shufflevector(v, v, 0, 2, 1, 3, 4, 6, 5, 7);
+            const Narrow sorted = shuffled<0, 2, 1, 3, 4, 6, 5, 7>(v, v);
             std::memcpy(to->words + i * WIDTH, &sorted, sizeof sorted);
         }
     }

@@ -133,6 +133,17 @@ INLINE F splat(float x) {
 INLINE F load(const float* p) { return read<F>(p); }
 INLINE U words(const uint8_t* p) { return read<U>(p); }
 
+// Lanes of both by their places, those of b after those of a.
+template <int... PLACES, class V>
+INLINE V shuffled(V a, V b) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, PLACES...);
+#else
+    typedef decltype(a < b) Places;
+    return __builtin_shuffle(a, b, Places{PLACES...});
+#endif
+}
+
 // Lane i with lane i + N / 2, and so on.
 template <int N = LANES, class T, class V, class OPERATION>
 INLINE T folded(V v, OPERATION operation) {

@@ -283,6 +283,14 @@ def test_echo_puts_the_prompt_first_once(serve: Serve, stream: bool) -> None:
     assert texts == [f"{prompt} Hello world" for prompt in prompts for _ in range(2)]
 
 
+def test_no_character_of_a_text_ends_an_events_line(serve: Serve) -> None:
+    """Clients that use httpx's `iter_lines` take each of these for a line's end."""
+    prompt = "é\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029 end"
+    reply = post(serve().app, {"prompt": prompt, "echo": True, "stream": True})
+    assert joined(reply.chunks) == f"{prompt} Hello world"
+    assert all(line.startswith("data: ") for line in reply.body.decode().splitlines() if line)
+
+
 def test_echo_of_token_ids_is_their_text(serve: Serve, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the fox", add_special_tokens=False)
     answer = post(serve().app, {"prompt": ids, "echo": True}).json()
