@@ -118,7 +118,6 @@ class CompiledDecoder(Decoder):
         if num_rows:
             self._reach(int(rows.positions.max()))
         given, computed = self._given(len(rows.seq_lens), num_rows, num_logits, batch.block_table)
-        given.num_logits = num_logits
         given.first_rows = pointer(rows.cu_seqlens_q, torch.int64)
         given.lengths = pointer(rows.seq_lens, torch.int64)
         given.slots = pointer(rows.slots, torch.int64)
@@ -165,6 +164,7 @@ class CompiledDecoder(Decoder):
         taps = torch.empty(num_rows, len(tapped), self._decoder.shape.hidden) if tapped else None
         batch = cpu.Batch(
             sequences=num_seqs,
+            num_logits=num_logits,
             block_table=pointer(block_table, torch.int32),
             block_table_stride=block_table.shape[1],
             num_taps=len(tapped),

@@ -50,10 +50,8 @@ class PagedModel:
             same_bits=same_bits,
             cache_dtype=cache_dtype,
         )
-        # Padding picks faster products; rounded weights and compiled layers do not need it.
-        self._pads_rows = device.type == "cpu" and not (
-            rounds_weights(config, is_draft) or isinstance(self.network, CompiledDecoder)
-        )
+        # Padding picks faster products; rounded weights do not need it.
+        self._pads_rows = device.type == "cpu" and not rounds_weights(config, is_draft)
         self._name = hf_config.model_type
         self.max_positions = max_positions(hf_config)
         self.dtype, self.device = self.network.dtype, self.network.device

@@ -152,12 +152,11 @@ class Verifier:
                 q if samples else None,
             )
         count = len(slots_np)
+        size = self._phase.padded_size(count) if is_captured else count
+        packed_np = self._pack(slots_np, num_drafts_np, size)
         if is_captured:
-            size = self._phase.padded_size(count)
-            packed_np = self._pack(slots_np, num_drafts_np, size)
             return self._phase(packed_np, (size, *kind), logits)[:count]
-        packed = uploaded(self._pack(slots_np, num_drafts_np, count), self._slots.device)
-        return self._run(packed, (count, *kind), logits)
+        return self._run(uploaded(packed_np, self._slots.device), (size, *kind), logits)
 
     def read(self, plan: Plan, drawn: HostCopy | None) -> None:
         """Wait for what `verify` drew and for the step's prompt logprobs; enter it in the plan."""

@@ -165,17 +165,19 @@ void score_keys(
     const int dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = these.width();
     const int some = std::min(KEYS, these.num_keys - first);
     if (first + KEYS <= these.start(0, layer.window)) return;
-    int64_t place[KEYS_AHEAD + KEYS];
-    const int last = std::min(first + KEYS_AHEAD + KEYS, these.num_keys);
-    find(shape, these.pages, kv_head, first, last, place);
-    auto fetch = [&](const uint8_t* cache, int from, int to) {
+    int64_t place[KEYS], ahead[KEYS];
+    const int next = std::min(first + KEYS_AHEAD, these.num_keys);
+    const int last = std::min(next + KEYS, these.num_keys);
+    find(shape, these.pages, kv_head, first, first + some, place);
+    find(shape, these.pages, kv_head, next, last, ahead);
+    auto fetch = [&](const uint8_t* cache, const int64_t* places, int count) {
         const int bytes = BF16 ? 2 : 4;
-        for (int j = from; j < to; j++)
+        for (int j = 0; j < count; j++)
             for (int i = 0; i < bytes * dim; i += 64)
-                __builtin_prefetch(cache + bytes * place[j] + i, 0, 2);
+                __builtin_prefetch(cache + bytes * places[j] + i, 0, 2);
     };
-    fetch(layer.keys, std::min(KEYS_AHEAD, last - first), last - first);
-    fetch(layer.values, 0, some);
+    fetch(layer.keys, ahead, last - next);
+    fetch(layer.values, place, some);
     thread_local std::vector<float> scratch;
     if (scratch.size() < (size_t)dim * KEYS) scratch.resize((size_t)dim * KEYS);
     float* keys = scratch.data();  // [dim][KEYS]

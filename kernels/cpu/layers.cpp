@@ -303,24 +303,24 @@ PUBLIC int64_t outrider_pass_in_slots(
     int64_t count = 0, needed = 0;
     for (int s = 0; s < sequences; s++) {
         count += given->row_counts[s];
-        const int64_t end = given->num_tokens[given->slots[s]] + given->starts[s];
-        needed = std::max(needed, end + given->row_counts[s]);
+        const int64_t first = given->num_tokens[given->slots[s]] + given->starts[s];
+        needed = std::max(needed, first + given->row_counts[s]);
     }
     if (needed > num_positions) return needed;
     thread_local std::vector<int64_t> numbers;
     numbers.resize(5 * count + 2 * sequences + 1);
     int64_t* at = numbers.data();
-    int64_t *tokens = at, *logits_rows = at + count;
+    int64_t *tokens = at, *logits_rows = at + count, *logits_row = logits_rows;
     int64_t* out = given->rows != nullptr ? given->rows : at + 2 * count;
     int64_t *slot_of_row = out, *positions = out + count, *places = out + 2 * count;
     int64_t *lengths = out + 3 * count, *first_rows = lengths + sequences;
-    int64_t row = 0, num_logits = 0;
+    int64_t row = 0;
     for (int s = 0; s < sequences; s++) {
         const int64_t slot = given->slots[s], end = row + given->row_counts[s];
         int64_t position = given->num_tokens[slot] + given->starts[s];
         lengths[s] = position + given->row_counts[s];
         first_rows[s] = row;
-        for (int64_t i = end - given->logits_counts[s]; i < end; i++) logits_rows[num_logits++] = i;
+        for (int64_t i = end - given->logits_counts[s]; i < end; i++) *logits_row++ = i;
         for (; row < end; row++, position++) {
             const int32_t page =
                 batch->block_table[slot * batch->block_table_stride + position / page_size];
@@ -332,7 +332,6 @@ PUBLIC int64_t outrider_pass_in_slots(
     }
     first_rows[sequences] = row;
     Batch whole = *batch;
-    whole.num_logits = (int32_t)num_logits;
     whole.first_rows = first_rows, whole.lengths = lengths, whole.slots = given->slots;
     whole.token_ids = tokens, whole.positions = positions, whole.places = places;
     whole.logits_rows = logits_rows;
