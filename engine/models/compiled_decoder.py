@@ -1,8 +1,9 @@
 """A decoder whose passes run on a CPU in one compiled call each."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int32
+from functools import partial
 from operator import is_
 
 import torch
@@ -12,6 +13,7 @@ from outrider.kernels.cpu import layers as cpu
 from outrider.kernels.cpu.layers import pointer
 from outrider.kernels.cpu.packing import TILE
 from outrider.kernels.model.rope import rotary_table
+from outrider.kernels.verify.cpu import LinesOfDrafts
 
 from ..state.batch import BatchRows, HostBatch
 from ..state.slots import Slots
@@ -130,29 +132,46 @@ class CompiledDecoder(Decoder):
 
     def pass_in_slots(self, batch: HostBatch, slots: Slots) -> Pass:
         """Compute rows of sequences in slots, which the same call looks up."""
-        num_seqs, num_rows, num_logits = batch.shape
+        given, rows, computed = self._in_slots(batch, slots)
+        if computed.taps is not None:
+            num_seqs, num_rows, _ = batch.shape
+            found = torch.empty(3 * num_rows + 2 * num_seqs + 1, dtype=torch.int64)
+            rows.rows = found.data_ptr()
+            slot_of_row, positions, places, lengths, first_rows = found.split(
+                [*[num_rows] * 3, num_seqs, num_seqs + 1]
+            )
+            seqs = torch.from_numpy(batch.sequences_np[0])
+            of_taps = BatchRows(slot_of_row, positions, places, seqs, lengths, first_rows)
+            computed = computed._replace(rows=of_taps)
+        self._within_reach(partial(cpu.run_pass_in_slots, self._decoder, given, rows))
+        return self._rounded(computed)._replace(shape=batch.shape)
+
+    def draft_in_slots(self, batch: HostBatch, slots: Slots, drafts: LinesOfDrafts) -> None:
+        """Compute rows as `pass_in_slots` does, then draw drafts and compute theirs, all in one
+        call. The batch has a row of logits for each sequence to draft for.
+        """
+        given, rows, computed = self._in_slots(batch, slots)
+        self._within_reach(partial(drafts.draw, self._decoder, given, rows, computed.logits))
+
+    def _in_slots(self, batch: HostBatch, slots: Slots) -> tuple[cpu.Batch, cpu.Slots, Pass]:
+        """A call's batch, where its rows are looked up, and the tensors that it writes to."""
         self._bind(self.attentions)
+        num_seqs, num_rows, num_logits = batch.shape
         given, computed = self._given(num_seqs, num_rows, num_logits, slots.block_table)
         first, row_len = batch.sequences_np.ctypes.data, batch.sequences_np.strides[0]
-        looked_up = cpu.Slots(
+        rows = cpu.Slots(
             *(first + i * row_len for i in range(4)),
             pointer(slots.num_tokens, torch.int64),
             pointer(slots.token_ids, torch.int32),
             slots.token_ids.shape[1],
         )
-        if computed.taps is not None:
-            found = torch.empty(3 * num_rows + 2 * num_seqs + 1, dtype=torch.int64)
-            looked_up.rows = found.data_ptr()
-            slot_of_row, positions, places, lengths, first_rows = found.split(
-                [*[num_rows] * 3, num_seqs, num_seqs + 1]
-            )
-            seqs = torch.from_numpy(batch.sequences_np[0])
-            rows = BatchRows(slot_of_row, positions, places, seqs, lengths, first_rows)
-            computed = computed._replace(rows=rows)
-        while True:
-            needed = cpu.run_pass_in_slots(self._decoder, given, looked_up, self._num_positions)
-            if needed <= self._num_positions:
-                return self._rounded(computed)._replace(shape=batch.shape)
+        return given, rows, computed
+
+    def _within_reach(self, call: Callable[[int], int]) -> None:
+        """Make a call that takes how many positions the tables have, and returns how many it needs;
+        make it once more if these were more.
+        """
+        while (needed := call(self._num_positions)) > self._num_positions:
             self._reach(needed - 1)
 
     def _given(

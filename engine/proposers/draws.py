@@ -91,10 +91,13 @@ class DrawingProposer(Proposer):
     def _draw_on_cpu(
         self, slots_np: np.ndarray, offsets_np: np.ndarray, samples: int, logits: Tensor
     ) -> Tensor:
-        vocab_size = min(self._vocab_size, logits.shape[1])
-        kept = self._kept(samples)
         return cpu.draw_into_slots(
-            self._slots.state, slots_np, offsets_np, logits, vocab_size, kept
+            self._slots.state,
+            slots_np,
+            offsets_np,
+            logits,
+            self._vocab_size,
+            self._kept(samples),
         )
 
     def _kept(self, samples: int) -> DraftDistributions | None:

@@ -3,11 +3,13 @@
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from outrider.kernels.verify import cpu
 
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
+from ..models.compiled_decoder import CompiledDecoder
 from ..models.network import Pass
 from ..models.paged_model import PagedModel
 from ..request import Request
@@ -16,7 +18,7 @@ from ..state.batch import HostBatch
 from ..state.phase import padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS
+from .base import SAMPLING_KINDS, sampling_kind
 from .draws import DrawingProposer
 
 
@@ -58,14 +60,32 @@ class Top1Proposer(DrawingProposer):
                 self._draws.capture(integers_np, (size, *kind), (logits[:size],))
 
     def _propose(self, plan: Plan) -> None:
-        drafting, logits = self._catch_up(plan)
-        if drafting:
-            self._draft_for(drafting, logits)
+        """Compute, in one ragged batch, what the draft has not computed yet, and then draft."""
+        reading, starts, lens = self._missed(plan)
+        if not reading:
+            return
+        drafting = [scheduled for scheduled in reading if scheduled.num_drafts > 0]
+        batch = HostBatch.build(
+            slots_of(reading),
+            np.array(starts),
+            np.array(lens),
+            np.array([int(scheduled.num_drafts > 0) for scheduled in reading]),
+        )
+        if self._drafts_in_one_call(drafting):
+            self._draft_in_one_call(drafting, batch)
+        else:
+            logits = self._draft.forward(batch).logits
+            if drafting:
+                self._draft_for(drafting, logits)
+        for scheduled, first, num_unseen in zip(reading, starts, lens, strict=True):
+            request = scheduled.request
+            if not request.num_drafts_in_flight:  # otherwise it depends on how many of them stand
+                request.num_draft_computed_tokens = request.least_tokens + first + num_unseen
 
-    def _catch_up(self, plan: Plan) -> tuple[list[ScheduledRequest], Tensor]:
-        """Compute the tokens that the draft has not computed yet, in one ragged batch.
+    def _missed(self, plan: Plan) -> tuple[list[ScheduledRequest], list[int], list[int]]:
+        """The sequences to read, where they go on, and how many tokens of each fit into a pass.
 
-        Returns the sequences to draft for, and the logits after their last known tokens: [B, V'].
+        Lowers `num_drafts` to what the draft's context has room for; 0 if tokens do not fit.
         """
         num_rows_left = self._most_rows
         reading, starts, lens = [], [], []
@@ -86,21 +106,35 @@ class Top1Proposer(DrawingProposer):
                 reading.append(scheduled)
                 starts.append(first)
                 lens.append(num_unseen)
-        drafting = [scheduled for scheduled in reading if scheduled.num_drafts > 0]
-        if not reading:
-            return drafting, torch.empty(0)
-        batch = HostBatch.build(
-            slots_of(reading),
-            np.array(starts),
-            np.array(lens),
-            np.array([int(scheduled.num_drafts > 0) for scheduled in reading]),
+        return reading, starts, lens
+
+    def _drafts_in_one_call(self, drafting: list[ScheduledRequest]) -> bool:
+        """Whether compiled code alone can draft; it knows no logit edits."""
+        is_compiled = isinstance(self._draft.network, CompiledDecoder)
+        return (
+            is_compiled
+            and cpu.takes(self.distributions.logits)
+            and len(drafting) > 0
+            and not self._edits.asked_by(slots_of(drafting)).any()
         )
-        logits = self._draft.forward(batch).logits
-        for scheduled, first, num_unseen in zip(reading, starts, lens, strict=True):
-            request = scheduled.request
-            if not request.num_drafts_in_flight:  # otherwise it depends on how many of them stand
-                request.num_draft_computed_tokens = request.least_tokens + first + num_unseen
-        return drafting, logits
+
+    def _draft_in_one_call(self, drafting: list[ScheduledRequest], batch: HostBatch) -> None:
+        """Compute the batch, then draw and compute drafts: what `_draft_for` does, without the time
+        that Python takes around each small pass.
+        """
+        assert isinstance(self._draft.network, CompiledDecoder)
+        _, samples = sampling_kind(drafting)
+        drafts = cpu.LinesOfDrafts(
+            self._slots.state,
+            slots_of(drafting),
+            np.array([scheduled.num_drafts for scheduled in drafting]),
+            np.array([scheduled.least_chance for scheduled in drafting]),
+            self._vocab_size,
+            self._kept(samples),
+        )
+        self._draft.network.draft_in_slots(batch, self._slots, drafts)
+        for scheduled, num_drawn in zip(drafting, drafts.counts_np.tolist(), strict=True):
+            scheduled.num_drafts = num_drawn
 
     def _draft_for(self, scheduled: list[ScheduledRequest], logits: Tensor) -> None:
         """Draw up to k_i drafts for each sequence, and write them after its known tokens.

@@ -33,6 +33,7 @@ _CALLS = (
     "outrider_pass_in_slots",
     "outrider_verify",
     "outrider_draw",
+    "outrider_draft",
     "outrider_probabilities",
     "outrider_philox",
 )
@@ -143,6 +144,7 @@ def builds() -> dict[str, ctypes.CDLL]:
                 for call in _CALLS:
                     getattr(library, call).restype = None
                 library.outrider_pass_in_slots.restype = c_int64
+                library.outrider_draft.restype = c_int64
             except (OSError, AttributeError):  # built for another system or version
                 continue
             loaded[name] = library
@@ -167,7 +169,7 @@ def torch_on_one_thread() -> Iterator[None]:
     """
     global _own_threads
     before = _own_threads, torch.get_num_threads()
-    _own_threads = _num_threads()
+    _own_threads = num_threads()
     torch.set_num_threads(1)
     try:
         yield
@@ -176,7 +178,8 @@ def torch_on_one_thread() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def _num_threads() -> int:
+def num_threads() -> int:
+    """How many threads a call of the compiled layers gets."""
     return torch.get_num_threads() if _own_threads is None else _own_threads
 
 
@@ -201,7 +204,7 @@ def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tenso
         c_void_p(x.data_ptr()),
         len(x),
         c_void_p(out.data_ptr()),
-        _num_threads(),
+        num_threads(),
     )
     return out
 
@@ -210,7 +213,7 @@ def run_pass(decoder: Decoder, batch: Batch) -> None:
     """Compute the rows of a batch: their KV, and the logits and taps that are asked for."""
     library = compiled()
     assert library is not None
-    library.outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), _num_threads())
+    library.outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), num_threads())
 
 
 def run_pass_in_slots(decoder: Decoder, batch: Batch, slots: Slots, num_positions: int) -> int:
@@ -226,7 +229,7 @@ def run_pass_in_slots(decoder: Decoder, batch: Batch, slots: Slots, num_position
         ctypes.byref(batch),
         ctypes.byref(slots),
         c_int64(num_positions),
-        _num_threads(),
+        num_threads(),
     )
     return needed
 

@@ -1,7 +1,11 @@
-// Verification in one call, and the draws of drafts in another: each reads the requests' slots and
-// writes them. They compute what the references of kernels/verify do, in their order and with their
-// fixed-point sums; only the last bits of exponentials and logarithms are others.
+// Verification in one call, a draw for each sequence in another, and all drafts of a step in a third:
+// each reads the requests' slots and writes them. They compute what the references of kernels/verify
+// do, in their order and with their fixed-point sums; only the last bits of exponentials and
+// logarithms are others.
 
+#include <numeric>
+
+#include "batch.h"
 #include "philox.h"
 #include "rows.h"
 
@@ -33,6 +37,11 @@ float exponential_variate(uint32_t word) {
     float series = 1.0f / 6;
     for (int i = 5; i > 0; i--) series = 1.0f / (float)i + v * series;
     return v * series;
+}
+
+float probability(const uint8_t* row, bool is_bf16, int64_t width, int64_t token) {
+    return is_bf16 ? RawRow<true>{row, width}.probability(token)
+                   : RawRow<false>{row, width}.probability(token);
 }
 
 class Request {
@@ -314,6 +323,58 @@ PUBLIC void outrider_draw(const Step* step) {
     for (int b = 0; b < step->count; b++) Request(*step, b).draw_draft();
 }
 
+// All drafts of a step, by a model's passes and draws in turn. The first pass is given, with a row of
+// logits for each of the step's sequences; the others read their newest draft. A sequence gets up to
+// counts[i] drafts, and no more once those so far stand with less than least[i]; counts[i] becomes
+// their number. Returns how many positions it needs, as a pass does. Shape: counts, least [count].
+PUBLIC int64_t outrider_draft(
+    const Decoder* model, const Batch* given_batch, const Slots* given_rows, int64_t num_positions,
+    int32_t threads, const Step* given_step, int64_t* counts, const double* least
+) {
+    Batch batch = *given_batch;
+    Slots rows = *given_rows;
+    Step step = *given_step;
+    int left = step.count;
+    const int64_t later = *std::max_element(counts, counts + left) - 1;  // positions
+    const int64_t needed =
+        later + outrider_pass_in_slots(model, &batch, &rows, num_positions - later, threads);
+    if (needed > num_positions) return needed;
+    std::vector<int64_t> slots(step.entries, step.entries + left), drawn(left), offsets(left);
+    std::vector<int64_t> starts(left), ones(left, 1);
+    std::vector<double> chance(left, 1.0);
+    std::vector<int> sequence(left);  // each one's index in counts and least
+    std::iota(sequence.begin(), sequence.end(), 0);
+    step.entries = rows.slots = slots.data();
+    step.offset = offsets.data();
+    step.out = drawn.data();
+    rows.starts = starts.data();
+    rows.row_counts = rows.logits_counts = ones.data();
+    for (int j = 0;; j++) {
+        step.count = left;
+        std::fill_n(offsets.begin(), left, j);
+        outrider_draw(&step);
+        left = 0;
+        for (int i = 0; i < step.count; i++) {
+            const int s = sequence[i];
+            bool goes_on = counts[s] > j + 1;
+            if (goes_on && least[s] > 0) {
+                chance[s] *= probability(row_of(step, i), step.is_bf16, batch.vocab_size, drawn[i]);
+                goes_on = chance[s] >= least[s];
+            }
+            if (!goes_on) {
+                counts[s] = j + 1;
+                continue;
+            }
+            sequence[left] = s;
+            slots[left++] = slots[i];
+        }
+        if (left == 0) return needed;
+        batch.sequences = batch.num_logits = left;
+        std::fill_n(starts.begin(), left, j);
+        outrider_pass_in_slots(model, &batch, &rows, num_positions, threads);
+    }
+}
+
 // Of one token a row, at temperature 1. Shape: data [count][stride], token_ids [count].
 PUBLIC void outrider_probabilities(
     const uint8_t* data, int64_t stride, int64_t width, int32_t is_bf16, int32_t count,
@@ -321,8 +382,7 @@ PUBLIC void outrider_probabilities(
 ) {
     for (int n = 0; n < count; n++) {
         const uint8_t* row = data + n * stride * (is_bf16 ? 2 : 4);
-        out[n] = is_bf16 ? RawRow<true>{row, width}.probability(token_ids[n])
-                         : RawRow<false>{row, width}.probability(token_ids[n]);
+        out[n] = probability(row, is_bf16, width, token_ids[n]);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Verification on a CPU in one compiled call, and the draws of drafts in another.
+"""Verification on a CPU in one compiled call, and drafts in another.
 
 The references take some hundred operations of torch for it, which together cost as much as a pass
 of the target. The outcome is theirs, except where a last bit of an exponential decides: about once
@@ -7,6 +7,7 @@ in a million draws.
 
 import ctypes
 from ctypes import Structure, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from ..cpu.layers import compiled, pointer
+from ..cpu.layers import Batch, Decoder, Slots, compiled, num_threads, pointer
 from .drafts import DraftSample, Step, Verified
 from .philox import Purpose
 from .sampling import STATE_WIDTH, Sampling
@@ -148,12 +149,60 @@ def draw_into_slots(
     Shape: slots_np, offsets_np [N] int64; logits [N, V'], of the dtype of those kept; kept as
     above, or None to keep nothing -> [N] int64.
     """
-    assert kept is None or (kept[0].dtype == logits.dtype and kept[0].shape[2] == logits.shape[1])
     out = torch.empty(len(slots_np), dtype=torch.int64)
-    given = _Step(offset=_pointer_np(offsets_np))
-    _set_slots(given, slots, slots_np, kept)
-    _run("outrider_draw", given, logits, vocab_size, Purpose.DRAFT, out)
+    given = _draws_in_slots(slots, slots_np, logits, vocab_size, kept)
+    given.offset, given.out = _pointer_np(offsets_np), pointer(out, torch.int64)
+    _library().outrider_draw(ctypes.byref(given))
     return out
+
+
+@dataclass(slots=True)
+class LinesOfDrafts:
+    """Up to k_i drafts for each of N sequences in slots, each predicted by a pass of a model."""
+
+    slots: SlotState
+    slots_np: np.ndarray  # [N] int64
+    counts_np: np.ndarray  # [N] int64, k_i; then how many were drawn
+    # [N] float64: no draft follows drafts that are less likely than this to stand, all of them
+    least_chance_np: np.ndarray
+    vocab_size: int
+    kept: tuple[Tensor, Tensor] | None  # as above
+
+    def draw(
+        self, model: Decoder, batch: Batch, rows: Slots, logits: Tensor, num_positions: int
+    ) -> int:
+        """Compute these rows, which end with a row of logits for each sequence, and then draw each
+        draft and compute its row in turn: `draw_into_slots` and `run_pass_in_slots` over and over.
+
+        Returns how many positions the model needs; if that is more than `num_positions`, nothing
+        was computed. Shape: logits [N, V'], to which all passes write.
+        """
+        given = _draws_in_slots(self.slots, self.slots_np, logits, self.vocab_size, self.kept)
+        needed: int = _library().outrider_draft(
+            ctypes.byref(model),
+            ctypes.byref(batch),
+            ctypes.byref(rows),
+            c_int64(num_positions),
+            num_threads(),
+            ctypes.byref(given),
+            c_void_p(_pointer_np(self.counts_np)),
+            c_void_p(self.least_chance_np.ctypes.data),
+        )
+        return needed
+
+
+def _draws_in_slots(
+    slots: SlotState,
+    slots_np: np.ndarray,
+    logits: Tensor,
+    vocab_size: int,
+    kept: tuple[Tensor, Tensor] | None,
+) -> _Step:
+    assert kept is None or (kept[0].dtype == logits.dtype and kept[0].shape[2] == logits.shape[1])
+    given = _Step(count=len(slots_np), purpose=int(Purpose.DRAFT))
+    _set_slots(given, slots, slots_np, kept)
+    _set_logits(given, logits, min(vocab_size, logits.shape[1]))
+    return given
 
 
 def _pointer_np(array_np: np.ndarray) -> int:
@@ -195,11 +244,15 @@ def _set_drafts(given: _Step, logits: Tensor | None, state: Tensor | None) -> No
 def _run(
     name: str, given: _Step, logits: Tensor, vocab_size: int, purpose: Purpose, out: Tensor
 ) -> None:
+    _set_logits(given, logits, vocab_size)
+    given.count, given.purpose, given.out = len(out), int(purpose), pointer(out, torch.int64)
+    getattr(_library(), name)(ctypes.byref(given))
+
+
+def _set_logits(given: _Step, logits: Tensor, vocab_size: int) -> None:
     assert logits.stride(1) == 1
     given.logits, given.stride = logits.data_ptr(), logits.stride(0)
     given.vocab_size, given.is_bf16 = vocab_size, logits.dtype == torch.bfloat16
-    given.count, given.purpose, given.out = len(out), int(purpose), pointer(out, torch.int64)
-    getattr(_library(), name)(ctypes.byref(given))
 
 
 def probabilities(logits: Tensor, token_ids: Tensor) -> np.ndarray:

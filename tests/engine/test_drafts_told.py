@@ -2,13 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from engines import GREEDY, engine_config, generate, prompts, tokens
-from tiny_models import VOCAB, Tiny
+from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models import compiled_decoder
+from outrider.engine.models.compiled_decoder import CompiledDecoder
+from outrider.engine.proposers.top1 import Top1Proposer
+from outrider.kernels.cpu.layers import compiled
 
 K = 3
 PROMPTS = prompts([7, 20, 3], VOCAB)
@@ -103,3 +109,34 @@ def test_drafts_of_prompt_lookup_are_told(pair: tuple[Path, Path]) -> None:
     num_told = [sum(len(o.draft_token_ids or ()) for o in each) for each in outputs]
     assert num_told == [each[-1].num_draft_tokens for each in outputs]
     assert sum(num_told) > 0
+
+
+@pytest.mark.skipif(
+    compiled() is None or DEVICE.type != "cpu", reason="the CPU's layers are not compiled"
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_one_call_are_those_drawn_in_turn(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    monkeypatch.setattr(compiled_decoder, "_FEWEST_POSITIONS", 8)  # its tables must grow
+    in_one_call = Mock(wraps=CompiledDecoder.draft_in_slots)
+    monkeypatch.setattr(CompiledDecoder, "draft_in_slots", lambda *args: in_one_call(*args))
+    target, draft = tiny_model("qwen3"), tiny_model("qwen3", num_hidden_layers=1)
+    config = replace(engine_config(target, draft, k=K), draft=ModelConfig(path=str(draft)))
+    params = [
+        SamplingParams(max_tokens=24, temperature=temperature, seed=i, num_speculative_tokens=k)
+        for i, k in enumerate((None, 1, None))
+    ]
+    told = []
+    for is_one_call in (True, False):
+        if not is_one_call:
+            monkeypatch.setattr(Top1Proposer, "_drafts_in_one_call", lambda *_: False)
+        engine = Engine(config)
+        engine.scheduler._least_chance = 0.01
+        outputs = run(engine, params, tellers=(0, 1, 2))
+        told.append([(o.token_ids, o.draft_token_ids) for each in outputs for o in each])
+        assert (in_one_call.call_count > 0) == is_one_call
+        in_one_call.reset_mock()
+    assert told[0] == told[1]
+    lens = [len(drafts) for _, drafts in told[0] if drafts is not None]
+    assert {1, 2, K} <= set(lens)  # some end early
