@@ -119,7 +119,9 @@ def run(
     params = SamplingParams(
         max_tokens=new_tokens,
         temperature=temperature,
-        grammar=lark_of_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}).text,
+        grammar=lark_of_schema(
+            "schema", SCHEMA | {"x-guidance": {"whitespace_flexible": False}}
+        ).text,
     )
     before = engine.stats()
     engine.submit(
@@ -161,7 +163,7 @@ def timed_masks() -> list[float]:
 
 def unmask(engine: Engine) -> None:
     """Let drafts leave the grammar, as if only the target knew it."""
-    vars(engine.worker.proposer)["_edit"] = lambda logits, slots_np, drafts_np: None
+    vars(engine.worker.proposer)["_edited"] = lambda logits, slots_np, j: logits
 
 
 def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:
@@ -175,13 +177,13 @@ def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:
         config.token_table, config.eos_token_ids, len(config.token_table.token_bytes)
     )
     start_s = time.perf_counter()
-    grammar = compiler.start(lark_of_schema(SCHEMA).text)
+    grammar = compiler.start(lark_of_schema("schema", SCHEMA).text)
     grammar.process.begun.result()
     compiled_s = time.perf_counter() - start_s
     times_s = []
     for token_id in token_ids:
         start_s = time.perf_counter()
-        compute_masks([grammar])
+        compute_masks([grammar], [1])
         grammar.follow([token_id])
         times_s.append(time.perf_counter() - start_s)
     assert grammar.error is None

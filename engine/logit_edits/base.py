@@ -13,7 +13,7 @@ from outrider.kernels.edits.edit_rows import EditRows
 from ..api import SamplingParams
 from ..request import Request
 from ..state.host_copy import uploaded
-from ..state.ragged import aligned, ragged_arange
+from ..state.ragged import aligned
 
 
 class RequestRows(NamedTuple):
@@ -53,12 +53,11 @@ class RequestRows(NamedTuple):
 
     def each_np(self) -> np.ndarray:
         """For each row: its number, its slot, and how many drafts come before it. Shape: [3, M]."""
-        each = (
-            ragged_arange(self.first_rows_np, self.num_rows_np),
-            np.repeat(self.slots_np, self.num_rows_np),
-            ragged_arange(self.first_drafts_np, self.num_rows_np),
-        )
-        return np.stack(each)
+        begins_np = self.num_rows_np.cumsum() - self.num_rows_np
+        of_first = self.first_rows_np - begins_np, self.slots_np, self.first_drafts_np - begins_np
+        each_np: np.ndarray = np.array(of_first).repeat(self.num_rows_np, axis=1)
+        each_np[::2] += np.arange(each_np.shape[1])
+        return each_np
 
     def behind(self, num_tokens: Tensor) -> EditRows:
         """The rows as kernels take them, counted from the device's own `num_tokens`.
@@ -105,6 +104,10 @@ class LogitEdit(ABC):
     def unseat(self, slot: int) -> None:
         """Forget the slot's request, if it had any; tables keep stale rows, which are not read."""
         self._requests.pop(slot, None)
+
+    def drawn(self, slots_np: np.ndarray, token_ids: Tensor) -> None:
+        """Called, if it `needs_host`, with each further draft of these slots. Shape: [B] each."""
+        return
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: RequestRows) -> None:

@@ -1,5 +1,6 @@
 """Bans tokens by a bitmask: for allowed_token_ids and for grammars."""
 
+import numpy as np
 import torch
 
 from .._dispatch import uses_triton
@@ -73,12 +74,10 @@ def apply_bitmask_reference(
     bitmask_row: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    bits = torch.arange(8, device=bitmask.device)
-    unset = (torch.arange(256, device=bitmask.device)[:, None] >> bits) & 1 == 0
-    octets = bitmask[bitmask_row].view(torch.uint8).int()  # assumes a little-endian machine
-    banned = unset.index_select(0, octets.flatten()).view(len(row), -1)
-    for i, mask in zip(row.tolist(), banned, strict=True):
-        logits[i, :vocab_size].masked_fill_(mask[:vocab_size], -torch.inf)
+    octets = bitmask[bitmask_row].numpy(force=True).view(np.uint8)  # on a little-endian machine
+    is_banned = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little") == 0
+    for i, mask in zip(row.tolist(), torch.from_numpy(is_banned).to(logits.device), strict=True):
+        logits[i, :vocab_size].masked_fill_(mask, -torch.inf)
 
 
 @triton.jit
