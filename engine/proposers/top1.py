@@ -40,6 +40,9 @@ class Top1Proposer(DrawingProposer):
     ) -> None:
         super().__init__(slots, edits, vocab_size, draft.network)
         self._draft = draft
+        self._is_compiled = isinstance(draft.network, CompiledDecoder) and cpu.takes(
+            self.distributions.logits
+        )
         # Rows of one pass: those of a step, and two that each slot may have missed.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
 
@@ -71,12 +74,12 @@ class Top1Proposer(DrawingProposer):
             np.array(lens),
             np.array([int(scheduled.num_drafts > 0) for scheduled in reading]),
         )
-        if self._drafts_in_one_call(drafting):
+        if not drafting:
+            self._draft.forward(batch)
+        elif self._is_compiled and not self._edits.asked_by(slots_of(drafting)).any():
             self._draft_in_one_call(drafting, batch)
         else:
-            logits = self._draft.forward(batch).logits
-            if drafting:
-                self._draft_for(drafting, logits)
+            self._draft_pass_by_pass(drafting, batch)
         for scheduled, first, num_unseen in zip(reading, starts, lens, strict=True):
             request = scheduled.request
             if not request.num_drafts_in_flight:  # otherwise it depends on how many of them stand
@@ -108,19 +111,21 @@ class Top1Proposer(DrawingProposer):
                 lens.append(num_unseen)
         return reading, starts, lens
 
-    def _drafts_in_one_call(self, drafting: list[ScheduledRequest]) -> bool:
-        """Whether compiled code alone can draft; it knows no logit edits."""
-        is_compiled = isinstance(self._draft.network, CompiledDecoder)
-        return (
-            is_compiled
-            and cpu.takes(self.distributions.logits)
-            and len(drafting) > 0
-            and not self._edits.asked_by(slots_of(drafting)).any()
-        )
+    def _draft_pass_by_pass(self, drafting: list[ScheduledRequest], batch: HostBatch) -> None:
+        """Compute the batch, which ends with a row of logits for each sequence, and draft."""
+
+        def logits_of(j: int, slots_np: np.ndarray, _: np.ndarray) -> tuple[Tensor, None]:
+            rows = batch
+            if j > 0:
+                ones_np = np.ones_like(slots_np)
+                rows = HostBatch.build(slots_np, (j - 1) * ones_np, ones_np, ones_np)
+            return self._draft.forward(rows).logits, None
+
+        self._draw_in_turn(drafting, logits_of)
 
     def _draft_in_one_call(self, drafting: list[ScheduledRequest], batch: HostBatch) -> None:
-        """Compute the batch, then draw and compute drafts: what `_draft_for` does, without the time
-        that Python takes around each small pass.
+        """The same without the time that Python takes around each small pass. Compiled code alone
+        does it, which knows no logit edits.
         """
         assert isinstance(self._draft.network, CompiledDecoder)
         _, samples = sampling_kind(drafting)
@@ -135,21 +140,6 @@ class Top1Proposer(DrawingProposer):
         self._draft.network.draft_in_slots(batch, self._slots, drafts)
         for scheduled, num_drawn in zip(drafting, drafts.counts_np.tolist(), strict=True):
             scheduled.num_drafts = num_drawn
-
-    def _draft_for(self, scheduled: list[ScheduledRequest], logits: Tensor) -> None:
-        """Draw up to k_i drafts for each sequence, and write them after its known tokens.
-
-        Shape: logits [B, V'], after the last known tokens.
-        """
-
-        def logits_of(j: int, slots_np: np.ndarray, _: np.ndarray) -> tuple[Tensor, None]:
-            if j == 0:
-                return logits, None
-            ones_np = np.ones_like(slots_np)
-            batch = HostBatch.build(slots_np, (j - 1) * ones_np, ones_np, ones_np)
-            return self._draft.forward(batch).logits, None
-
-        self._draw_in_turn(scheduled, logits_of)
 
 
 def _first_unseen(request: Request) -> int:

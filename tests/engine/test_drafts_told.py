@@ -129,9 +129,11 @@ def test_drafts_of_one_call_are_those_drawn_in_turn(
     ]
     told = []
     for is_one_call in (True, False):
-        if not is_one_call:
-            monkeypatch.setattr(Top1Proposer, "_drafts_in_one_call", lambda *_: False)
         engine = Engine(config)
+        proposer = engine.worker.proposer
+        assert isinstance(proposer, Top1Proposer)
+        assert proposer._is_compiled
+        proposer._is_compiled = is_one_call
         engine.scheduler._least_chance = 0.01
         outputs = run(engine, params, tellers=(0, 1, 2))
         told.append([(o.token_ids, o.draft_token_ids) for each in outputs for o in each])
