@@ -105,9 +105,9 @@ class KVCacheManager:
 
     def prefix_is_coming(self, request: Request, prefilling: list[Request]) -> bool:
         """Whether one of `prefilling` is about to compute a page that the request can share."""
-        if not self.prefix_caching:
-            return False
         num_pages = request.num_reusable_tokens // self.page_size
+        if not self.prefix_caching or num_pages == 0:  # many short prompts need not be compared
+            return False
         self._hash_pages(request, num_pages)
         for other in prefilling:
             i = other.num_computed_tokens // self.page_size
