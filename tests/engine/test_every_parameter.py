@@ -66,6 +66,9 @@ ALONE: dict[str, dict[str, Any]] = {
 PAIRS = list(itertools.combinations(ALONE, 2))
 
 
+TRUTHS: dict[str, dict[tuple[int, ...], float]] = {}  # of the one target, for all proposers
+
+
 def truth_of(params: SamplingParams, target: Path) -> dict[tuple[int, ...], float]:
     def mask(output: list[int]) -> list[bool]:
         """What may follow in (ab|ac|b)*, where the tokens are a, b, c and eos."""
@@ -78,7 +81,10 @@ def truth_of(params: SamplingParams, target: Path) -> dict[tuple[int, ...], floa
             return [False, True, True, False]
         return [True, True, ends[2], True]
 
-    return joint(target, PROMPT, params, (EOS,), mask)
+    key = repr(params)
+    if key not in TRUTHS:
+        TRUTHS[key] = joint(target, PROMPT, params, (EOS,), mask)
+    return TRUTHS[key]
 
 
 @pytest.fixture(scope="module")
