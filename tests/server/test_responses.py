@@ -7,7 +7,6 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-import agents
 import openai
 import pytest
 from asgi import Call, Reply, get, post
@@ -475,6 +474,8 @@ def test_openai_client_reads_all_of_it(serve: Serve, tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_agents_client_runs_tools(serve: Serve, tokenizer: Tokenizer, stream: bool) -> None:
+    import agents  # takes seconds, which no other worker need spend
+
     served = saying(serve, tokenizer, f"<think>Hm.</think>{CALL_ROME}", "It is sunny in Rome.")
     asked = []
 
