@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
@@ -108,9 +109,11 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 @functools.lru_cache(maxsize=1)
 def _by_transformers(path: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, **transformers_arguments(path)
-    )
+    arguments = transformers_arguments(path)
+    with pytest.MonkeyPatch.context() as patch:
+        if arguments:  # the vocabulary would be read, word by word, for the config and the weights
+            patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **arguments)
     return model.eval().to(DEVICE)
 
 
