@@ -5,7 +5,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,6 +27,7 @@ from .messages_protocol import (
 )
 from .service import Service
 from .streaming import server_sent
+from .tools import object_of
 from .translation import renamed_fields
 
 # Fields that have other names here than in chats.
@@ -176,12 +176,11 @@ class _MessagesAnswer(Answer):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Parses arguments; if they were cut off, as much as there is."""
+    """Parses arguments; nothing of them if a model wrote what is no JSON."""
     try:
-        value = from_json(arguments or "{}", allow_partial="trailing-strings")
+        return object_of(arguments)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _event(name: str, **fields: Any) -> str:

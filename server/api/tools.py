@@ -52,16 +52,21 @@ def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
             function = {"name": name, "arguments": {INPUT: text}}
             return {**rest, "type": "function", "function": function}
         case {"function": {"name": str()} as function, **rest} if _type_of(rest) == "function":
-            told = {"arguments": _object_of(function.get("arguments"))}
+            told = {"arguments": object_of(function.get("arguments"))}
             return {**rest, "type": "function", "function": function | told}
     raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
 
 
-def _object_of(arguments: object) -> dict[str, Any]:
-    """The arguments of a call, which may be a text of JSON, or left out."""
+def object_of(arguments: object) -> dict[str, Any]:
+    """The arguments of a call, which may be a text of JSON, or left out; raises ValueError.
+
+    Of a text that was cut off, as answers are by their length, it is as much as there is.
+    """
     if isinstance(arguments, str):
         with suppress(ValueError):  # any other text is refused below
-            arguments = from_json(arguments or "{}", allow_inf_nan=False)
+            arguments = from_json(
+                arguments or "{}", allow_inf_nan=False, allow_partial="trailing-strings"
+            )
     if arguments is None:
         return {}
     if isinstance(arguments, dict):
