@@ -183,7 +183,7 @@ def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:
     times_s = []
     for token_id in token_ids:
         start_s = time.perf_counter()
-        compute_masks([grammar], [1])
+        compute_masks([grammar])
         grammar.follow([token_id])
         times_s.append(time.perf_counter() - start_s)
     assert grammar.error is None

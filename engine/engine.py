@@ -24,7 +24,6 @@ from .api import (
     ignore_progress,
 )
 from .config import EngineConfig
-from .grammars.grammar import ask_masks
 from .logit_edits.processors import ProcessorRegistry
 from .memory import measure_pages, told_if_it_does_not_fit
 from .models.paged_layers import PagedLayers
@@ -247,14 +246,11 @@ class Engine:
 
 
 def _follow(plan: Plan) -> None:
-    """Advance the grammars over the tokens that the host has learned since, and ask what may follow
-    them.
-    """
-    requests = [scheduled.request for scheduled in plan.sampled if not scheduled.is_void]
-    for request in requests:
-        request.follow_grammar()
-        request.edit_error = None  # it may concern a draft that was rejected
-    ask_masks(request.grammar for request in requests if request.grammar is not None)
+    """Advance the grammars over the tokens that the host has learned since."""
+    for scheduled in plan.sampled:
+        if not scheduled.is_void:
+            scheduled.request.follow_grammar()
+            scheduled.request.edit_error = None  # it may concern a draft that was rejected
 
 
 def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":

@@ -10,9 +10,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
-from itertools import zip_longest
 from threading import Lock
 from typing import Any
 
@@ -28,11 +26,6 @@ _TOO_MUCH = (
     "it takes more time or memory than a grammar may, or nests too deeply; make it smaller or "
     "less ambiguous"
 )
-
-# What takes an answer; None if there is none, because the process died.
-Take = Callable[[Told | None], None]
-# The fields of a grammar_messages.Ask, and what takes its answer.
-Question = tuple[tuple[int, list[int], list[int], bool], Take]
 
 
 class GrammarProcess:
@@ -53,7 +46,6 @@ class GrammarProcess:
         self._numbers = itertools.count()
         self._sequences: set[int] = set()  # those that have not ended
         self._ended: list[int] = []  # those that the process has not been told of
-        self._due: list[Take] = []  # who takes the answers that are not read yet
         self._decoder = msgspec.msgpack.Decoder(list[Told])
 
     def begin(self, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
@@ -84,8 +76,7 @@ class GrammarProcess:
         return verdict
 
     def is_usable(self) -> bool:
-        """Whether more sequences may follow the grammar."""
-        self.receive()
+        """Whether more sequences may follow the grammar. Cheap; call it while no answer is due."""
         if self._is_closed:
             return False
         if not self.begun.done():
@@ -94,7 +85,7 @@ class GrammarProcess:
             return False
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        if poll.poll(0):  # no answer is due, so all there can be to read is the end
+        if poll.poll(0):  # with no answer due, all there can be to read is the end
             self._fail()
         return self.error is None
 
@@ -111,28 +102,23 @@ class GrammarProcess:
         if not self._sequences and not self.begun.done():
             self.close()
 
-    def ask(self, questions: list[Question]) -> None:
-        """Send questions, once those before are answered; `receive` takes the answers."""
-        self.receive()
+    def ask(self, asks: list[tuple[int, list[int], list[int], bool]]) -> None:
+        """Send questions (grammar_messages.Ask); `told` returns the answers."""
         ended, self._ended = self._ended, []
-        self._due = [take for _, take in questions]
         if self.error is None and self._connection is not None:
             try:
-                send(self._connection, Questions(ended, [Ask(*ask) for ask, _ in questions]))
+                send(self._connection, Questions(ended, [Ask(*ask) for ask in asks]))
             except OSError:
                 self._fail()
 
-    def receive(self) -> None:
-        """Wait for the answers that are due, and hand them over; None if the process died."""
-        due, self._due = self._due, []
-        told: list[Told] = []
-        if due and self.error is None and self._connection is not None:
+    def told(self) -> list[Told]:
+        """One answer for each question; none at all if the process died."""
+        if self.error is None and self._connection is not None:
             try:
-                told = self._decoder.decode(receive(self._connection))
+                return self._decoder.decode(receive(self._connection))
             except (EOFError, OSError):
                 self._fail()
-        for take, answer in zip_longest(due, told):
-            take(answer)
+        return []
 
     def close(self) -> None:
         """End the process, whatever it is doing. May be called from any thread, and twice."""

@@ -69,13 +69,6 @@ class LogitEdits:
             edit.unseat(slot)
         self._asked_np[:, slot] = self._any_asked_np[slot] = False
 
-    def drawn(self, slots_np: np.ndarray, token_ids: Tensor) -> None:
-        """Tell edits that need the host of one more draft in each of these slots. Shape: [B]."""
-        for edit, asked_np in zip(self._chain, self._asked_np[:, slots_np], strict=True):
-            if edit.needs_host and asked_np.any():
-                index = uploaded(asked_np.nonzero()[0], token_ids.device)
-                edit.drawn(slots_np[asked_np], token_ids[index])
-
     def rehearse(self, logits: Tensor, rows: RequestRows) -> Tensor:
         """Run every edit's kernel on padding rows, which no edit changes."""
         edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()

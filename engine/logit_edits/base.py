@@ -105,10 +105,6 @@ class LogitEdit(ABC):
         """Forget the slot's request, if it had any; tables keep stale rows, which are not read."""
         self._requests.pop(slot, None)
 
-    def drawn(self, slots_np: np.ndarray, token_ids: Tensor) -> None:
-        """Called, if it `needs_host`, with each further draft of these slots. Shape: [B] each."""
-        return
-
     @abstractmethod
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         """Edit the rows of requests that ask for this edit, in place; logits: [N, V'] float32."""

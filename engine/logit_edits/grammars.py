@@ -7,7 +7,7 @@ from torch import Tensor
 from outrider.kernels.edits.bitmask import apply_bitmask
 
 from ..api import SamplingParams
-from ..grammars.grammar import ask_masks, compute_masks
+from ..grammars.grammar import Grammar, compute_masks
 from ..state.host_copy import uploaded
 from .base import LogitEdit, RequestRows
 
@@ -15,8 +15,7 @@ from .base import LogitEdit, RequestRows
 class Grammars(LogitEdit):
     """Applies masks that are computed on the host, which must know the drafts to compute them.
 
-    Each mask is computed once a step: the target's rows reuse the masks of the draft's rows. It is
-    asked for as soon as the draft before it is drawn, and computed beside the next pass.
+    Each mask is computed once a step: the target's rows reuse the masks of the draft's rows.
     """
 
     needs_host = True
@@ -27,13 +26,18 @@ class Grammars(LogitEdit):
     def apply(self, logits: Tensor, rows: RequestRows) -> None:
         requests = [self._requests[slot] for slot in rows.slots_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]
-        first_np, end_np = rows.first_drafts_np, rows.first_drafts_np + rows.num_rows_np
-        compute_masks(grammars, end_np.tolist())
+        known_np = np.array([request.num_tokens for request in requests])
+        first_np = rows.first_drafts_np
+        last_np = first_np + rows.num_rows_np - 1
+        self._learn_drafts(grammars, rows.slots_np, known_np, last_np)
+        for num_drafts in range(int(last_np.max()) + 1):
+            behind = zip(grammars, last_np, strict=True)
+            compute_masks([g for g, last in behind if len(g.masks) == num_drafts <= last])
         for request, grammar in zip(requests, grammars, strict=True):
             if grammar.error is not None:
                 request.edit_error = f"grammar: {grammar.error}"
         masks_np = np.concatenate(
-            [g.masks[i:end] for g, i, end in zip(grammars, first_np, end_np, strict=True)]
+            [g.masks[i : j + 1] for g, i, j in zip(grammars, first_np, last_np, strict=True)]
         )
         apply_bitmask(
             logits,
@@ -43,10 +47,18 @@ class Grammars(LogitEdit):
             self._vocab_size,
         )
 
-    def drawn(self, slots_np: np.ndarray, token_ids: Tensor) -> None:
-        grammars = []
-        for slot, token_id in zip(slots_np.tolist(), token_ids.tolist(), strict=True):
-            if (grammar := self._requests[slot].grammar) is not None:
-                grammar.drafts.append(token_id)
-                grammars.append(grammar)
-        ask_masks(grammars)
+    def _learn_drafts(
+        self,
+        grammars: list[Grammar],
+        slots_np: np.ndarray,
+        known_np: np.ndarray,
+        num_drafts_np: np.ndarray,
+    ) -> None:
+        """Copy to the host the drafts that it does not know yet. All: [B]."""
+        if all(len(g.drafts) >= n for g, n in zip(grammars, num_drafts_np, strict=True)):
+            return
+        slot = uploaded(slots_np[:, None], self._device)
+        position = uploaded(known_np[:, None] + np.arange(num_drafts_np.max()), self._device)
+        drafts = self._token_ids[slot, position].tolist()
+        for grammar, drawn, num_drafts in zip(grammars, drafts, num_drafts_np, strict=True):
+            grammar.drafts = drawn[:num_drafts]

@@ -146,7 +146,6 @@ class DrawingProposer(Proposer):
                 seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
             logits = self._edited(logits, slots_np[seqs_np], j)
             token_ids = self._draw_each(slots_np[seqs_np], j, kind, logits)
-            self._edits.drawn(slots_np[seqs_np], token_ids)
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if looks and confidence is None and goes_on_np.any():

@@ -7,7 +7,6 @@ import pytest
 from grammars import allowed, compile_grammar, follows, stands_for
 
 from outrider.engine.config import TokenTable
-from outrider.engine.grammars.grammar import ask_masks
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 
 A, B, AB, EOS, NEWLINE, NOTHING = range(6)
@@ -61,19 +60,6 @@ def test_drafts_that_were_drawn_but_not_scored_are_taken_back(compiler: GrammarC
     assert allowed(grammar, 1) == {B}
     grammar.follow([])
     assert allowed(grammar) == {A, AB}
-
-
-def test_a_mask_that_nobody_waited_for_is_not_taken_for_a_later_one(
-    compiler: GrammarCompiler,
-) -> None:
-    grammar = compile_grammar(compiler, 'start: "a" "b" "a"')
-    ask_masks([grammar])
-    grammar.follow([A])
-    assert allowed(grammar) == {B}
-    ask_masks([grammar])
-    other = compile_grammar(compiler, 'start: "a" "b" "a"')
-    assert other.process is grammar.process
-    assert allowed(other) == {A, AB}
 
 
 def test_drafts_are_cut_where_they_leave_the_grammar(compiler: GrammarCompiler) -> None:

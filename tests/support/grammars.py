@@ -19,7 +19,8 @@ def compile_grammar(
 
 def allowed(grammar: Grammar, num_drafts: int = 0) -> set[int]:
     """Token ids that may follow this many of the grammar's drafts; ask in order."""
-    compute_masks([grammar], [num_drafts + 1])
+    while len(grammar.masks) <= num_drafts:
+        compute_masks([grammar])
     bits = np.unpackbits(grammar.masks[num_drafts].view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
