@@ -13,8 +13,8 @@ from typing import NamedTuple, Self, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.layers import compiled, product
-from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack, unpack
+from outrider.kernels.cpu.layers import compiled, product, unpacked
+from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
@@ -209,7 +209,7 @@ class Tiles(Unfused):
         return product(x.float(), self.matrix, None if bias is None else bias.float())
 
     def dequantised(self) -> Tensor:
-        return unpack(self.matrix).dequantised().to(self._dtype)
+        return unpacked(self.matrix).to(self._dtype)
 
 
 class RoundedInputs(Unfused):

@@ -35,7 +35,7 @@ struct Buffers {
 void embed(const Decoder& model, int64_t token, float* x) {
     const int hidden = model.shape.hidden;
     if (model.embedding == nullptr)
-        unpack_row(model.head, token, x);
+        unpack_rows(model.head, token, 1, x);
     else if (model.embedding_is_bf16)
         for (int i = 0; i < hidden; i += LANES)
             store(x + i, from_bf16(model.embedding + 2 * (token * hidden + i)));
@@ -264,6 +264,15 @@ PUBLIC void outrider_product(
         team.share(count, [&](int row) { prepare(*matrix, rows, row, 0, matrix->k); });
         product(team, *matrix, rows, [&](int row, int first, const float* values, int some) {
             std::memcpy(y + (int64_t)row * matrix->n + first, values, some * sizeof(float));
+        });
+    });
+}
+
+PUBLIC void outrider_unpack(const Matrix* matrix, float* out, int32_t threads) {
+    on_team(threads, [&](Team& team) {
+        team.share((matrix->n + TILE - 1) / TILE, [&](int tile) {
+            const int row = tile * TILE, count = std::min(matrix->n - row, TILE);
+            unpack_rows(*matrix, row, count, out + (int64_t)row * matrix->k);
         });
     });
 }

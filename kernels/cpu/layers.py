@@ -30,6 +30,7 @@ _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_
 _CALLS = (
     "outrider_pass",
     "outrider_product",
+    "outrider_unpack",
     "outrider_pass_in_slots",
     "outrider_verify",
     "outrider_draw",
@@ -205,6 +206,17 @@ def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tenso
         len(x),
         c_void_p(out.data_ptr()),
         num_threads(),
+    )
+    return out
+
+
+def unpacked(weight: PackedTiles) -> Tensor:
+    """The matrix in float32. Shape: [N, K]."""
+    library = compiled()
+    assert library is not None
+    out = torch.empty(weight.shape)
+    library.outrider_unpack(
+        ctypes.byref(matrix(weight, None)), c_void_p(out.data_ptr()), num_threads()
     )
     return out
 

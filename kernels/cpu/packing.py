@@ -91,30 +91,6 @@ def pack(matrix: Codes, layout: Layout) -> PackedTiles:
     return PackedTiles(torch.cat(parts, 2), layout, (num_out, num_in))
 
 
-def unpack(packed: PackedTiles) -> Codes:
-    """The codes that were packed."""
-    data, layout, (num_out, _) = packed
-    scale_bytes = TILE * layout.scale_dtype.itemsize
-    scales: list[Tensor] = []
-    for i in range({4: 2, 8: 1, 32: 0}[layout.bits]):
-        part = data[..., i * scale_bytes : (i + 1) * scale_bytes].contiguous()
-        scales.append(part.view(layout.scale_dtype).transpose(1, 2).flatten(0, 1)[:num_out])
-    codes = data[..., len(scales) * scale_bytes :].contiguous()
-    codes = codes.view({4: torch.uint8, 8: torch.int8, 32: torch.float32}[layout.bits])
-    if layout == Layout.PLAIN:
-        codes = codes.unflatten(2, (layout.group, TILE)).permute(0, 3, 1, 2).flatten(2)
-    else:
-        codes = codes.unflatten(2, (layout.group // QUAD, -1, LANES, QUAD))
-        if layout.bits == 4:
-            codes = torch.cat((codes & 15, codes >> 4), 3)
-        codes = (
-            codes.permute(0, 3, 4, 1, 2, 5).flatten(3).flatten(1, 2)
-        )  # [tiles, TILE, groups, ..]
-        codes = codes.flatten(2)
-    codes = codes.flatten(0, 1)[:num_out]
-    return Codes(codes, *scales)
-
-
 def _tiled(rows: Tensor) -> Tensor:
     """Shape: [N, ...] -> [tiles, TILE, ...]."""
     missing = -len(rows) % TILE

@@ -79,9 +79,9 @@ inline void tiles(
                 store(out + (r * TILES + t) * TILE + half * LANES, acc[r][t][half]);
 }
 
-// One row of the matrix, which is an output of its tile.
+// Rows of the matrix, which are `count` outputs of one tile from `output` on.
 template <class FORMAT>
-void unpacked_row(const uint8_t* at, int k, int output, float* out) {
+void unpacked_rows(const uint8_t* at, int k, int output, int count, float* out) {
     for (int first = 0; first < k; first += FORMAT::group) {
         F scale[2], offset[2], w[2];
         FORMAT::scales(at, scale, offset);
@@ -89,19 +89,20 @@ void unpacked_row(const uint8_t* at, int k, int output, float* out) {
         for (int i = 0; i < FORMAT::group; i++) {
             const int quad = i / QUAD;
             FORMAT::Codes::unpack(at + quad * FORMAT::Codes::quad_bytes, i % QUAD, scale, offset, w);
-            out[first + i] = w[output / LANES][output % LANES];
+            for (int r = 0; r < count; r++)
+                out[(int64_t)r * k + first + i] = w[(output + r) / LANES][(output + r) % LANES];
         }
         at += FORMAT::code_bytes;
     }
 }
 
 using Tiles = void (*)(const uint8_t* const*, int, const float*, int64_t, float*);
-using UnpackedRow = void (*)(const uint8_t*, int, int, float*);
+using UnpackedRows = void (*)(const uint8_t*, int, int, int, float*);
 using IntegerTile = void (*)(const uint8_t*, int, const Inputs*, int64_t, float*, int);
 
 struct Product {
     int block_bytes;
-    UnpackedRow unpacked_row;
+    UnpackedRows unpacked_rows;
     Tiles two_tiles[2], one_tile[8];          // by rows less one
     IntegerTile integer_tile[INTEGER_ROWS];  // likewise; null: not for this format
 };
@@ -110,7 +111,7 @@ template <class FORMAT>
 constexpr Product product_of() {
     Product product = {
         FORMAT::block_bytes,
-        unpacked_row<FORMAT>,
+        unpacked_rows<FORMAT>,
         {tiles<FORMAT, 1, 2>, tiles<FORMAT, 2, 2>},
         {tiles<FORMAT, 1, 1>, tiles<FORMAT, 2, 1>, tiles<FORMAT, 3, 1>, tiles<FORMAT, 4, 1>,
          tiles<FORMAT, 5, 1>, tiles<FORMAT, 6, 1>, tiles<FORMAT, 7, 1>, tiles<FORMAT, 8, 1>},
@@ -135,12 +136,12 @@ const Product PRODUCTS[] = {
     product_of<Format<Plain, FloatScale, 32>>(),
 };
 
-// One row of a matrix, as float32.
-void unpack_row(const Matrix& matrix, int64_t row, float* out) {
+// Rows of a matrix, as float32; all of one tile.
+void unpack_rows(const Matrix& matrix, int64_t row, int count, float* out) {
     const Product& format = PRODUCTS[matrix.format];
     const int64_t tile_bytes = (int64_t)format.block_bytes * (matrix.k / BLOCK);
     const uint8_t* tile = matrix.data + row / TILE * tile_bytes;
-    format.unpacked_row(tile, matrix.k, (int)(row % TILE), out);
+    format.unpacked_rows(tile, matrix.k, (int)(row % TILE), count, out);
 }
 
 // ---- stages
