@@ -94,10 +94,8 @@ class Request:
         return self.least_tokens + (self.num_drafts_in_flight or 0)
 
     @property
-    def can_reach_a_dead_end(self) -> bool:
-        """Whether its own edits of the logits may ban every token."""
-        if self.edit_error is not None:
-            return self.grammar is not None and self.grammar.error is not None
+    def may_ban_all(self) -> bool:
+        """Whether its own edits of the logits may leave it no token."""
         params = self.params
         return bool(
             params.grammar
@@ -157,9 +155,5 @@ class Request:
         self.pages.clear()
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.num_recorded_pages = self.num_recorded_draft_pages = 0
-        self.void_flight()
-
-    def void_flight(self) -> None:
-        """Make void what is in flight for it: it continues from the tokens the host knows."""
         self.num_drafts_in_flight = None
         self.epoch += 1

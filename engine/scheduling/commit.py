@@ -12,7 +12,7 @@ class Committer:
 
     Only here does the host learn new tokens. KV is right for a sequence's known tokens and the
     accepted drafts; the next step overwrites what lies after them. What a step drew for a sequence
-    that was preempted, or started over, after its launch is void: it is skipped.
+    that was preempted after its launch is void: it is skipped.
     """
 
     def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None = None) -> None:
@@ -35,7 +35,8 @@ class Committer:
                 request.num_computed_tokens = scheduled.end
                 if scheduled.num_prompt_logits:
                     request.num_scored_tokens = scheduled.end
-            # Pages may be shared at once: whoever finds them runs later on the device.
+            # Pages may be shared at once: whoever finds them runs later on the device, and starts
+            # over if they turn out to hold NaN.
             self._kv_cache.record_computed(request)
 
     def commit(self, plan: Plan, elapsed_s: float) -> list[RequestOutput]:
@@ -75,7 +76,7 @@ class Committer:
         if scheduled.is_void and request not in self._sequences.waiting:
             return None
         if scheduled.has_nan:
-            return self._commit_bad(request, is_dead_end=False)
+            return self._commit_bad(request, may_be_its_edits=False)
         if scheduled.prompt_logprobs is None:
             return None
         return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
@@ -86,14 +87,11 @@ class Committer:
         drawn = scheduled.token_ids
         num_accepted = len(drawn) - 1
         if is_bad := scheduled.is_bad or scheduled.has_nan:
-            if num_drafts == 0:
-                is_dead_end = request.can_reach_a_dead_end and not scheduled.has_nan
-                return self._commit_bad(request, is_dead_end=is_dead_end)
-            request.speculates = False
+            may_be_its_edits = request.may_ban_all and not scheduled.has_nan
+            if num_drafts == 0 and (may_be_its_edits or not request.speculates):
+                return self._commit_bad(request, may_be_its_edits=may_be_its_edits)
             fixed = self._slots.draws_are_fixed(request.params)
             if num_accepted == 0 or fixed or scheduled.has_nan:
-                # A draft whose values are NaN spoils the rows before it (0 * NaN in attention). The
-                # same step without drafts may be sound: compute it again.
                 self._start_over(request)
                 return request.output([])
             # The accepted drafts lead to a dead end. They stand, as they would without speculation:
@@ -118,8 +116,6 @@ class Committer:
         request.num_computed_tokens = num_valid
         request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, num_valid)
         self._kv_cache.record_computed(request)
-        if is_bad:
-            self._start_over(request)
 
         logprobs = scheduled.logprobs
         output = request.output(
@@ -130,25 +126,30 @@ class Committer:
         )
         if request.finish_reason is not None:
             self._sequences.finish(request)
+        elif is_bad:
+            self._start_over(request)
         return output
 
     def _start_over(self, request: Request) -> None:
-        """Make void what is in flight, and have the device continue from the host's tokens."""
-        request.num_computed_tokens = request.num_tokens - 1
-        request.num_draft_computed_tokens = min(
-            request.num_draft_computed_tokens, request.num_tokens
-        )
-        request.void_flight()
-        self._slots.rewind(request)
+        """Compute the sequence again, without drafts and in other pages: it may be sound then.
 
-    def _commit_bad(self, request: Request, *, is_dead_end: bool) -> RequestOutput:
+        A draft whose values are NaN spoils the rows before it, and so their KV (0 * NaN in
+        attention). Another sequence may have found the page already.
+        """
+        request.speculates = False
+        self._kv_cache.forget(request)
+        self._sequences.preempt(request)
+
+    def _commit_bad(self, request: Request, *, may_be_its_edits: bool) -> RequestOutput:
         request.finish_reason = "error"
-        if request.edit_error is not None:
-            reason = request.edit_error
-        elif is_dead_end:
-            reason = "the request's own edits of the logits left it no token to go on with"
-        else:
+        is_dead_end = may_be_its_edits
+        if not may_be_its_edits:
             reason = "the target produced no finite logits for this sequence"
+        elif request.edit_error is not None:
+            reason = request.edit_error
+            is_dead_end = request.grammar is not None and request.grammar.error is not None
+        else:
+            reason = "the request's own edits of the logits left it no token to go on with"
         output = request.output([], error=reason, is_dead_end=is_dead_end)
         self._sequences.finish(request)
         return output

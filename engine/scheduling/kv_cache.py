@@ -154,6 +154,11 @@ class KVCacheManager:
             self._draft_is_valid[request.pages[i]] = True
         request.num_recorded_draft_pages = max(request.num_recorded_draft_pages, num_full)
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find the request's pages any more: their KV may be NaN."""
+        for page in request.pages:
+            self._forget(page)
+
     def release(self, request: Request) -> None:
         """Give back all pages of a request; recorded ones can still be found until reused."""
         # Last page first, so that the beginning of a prefix, which others share, is reused last.

@@ -61,7 +61,7 @@ class ScheduledRequest:
 
     @property
     def is_void(self) -> bool:
-        """Whether the sequence has lost its slot or been started over since this was planned."""
+        """Whether the sequence has lost its slot since this was planned."""
         return self.epoch != self.request.epoch
 
     @property

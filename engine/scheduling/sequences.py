@@ -73,15 +73,19 @@ class Sequences:
         self.worker.seat(request)
 
     def preempt_last(self) -> Request:
-        """Preempt the running sequence that is last in turn: it loses slot and pages, and waits.
+        """Preempt the running sequence that is last in turn."""
+        request = max(self.running, key=_TURN)
+        self.preempt(request)
+        self.stats.preemptions += 1
+        return request
+
+    def preempt(self, request: Request) -> None:
+        """Take slot and pages from a running sequence, which waits again.
 
         It keeps its tokens and page hashes, and may find some of its pages again.
         """
-        request = max(self.running, key=_TURN)
         self._stop_running(request)
         insort(self.waiting, request, key=_TURN)
-        self.stats.preemptions += 1
-        return request
 
     def finish(self, request: Request) -> None:
         """Remove a sequence, waiting or running, and free what it holds. Ignores unknown ones."""

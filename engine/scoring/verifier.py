@@ -86,8 +86,7 @@ class Verifier:
         sampled = plan.sampled
         if not sampled:
             return None
-        dummy, num_drafts_np = self._slots.dummy, plan.num_drafts_np
-        slots_np = np.array([dummy if s.is_void else s.slot for s in sampled], dtype=np.int64)
+        slots_np, num_drafts_np = slots_of(sampled), plan.num_drafts_np
         drafts = []
         if plan.tells_drafts:  # before verification overwrites the rejected ones
             slot = uploaded(slots_np, self._slots.device)
@@ -100,7 +99,7 @@ class Verifier:
             drawn = self._verify_slots(slots_np, num_drafts_np, kind, logits)
         else:
             # The dummy slot takes the place of edited sequences, which are verified after this.
-            others_np = np.where(edited_np, dummy, slots_np)
+            others_np = np.where(edited_np, self._slots.dummy, slots_np)
             drawn = self._verify_slots(others_np, num_drafts_np, kind, logits)
             index = uploaded(edited_np.nonzero()[0], drawn.device)
             drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)

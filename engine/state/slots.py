@@ -103,10 +103,6 @@ class Slots:
         self._free.append(request.slot)
         request.slot = None
 
-    def rewind(self, request: Request) -> None:
-        """Set the device's number of known tokens back to the host's."""
-        self.num_tokens[request.slot].fill_(request.num_tokens)
-
     def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
         """Copy tokens from the host into the request's row, from `position` on."""
         row = self.token_ids[request.slot, position : position + len(token_ids)]

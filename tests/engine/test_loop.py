@@ -10,8 +10,15 @@ from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError, SamplingParams
+from outrider.engine.api import (
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    RequestOutput,
+    SamplingParams,
+)
 from outrider.engine.engine import Engine
+from outrider.engine.scheduling.plan import Plan
 
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
 
@@ -308,20 +315,66 @@ def test_logprobs_are_the_targets_raw_ones(target: Path, draft: Path) -> None:
         assert all(value == lp.logprob for t, value in lp.top if t == token_id)
 
 
-def test_a_nan_row_fails_that_request_only(
-    tiny_model: Tiny, tmp_path: Path, draft: Path, truth: list[list[int]]
-) -> None:
-    healthy = MIXED[1]
-    poison = next(t for t in range(VOCAB) if t not in healthy + truth[1])
-    poisoned = AutoModelForCausalLM.from_pretrained(tiny_model("llama", seed=0))
+@pytest.fixture(scope="module")
+def poison(truth: list[list[int]]) -> int:
+    return next(t for t in range(VOCAB) if t not in MIXED[1] + truth[1])
+
+
+@pytest.fixture(scope="module")
+def poisoned(target: Path, poison: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target, but one token makes it NaN."""
+    model = AutoModelForCausalLM.from_pretrained(target)
     with torch.no_grad():
-        poisoned.get_input_embeddings().weight[poison] = float("nan")
-    poisoned.save_pretrained(tmp_path)
-    engine = Engine(engine_config(tmp_path, draft))
-    bad, good = run(engine, [[1, poison, 2], healthy], GREEDY)
+        model.get_input_embeddings().weight[poison] = float("nan")
+    path = tmp_path_factory.mktemp("poisoned")
+    model.save_pretrained(path)
+    return path
+
+
+def test_a_nan_row_fails_that_request_only(
+    poisoned: Path, poison: int, draft: Path, truth: list[list[int]]
+) -> None:
+    engine = Engine(engine_config(poisoned, draft))
+    bad, good = run(engine, [[1, poison, 2], MIXED[1]], GREEDY)
     assert bad[-1].finish_reason == "error"
     assert "no finite logits" in (bad[-1].error or "")
     assert tokens(good) == truth[1]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_draft_that_makes_the_target_nan_costs_nobody_the_request(
+    poisoned: Path,
+    poison: int,
+    draft: Path,
+    truth: list[list[int]],
+    lag: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It spoils KV of tokens before it, in pages that another sequence finds at once."""
+    engine = Engine(engine_config(poisoned, draft, k=1))
+    engine.scheduler.lag = lag
+    slots = engine.worker.slots
+
+    def propose(plan: Plan) -> None:
+        for each in plan.sampled:
+            if each.num_drafts:
+                slots.token_ids[each.slot, slots.num_tokens[each.slot]] = poison
+
+    monkeypatch.setattr(engine.worker.proposer, "_propose", propose)
+    text = MIXED[1] + truth[1]
+    # In the lagging engine drafts come after the first token. Either way the token before the draft
+    # fills a page.
+    lengths = {"spoilt": 44 - lag, "shares": 45}
+    outputs: list[RequestOutput] = []
+    for name, length in lengths.items():
+        params = replace(GREEDY, max_tokens=len(text) - length)
+        engine.submit([NewRequest(request_id=name, prompt_token_ids=text[:length], params=params)])
+        outputs += [output for _ in range(1 + lag) for output in engine.step()]
+    while engine.has_work():
+        outputs += engine.step()
+    for name, length in lengths.items():
+        assert tokens([o for o in outputs if o.request_id == name]) == text[length:]
+    engine.check_integrity()
 
 
 def test_abort_frees_everything_at_once(target: Path, draft: Path) -> None:

@@ -122,3 +122,15 @@ def test_a_nan_among_the_logits_of_a_prompt_fails_that_request_only(
     assert bad[-1].finish_reason == "error"
     assert not told(bad)
     assert tokens(good) == plain[1]
+
+
+def test_a_prompt_is_scored_even_if_its_first_drafts_come_to_nothing(
+    target: Path, draft: Path
+) -> None:
+    """Its own edits leave the request no token after the first draft: it starts over without."""
+    engine = Engine(engine_config(target, draft))
+    params = replace(SCORED, allowed_token_ids=(5,), bad_words=((5, 5),))
+    [outputs] = run(engine, MIXED[1:2], params)
+    assert_are_the_targets_own(target, MIXED[1], told(outputs))
+    assert tokens(outputs) == [5]
+    assert outputs[-1].is_dead_end
