@@ -37,9 +37,9 @@ class CustomProcessors(LogitEdit):
                     raise ValueError(
                         f"it returned scores of shape {list(result.shape)} for {list(banned.shape)}"
                     )
+                scores = result.to(scores).masked_fill(banned, -torch.inf)
             except Exception as error:  # the operator's code may raise anything; the loop goes on
                 log.warning("logits processor %s failed", name, exc_info=True)
                 request.edit_error = f"logits processor {name!r} failed: {error}"
                 return torch.full_like(banned, torch.nan, dtype=torch.float32)
-            scores = result.masked_fill(banned, -torch.inf)
         return scores

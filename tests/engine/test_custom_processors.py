@@ -19,6 +19,8 @@ SPECS = (
     "unban = logits_processors:Unban",
     "fail_on = logits_processors:FailOn",
     "wrong_shape = logits_processors:WrongShape",
+    "as_array = logits_processors:AsArray",
+    "round_down = logits_processors:RoundDown",
 )
 
 
@@ -67,13 +69,17 @@ def test_a_processor_that_fails_ends_its_own_request_only(target: Path, draft: P
     met = truth[0][5]
     num_before = truth[0].index(met) + 1
     assert met not in PROMPTS[0]
-    each = [choosing("fail_on", token_id=met), GREEDY, choosing("wrong_shape")]
-    failed, beside, misshapen = run(engine_with_processors(target, draft), PROMPTS, each)
+    names = ("wrong_shape", "as_array", "round_down")
+    each = [choosing("fail_on", token_id=met), GREEDY, *map(choosing, names)]
+    engine = engine_with_processors(target, draft)
+    failed, beside, misshapen, array, rounded = run(engine, [*PROMPTS, *PROMPTS[:2]], each)
     assert tokens(failed) == truth[0][:num_before]
     assert failed[-1].finish_reason == "error"
     assert failed[-1].error == f"logits processor 'fail_on' failed: met {met}"
     assert tokens(beside) == truth[1]
     assert "it returned scores of shape [1, 96]" in (misshapen[-1].error or "")
+    assert "'as_array' failed" in (array[-1].error or "")
+    assert rounded[-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize(

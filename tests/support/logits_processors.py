@@ -1,5 +1,7 @@
 """Custom logits processors of the kinds that operators write."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,18 @@ class FailOn:
 class WrongShape:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores[:, 1:]
+
+
+class AsArray:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        return scores.cpu().numpy()
+
+
+class RoundDown:
+    """Returns integers."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.long()
 
 
 class KeepTo:
