@@ -31,7 +31,7 @@ def doctor_command(
         machine.system(),
         machine.python(),
         machine.torch_build(),
-        machine.gpu(),
+        machine.gpu(settings.target.device),
         machine.compiler(),
         machine.processor(),
         machine.memory(),

@@ -75,11 +75,12 @@ def evaluate_command(
     from outrider.engine.processes.client import EngineUnavailableError
 
     from ..evaluation import exactness, measure, report
-    from ..models.pair import engine_config, prepare_pair
+    from ..models.pair import engine_config, prepare_pair, resolve_device
     from ..models.store import ModelError
     from ..text.tokenizer import Tokenizer
 
     try:
+        resolve_device(settings.target.device)  # a missing GPU is told before models are fetched
         with ProgressDisplay() as progress:
             pair = prepare_pair(settings, progress)
             settings = pair.settings

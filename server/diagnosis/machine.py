@@ -102,8 +102,13 @@ def nvidia_driver() -> str | None:
     return told.stdout.strip().partition("\n")[0] or None
 
 
-def gpu() -> Finding:
+def gpu(device: str) -> Finding:
+    """The GPUs, and whether there are any if `device`, of the target, is one."""
     if not torch.cuda.is_available():
+        if device.startswith("cuda"):
+            text = f"none, and target.device is {device!r}"
+            remedy = "With --set target.device=auto the CPU is used if there is no GPU."
+            return Finding(name="GPU", state="bad", text=text, remedy=remedy)
         return Finding(name="GPU", state="note", text="none: models run on the CPU")
     parts, too_old = [], False
     for i in range(torch.cuda.device_count()):

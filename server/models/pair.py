@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,12 +161,25 @@ def engine_config(pair: Pair) -> EngineConfig:
 
 
 def resolve_device(device: str) -> str:
-    """The device that `auto` stands for: cuda if there is a GPU, else cpu."""
-    if device != "auto":
+    """The device to use; `auto` is cuda if there is a GPU, else cpu.
+
+    Raises ModelError if there is no such device here.
+    """
+    if device == "cpu":
         return device
+    if not re.fullmatch(r"auto|cuda(:\d+)?", device):
+        raise ModelError(f"device is {device!r}; it is auto, cpu, cuda or cuda:N")
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return "cuda" if num_gpus else "cpu"
+    if int(device.removeprefix("cuda").removeprefix(":") or 0) >= num_gpus:
+        raise ModelError(
+            f"device {device!r} is not there: torch finds {num_gpus} GPUs. `outrider doctor` says "
+            "what is missing; device 'auto' takes the CPU if there is no GPU"
+        )
+    return device
 
 
 def _model_config(

@@ -150,9 +150,12 @@ def main() -> None:
             _send(socket, Loading(stage, done, total))
 
         progress("loading the libraries", 0, 1)
-        from .pair import prepare_pair
+        from .pair import prepare_pair, resolve_device
 
         try:
+            resolve_device(
+                settings.target.device
+            )  # a missing GPU is told before models are fetched
             prepared = Prepared.of(prepare_pair(settings, progress))
         except (ModelError, OSError) as error:
             _send(socket, Failed(str(error)))

@@ -28,6 +28,13 @@ def test_everything_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "`outrider serve` starts the server" in result.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_the_config_names_is_missing() -> None:
+    assert machine.gpu("auto").state == "note"
+    found = machine.gpu("cuda:0")
+    assert (found.state, "target.device is 'cuda:0'" in found.text) == ("bad", True)
+
+
 def test_a_taken_port_is_missing_and_another_is_advised() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

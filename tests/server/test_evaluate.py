@@ -138,6 +138,13 @@ def test_what_is_exact_by_chance_is_told_so(target: Path) -> None:
     assert result.exit_code == ("Not exact" in result.output)
 
 
+def test_a_missing_gpu_is_told_before_a_model_is_fetched() -> None:
+    arguments = ["evaluate", "./nowhere", "--set", "target.device=cuda:99"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "'cuda:99' is not there" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -11,7 +11,7 @@ from tiny_pairs import save_tiny_model_with_other_tokenizer, save_tiny_model_wit
 from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.server.config.settings_loader import load_settings
-from outrider.server.models.pair import Pair, engine_config, prepare_pair
+from outrider.server.models.pair import Pair, engine_config, prepare_pair, resolve_device
 from outrider.server.models.prepare import Prepared, prepare
 from outrider.server.models.store import ModelError
 from outrider.server.text.tokenizer import TokenizerData
@@ -97,6 +97,15 @@ def test_ngram_needs_no_draft(models: Path) -> None:
 def test_errors_name_the_setting(models: Path) -> None:
     with pytest.raises(ModelError, match=r"draft\.model = '.*not-there': .*does not exist"):
         prepare_pair(settings_for(models, "not-there"))
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert resolve_device("cpu") == "cpu"
+    assert resolve_device("auto") in ("cpu", "cuda")
+    with pytest.raises(ModelError, match=r"'cuda:99' is not there.*`outrider doctor`"):
+        resolve_device("cuda:99")
+    with pytest.raises(ModelError, match="'gpu'; it is auto, cpu, cuda or cuda:N"):
+        resolve_device("gpu")
 
 
 def test_a_config_that_contradicts_itself_is_told(models: Path) -> None:
