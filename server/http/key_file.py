@@ -9,6 +9,8 @@ def read_key_file(setting: str, path: Path | None) -> list[str]:
         return []
     try:
         text = path.read_text("utf-8")
+    except OSError as error:
+        raise OSError(f"server.{setting}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise OSError(f"server.{setting}: {path} is no UTF-8 text") from None
     lines = [line.strip() for line in text.splitlines()]

@@ -6,6 +6,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def serve(settings: Settings) -> int:
             else bind_unix(settings.server.uds)
         ]
         if settings.server.metrics_port is not None:
-            listeners.append(bind(settings.server.host, settings.server.metrics_port))
+            remedy = "choose another server.metrics_port"
+            listeners.append(bind(settings.server.host, settings.server.metrics_port, remedy))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, listeners, console))
     except (ModelError, TracingError, WorkerError, OSError) as error:
@@ -61,9 +63,10 @@ def serve(settings: Settings) -> int:
 
 
 def prepare_for_clients(settings: ServerSettings) -> None:
-    """Check the keys, which each process reads for itself, warn of what is open to everybody, and
-    allow enough files for all connections. Raises OSError."""
+    """Check keys and certificate, which each process reads for itself, warn of what is open to
+    everybody, and allow enough files for all connections. Raises OSError."""
     keys = settings.read_api_keys()
+    _check_certificate(settings)
     if not keys and settings.uds is None and not is_loopback(settings.host):
         log.warning(
             "whoever can reach %s may use this server: it asks for no key (server.api_key_file, "
@@ -85,7 +88,22 @@ def prepare_for_clients(settings: ServerSettings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # children inherit it
 
 
-def bind(host: str, port: int) -> socket.socket:
+def _check_certificate(settings: ServerSettings) -> None:
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:  # it does not say which of the two files
+        raise OSError(
+            f"cannot use {certificate} (server.tls_certificate) with {key} (server.tls_key): "
+            f"{error.strerror or error}; both must be PEM files, of one pair"
+        ) from None
+
+
+def bind(
+    host: str, port: int, remedy: str = "choose others with --host and --port"
+) -> socket.socket:
     """Bind the listening address, before anything slow is done. Raises OSError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -95,10 +113,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise OSError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose others with --host "
-            "and --port"
-        ) from None
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}; {remedy}") from None
     return listener
 
 

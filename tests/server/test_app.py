@@ -76,6 +76,8 @@ def test_keys_come_from_a_file_as_well(serve: Serve, tmp_path: Path) -> None:
     file.write_text("# none\n")
     with pytest.raises(OSError, match="no keys in it"):  # rather than an open server
         serve(api_key_file=file)
+    with pytest.raises(OSError, match=r"server\.api_key_file: cannot read .*none: No such file"):
+        serve(api_key_file=tmp_path / "none")
 
 
 def test_browsers_are_let_in_only_from_the_origins_that_are_set(serve: Serve) -> None:

@@ -46,6 +46,8 @@ def test_taken_port_is_told_before_anything_is_loaded(listener: socket.socket) -
     port = listener.getsockname()[1]
     with pytest.raises(OSError, match=f"port {port}: Address already in use; choose"):
         bind("127.0.0.1", port)
+    with pytest.raises(OSError, match=f"port {port}: Address already in use; .*metrics_port"):
+        bind("127.0.0.1", port, remedy="choose another server.metrics_port")
 
 
 @pytest.fixture
@@ -182,6 +184,19 @@ def test_server_speaks_https_with_a_certificate(serve: Serve, tmp_path: Path) ->
     assert reply.json()["choices"][0]["text"] == " Hello world"
     with pytest.raises(ValueError, match="set both, or neither"):
         ServerSettings(tls_key=key)
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_certificate_that_cannot_be_used_is_told_at_once(
+    tmp_path: Path, content: str | None
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    if content is not None:
+        key.write_text(content)
+        certificate.write_text(content)
+    settings = ServerSettings(tls_certificate=certificate, tls_key=key)
+    with pytest.raises(OSError, match=r"certificate\.pem \(server\.tls_certificate\).*tls_key"):
+        prepare_for_clients(settings)
 
 
 async def until(condition: Callable[[], bool]) -> None:
