@@ -1,5 +1,6 @@
 """`outrider config`: the effective settings, or a commented sample of all of them."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from pydantic import BaseModel
 
 from ..config.settings import Settings
 from ..config.settings_loader import SettingsError, load_settings, shipped_configs
+from ..models.builtin import BUILTINS
 
 ConfigOption = Annotated[
     Path | None,
@@ -49,6 +51,12 @@ def chosen(
     """
     if config is None and model is not None and _is_config(model):
         return Path(model), {"draft.model": draft}
+    if model is not None and (nearest := _nearest_config(model)):
+        typer.echo(
+            f"outrider: no model or config {model!r}; did you mean the config {nearest!r}?",
+            err=True,
+        )
+        raise typer.Exit(2)
     return config, {"target.model": model, "draft.model": draft}
 
 
@@ -56,6 +64,13 @@ def _is_config(model: str) -> bool:
     return Path(model).suffix in (".toml", ".yaml", ".yml") or (
         model in shipped_configs() and not Path(model).exists()
     )
+
+
+def _nearest_config(model: str) -> str | None:
+    """The config whose name was misspelt, if `model` is close to one and can be nothing else."""
+    if "/" in model or model in BUILTINS or Path(model).exists():
+        return None
+    return next(iter(difflib.get_close_matches(model, shipped_configs(), n=1, cutoff=0.8)), None)
 
 
 def settings_or_exit(

@@ -100,6 +100,8 @@ def _from_file(path: Path) -> dict[str, _Given]:
     given = {}
     for section, values in content.items():
         if section not in Settings.model_fields:
+            if not isinstance(values, dict):
+                _check_key(section, str(path))
             raise SettingsError(f"{path}: {_unknown(section, Settings.model_fields, 'section')}")
         if not isinstance(values, dict):
             raise SettingsError(
@@ -179,6 +181,9 @@ def _describe(error: ValidationError, given: Mapping[str, _Given]) -> str:
     for problem in error.errors(include_url=False):
         message = problem["msg"].removeprefix("Value error, ")
         key = ".".join(str(part) for part in problem["loc"][:2])
+        if problem["type"] == "string_pattern_mismatch":
+            section, name = key.split(".")
+            message = _section_fields(Settings.model_fields[section].annotation)[name].description
         if key in given:
             shown = "" if "api_keys" in key else f" is {given[key].value!r}:"
             lines.append(f"{given[key].source}: `{key}`{shown} {message}")

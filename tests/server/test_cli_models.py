@@ -69,6 +69,12 @@ def test_wrong_settings_exit_with_2_and_one_line() -> None:
     )
 
 
+def test_a_misspelt_config_in_the_place_of_a_model_is_told_the_nearest() -> None:
+    result = outrider("serve", "qwen3-8b-eagel3")
+    assert result.exit_code == 2
+    assert "did you mean the config 'qwen3-8b-eagle3'" in result.stderr
+
+
 def test_models_are_listed_fetched_found_and_removed(home: Path) -> None:
     assert "not fetched" in outrider("models", "list").stdout
     write_tiny_gguf(home / "tiny.gguf")

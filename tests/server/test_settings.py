@@ -52,6 +52,9 @@ def test_unknown_keys_are_found_in_file_and_environment(tmp_path: Path) -> None:
     path.write_text("[speculation]\nproposser = 'ngram'")
     with pytest.raises(SettingsError, match=r"typo\.toml: unknown key .*`speculation\.proposer`"):
         load_settings(path, environ={})
+    path.write_text("port = 1")
+    with pytest.raises(SettingsError, match=r"unknown key `port`; did you mean `server\.port`"):
+        load_settings(path, environ={})
     path.write_text("[speculations]\nproposer = 'ngram'")
     with pytest.raises(SettingsError, match=r"unknown section .*`speculation`"):
         load_settings(path, environ={})
@@ -79,6 +82,20 @@ def test_environment_names_without_a_section_are_not_ours() -> None:
 def test_a_bad_value_is_refused_naming_key_value_and_source(key: str, text: str) -> None:
     with pytest.raises(SettingsError, match=f"--set {key}={text}: `{key}` is '{text}'"):
         load_settings(assignments=[f"{key}={text}"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("target.device=gpu", r"auto \| cpu \| cuda \| cuda:N"),
+        ("server.root_path=abc", "such as /models/a"),
+        ("cache.kv_events_endpoint=5557", r"tcp://\*:5557 listens"),
+    ],
+)
+def test_a_value_of_a_wrong_form_is_told_the_right_one_in_words(given: str, told: str) -> None:
+    with pytest.raises(SettingsError, match=told) as error:
+        load_settings(assignments=[given], environ={})
+    assert "pattern" not in str(error.value)
 
 
 def test_api_keys_given_as_text_are_a_list_and_never_shown() -> None:
