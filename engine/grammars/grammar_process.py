@@ -43,6 +43,7 @@ from .grammar_messages import (
     receive,
     send,
 )
+from .unending import unending_part
 
 _STACK_BYTES = 64 << 20
 _MEMORY_BYTES = 128 << 20  # beyond the stack and what the fork began with
@@ -113,15 +114,15 @@ class _Follower:
         self._sequences: dict[int, _Sequence] = {}
         self._executor: LLExecutor | None = None
         self._start = self._compile()
+        self._unending = None if self._start.is_error() else unending_part(lark)
+        self._masks([self._start])  # the first is the slowest
 
     def _compile(self) -> LLMatcher:
-        start = LLMatcher(self._tokenizer, self._lark + _OPTIONS, log_level=0, limits=self._limits)
-        self._masks([start])  # the first is the slowest
-        return start
+        return LLMatcher(self._tokenizer, self._lark + _OPTIONS, log_level=0, limits=self._limits)
 
     @property
     def error(self) -> str | None:
-        return _error_of(self._start)
+        return self._unending or _error_of(self._start)
 
     def answer(self, questions: Questions) -> list[Told]:
         for sequence in questions.dropped:
@@ -144,6 +145,7 @@ class _Follower:
         if not probe.is_error():
             return False
         self._start = self._compile()
+        self._masks([self._start])
         for sequence in self._sequences.values():
             sequence.start_again(self._start)
         return True

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
-from urllib.parse import unquote
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import from_json
@@ -20,8 +19,6 @@ MAX_REASON_CHARS = 300
 _SOURCE_LINE = re.compile(r"^ *(\d+ \| .*|\^)$", re.MULTILINE)
 # JSON may have white space, but not endless: a model that is at a loss would print it for ever.
 WHITESPACE = r"[ \t\r\n]{1,64}"
-# Values of a schema that are no schemas, or only where a reference leads to them.
-_NOT_FOLLOWED = {"const", "enum", "default", "examples", "$defs", "definitions"}
 
 
 def _parsed(value: object) -> object:
@@ -38,63 +35,15 @@ class GrammarText(NamedTuple):
     text: str
 
 
-def json_of_schema(param: str, schema: dict[str, Any]) -> str:
-    """The JSON values that a schema allows, as an expression in Lark; raises APIError, which names
-    `param`, if a reference allows none."""
-    if (reference := _circular_reference(schema)) is not None:
-        raise _cannot_follow(
-            param, f"the reference {cut(reference)!r} leads only to references, back to itself."
-        )
+def json_of_schema(schema: dict[str, Any]) -> str:
+    """The JSON values that a schema allows, as an expression in Lark."""
     guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
     return f"%json {json.dumps(guidance | schema)}"
 
 
-def lark_of_schema(param: str, schema: dict[str, Any]) -> GrammarText:
-    """A grammar of the JSON values that a schema allows; raises APIError like `json_of_schema`."""
-    return GrammarText("lark", f"start: {json_of_schema(param, schema)}")
-
-
-def _circular_reference(schema: dict[str, Any]) -> str | None:
-    """A reference within the schema that is followed to nothing but itself, if there is one.
-
-    Combinators of one schema are followed, too. The compiler takes such a circle; an answer that
-    came to it could not go on. Every object is seen once.
-    """
-    places: list[Any] = [schema]
-    seen: set[int] = set()
-    while places:
-        place = places.pop()
-        trail: set[int] = set()
-        while isinstance(place, dict) and id(place) not in seen:
-            seen.add(id(place))
-            trail.add(id(place))
-            places += [value for key, value in place.items() if key not in _NOT_FOLLOWED]
-            match place:
-                case {"$ref": str(reference)}:
-                    place = _target(schema, reference)
-                case {"allOf": [only]} | {"anyOf": [only]} | {"oneOf": [only]}:
-                    place = only
-                case _:
-                    break
-            if id(place) in trail:  # the last reference, at least, is part of the circle
-                return reference
-        if isinstance(place, list):
-            places += place
-    return None
-
-
-def _target(schema: dict[str, Any], reference: str) -> object:
-    """What a reference by JSON pointer stands for; None for one of another kind, or to nothing."""
-    start, *parts = unquote(reference).split("/")
-    place: Any = schema if start == "#" else None
-    for part in parts:
-        if isinstance(place, dict):
-            place = place.get(part.replace("~1", "/").replace("~0", "~"))
-        elif isinstance(place, list) and part.isdecimal() and len(part) < 9:
-            place = place[int(part)] if int(part) < len(place) else None
-        else:
-            return None
-    return place
+def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
+    """A grammar of the JSON values that a schema allows."""
+    return GrammarText("lark", f"start: {json_of_schema(schema)}")
 
 
 def _lark_of_choices(choices: list[str]) -> str:
@@ -125,9 +74,8 @@ class StructuredOutputs(APIRequest):
         return self
 
     def grammar_text(self) -> GrammarText | None:
-        """Raises APIError like `json_of_schema`."""
         if self.json_schema is not None:
-            return lark_of_schema("structured_outputs", self.json_schema)
+            return lark_of_schema(self.json_schema)
         if self.regex is not None:
             return GrammarText("regex", self.regex)
         if self.choice is not None:
@@ -135,7 +83,7 @@ class StructuredOutputs(APIRequest):
         if self.grammar is not None:
             return GrammarText("gbnf" if "::=" in self.grammar else "lark", self.grammar)
         if self.json_object:
-            return lark_of_schema("structured_outputs", {"type": "object"})
+            return lark_of_schema({"type": "object"})
         return None
 
 
@@ -163,12 +111,11 @@ class ResponseFormat(APIRequest):
         return self
 
     def grammar_text(self) -> GrammarText | None:
-        """Raises APIError like `json_of_schema`."""
         if self.json_schema is not None:
-            return lark_of_schema("response_format", self.json_schema.json_schema)
+            return lark_of_schema(self.json_schema.json_schema)
         if self.type == "text":
             return None
-        return lark_of_schema("response_format", self.object_schema or {"type": "object"})
+        return lark_of_schema(self.object_schema or {"type": "object"})
 
 
 class GrammarChecker:

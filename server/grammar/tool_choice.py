@@ -172,8 +172,7 @@ def _input_grammar(tool: dict[str, Any]) -> GrammarText | None:
 def calls_grammar(tools: list[dict[str, Any]], *, several: bool) -> GrammarText:
     """A grammar of JSON lists of at least one call to these tools.
 
-    The schema of each tool stays a schema of its own: its references start at its root. Raises
-    APIError like `json_of_schema`.
+    The schema of each tool stays a schema of its own: its references start at its root.
     """
     more = '(WS? "," WS? call)*' if several else ""
     rules = (
@@ -191,4 +190,4 @@ def _named_call(function: dict[str, Any]) -> str:
     if "properties" in parameters:  # allow only the arguments that the function knows
         parameters = {"additionalProperties": False} | parameters
     name = json.dumps(json.dumps(function["name"], ensure_ascii=False))
-    return rf'{name} WS? "," WS? "\"arguments\"" WS? ":" WS? {json_of_schema("tools", parameters)}'
+    return rf'{name} WS? "," WS? "\"arguments\"" WS? ":" WS? {json_of_schema(parameters)}'

@@ -211,8 +211,8 @@ def test_schema_that_is_only_a_reference_to_itself_is_refused(
 ) -> None:
     circle = {"type": "function", "function": {"name": "add", "parameters": schema}}
     reply = chat(served, tools=[NEGATE, circle], tool_choice="required")
-    assert (reply.status, reply.error["param"]) == (400, "tools")
-    assert "back to itself" in reply.error["message"]
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+    assert "derives no finite text" in reply.error["message"]
     plain = Served(lambda request: steps(request, [70]), tokenizer)
     assert chat(plain, tools=[NEGATE, circle]).status == 200  # no grammar is made of it
 
