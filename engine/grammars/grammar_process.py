@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import re
 import resource
 import signal
 import socket
@@ -191,7 +192,7 @@ class _Follower:
 def _error_of(matcher: LLMatcher) -> str | None:
     if not matcher.is_error():
         return None
-    said = matcher.get_error().partition("\n<non-verbose/>")[0]
+    said = re.split(r"\n<(?:non-verbose/|backtrace)>", matcher.get_error())[0]
     return "no token can go on with the text" if said == "NoExtensionBias" else said
 
 

@@ -110,6 +110,7 @@ def test_tokens_of_the_same_bytes_are_allowed_together() -> None:
         ("start: nobody", "unknown name"),
         ("start: /(?=a)b/", "look-around"),
         ('start: "xyz"', "no token"),  # no token can spell it
+        ('start: a::0\na::_: "a" a::incr(_)?', "panic"),
     ],
 )
 def test_a_wrong_grammar_says_what_is_wrong(
@@ -118,6 +119,7 @@ def test_a_wrong_grammar_says_what_is_wrong(
     grammar = compile_grammar(compiler, text)
     assert message in (grammar.error or "")
     assert "<state>" not in (grammar.error or "")
+    assert "<backtrace>" not in (grammar.error or "")
     assert allowed(grammar) == set()
     assert grammar.fitting([A]) == []
 
