@@ -196,10 +196,24 @@ def _error_of(matcher: LLMatcher) -> str | None:
     return "no token can go on with the text" if said == "NoExtensionBias" else said
 
 
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _character(escape: re.Match[str]) -> str:
+    """What stands for the same character, but has no leading zeros: the converter drops them."""
+    digits = escape[1] or escape[2]
+    if digits is None or 0xD800 <= (code := int(digits, 16)) < 0xE000:
+        return escape[0]
+    return f"\\x{code:02x}" if code < 0x100 else chr(code)
+
+
 def _to_lark(syntax: Syntax, text: str) -> str:
     if syntax == "gbnf":
-        return gbnf_to_lark(text)
-    if syntax == "regex":  # digits and words are ASCII, as in JSON Schema
+        return gbnf_to_lark(_GBNF_ESCAPE.sub(_character, text))
+    if syntax == "regex":
+        if (len(text) - len(text.rstrip("\\"))) % 2:  # the converter drops it
+            raise ValueError("the regex ends with a single backslash")
+        # Digits and words are ASCII, as in JSON Schema.
         return f"start: /{regex_to_lark(text, use_ascii='dw')}/"
     return text
 

@@ -124,6 +124,26 @@ def test_a_wrong_grammar_says_what_is_wrong(
     assert grammar.fitting([A]) == []
 
 
+def test_gbnf_may_name_characters_by_number() -> None:
+    texts = {
+        r'root ::= "\u0061" [\u0000-\u0062]': "ab",
+        r'root ::= "\u00e9\U0001F642" [^\u0000-\U000000ff]': "é🙂\u2028",
+        r'root ::= "\u0022\u005c" "\\u0061" [\u005d]': '"\\\\u0061]',
+    }
+    characters = set().union(*texts.values())
+    table = stands_for(*characters)
+    compiler = GrammarCompiler(table, (len(characters),), len(characters) + 1)
+    for rules, text in texts.items():
+        verdict = compiler.check("gbnf", rules, 10).result()
+        assert verdict.error is None
+        assert follows(compile_grammar(compiler, verdict.lark), table, text)
+
+
+def test_a_regex_must_end_its_last_escape(compiler: GrammarCompiler) -> None:
+    assert compiler.check("regex", r"a\\", 10).result().error is None
+    assert "backslash" in (compiler.check("regex", "a\\", 10).result().error or "")
+
+
 @pytest.fixture(scope="module")
 def small_compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENS, (EOS,), len(TOKENS.token_bytes), max_lexer_states=400)
