@@ -113,15 +113,12 @@ def run(
     engine: Engine, prompts: list[list[int]], temperature: float, masked: bool, new_tokens: int
 ) -> list[str]:
     """Share of drafts accepted; tokens of a sequence a step; share of a step's time for masks."""
-    if not masked:
-        unmask(engine)
+    mask_drafts(engine, masked)
     spent_s = timed_masks()
     params = SamplingParams(
         max_tokens=new_tokens,
         temperature=temperature,
-        grammar=lark_of_schema(
-            "schema", SCHEMA | {"x-guidance": {"whitespace_flexible": False}}
-        ).text,
+        grammar=lark_of_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}).text,
     )
     before = engine.stats()
     engine.submit(
@@ -161,9 +158,12 @@ def timed_masks() -> list[float]:
     return spent_s
 
 
-def unmask(engine: Engine) -> None:
-    """Let drafts leave the grammar, as if only the target knew it."""
-    vars(engine.worker.proposer)["_edited"] = lambda logits, slots_np, j: logits
+def mask_drafts(engine: Engine, masked: bool) -> None:
+    """Let drafts leave the grammar, as if only the target knew it; or do not, as usual."""
+    of_proposer = vars(engine.worker.proposer)
+    of_proposer.pop("_edited", None)
+    if not masked:
+        of_proposer["_edited"] = lambda logits, slots_np, j: logits
 
 
 def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:
@@ -177,7 +177,7 @@ def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:
         config.token_table, config.eos_token_ids, len(config.token_table.token_bytes)
     )
     start_s = time.perf_counter()
-    grammar = compiler.start(lark_of_schema("schema", SCHEMA).text)
+    grammar = compiler.start(lark_of_schema(SCHEMA).text)
     grammar.process.begun.result()
     compiled_s = time.perf_counter() - start_s
     times_s = []

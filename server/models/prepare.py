@@ -153,9 +153,7 @@ def main() -> None:
         from .pair import prepare_pair, resolve_device
 
         try:
-            resolve_device(
-                settings.target.device
-            )  # a missing GPU is told before models are fetched
+            resolve_device(settings.target.device)  # tells of a missing GPU before any fetching
             prepared = Prepared.of(prepare_pair(settings, progress))
         except (ModelError, OSError) as error:
             _send(socket, Failed(str(error)))
