@@ -16,7 +16,7 @@ import torch
 from outrider.engine.api import ReportProgress
 
 from .card import write_card
-from .prompts import load_tokenizer
+from .prompts import load_tokenizer, user_turns
 from .recipe import Budget, DistillError, Extent, Recipe, Size
 from .replicas import train_draft
 from .text import text_folder
@@ -75,6 +75,8 @@ def _check(recipe: Recipe, out: Path) -> None:
         raise DistillError(f"head_steps is {recipe.head_steps}; it is 1 at least, and fits a row")
     if recipe.start is not None and not (Path(recipe.start) / "config.json").is_file():
         raise DistillError(f"start: {recipe.start} is no model directory: it has no config.json")
+    if recipe.prompts is not None:
+        user_turns(recipe.prompts)
     if out.exists():
         raise DistillError(f"{out} exists already; name a directory that does not, or remove it")
     if not out.parent.is_dir():

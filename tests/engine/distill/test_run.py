@@ -270,6 +270,9 @@ def test_a_missing_gpu_is_told(recipe: Recipe) -> None:
 
 def test_user_turns_may_come_from_a_file(recipe: Recipe, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
+    with pytest.raises(DistillError, match=r"no file .*prompts\.jsonl"):
+        run(replace(recipe, prompts=str(prompts)))
+    assert not list(tmp_path.iterdir())  # else the right command would be another recipe's
     prompts.write_text('{"prompt": "ab"}\n{"messages": [{"role": "user", "content": "cd"}]}\n')
     run(replace(recipe, prompts=str(prompts)))
     assert "prompts.jsonl" in (Path(recipe.out) / "README.md").read_text()
