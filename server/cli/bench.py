@@ -124,7 +124,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
         "with drafts",
         "accepted",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for row in rows:
         plain, drafted = row["plain"], row["drafted"]
         table.add_row(
