@@ -16,7 +16,9 @@ Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 def distill_command(
     target: Annotated[
         str,
-        typer.Option(help="The model to draft for: a built-in name, a directory, a GGUF file, …"),
+        typer.Option(
+            help="The model to draft for: a hub id, a directory, a GGUF file or a built-in name."
+        ),
     ],
     out: Annotated[
         Path, typer.Option(help="Directory to create for the draft; it must not exist yet.")

@@ -99,7 +99,7 @@ class SpeculationSettings(Section):
         ge=0,
         le=32,
         description="Maximum draft tokens per request and step (k); 0: plain decoding. If left "
-        "out, a draft that is chosen for the target brings its own.",
+        "out, a draft that the server chooses brings its own.",
     )
     adaptive: bool = Field(
         default=True,
@@ -189,7 +189,7 @@ class EngineSettings(Section):
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens of prompt and output together; unset: what the target has.",
+        description="Tokens of prompt and output together; unset: as many as the target supports.",
     )
     logits_processors: tuple[str, ...] = Field(
         default=(),
@@ -206,7 +206,7 @@ class EngineSettings(Section):
     batch_invariant: bool | None = Field(
         default=None,
         description="Round each sequence the same in any batch, so that greedy and seeded match "
-        "answers are equal to the bit with any k, draft and batch. Left out: if the target can "
+        "answers are equal to the bit with any k, draft and batch. Unset: on where the target can "
         "do so at little cost. true refuses a target that cannot.",
     )
     enforce_eager: bool = Field(

@@ -82,8 +82,8 @@ def _shipped(name: str) -> Traversable:
     ours = shipped_configs()
     if name not in ours:
         raise SettingsError(
-            f"there is no config file {name}, and none of ours is called that; ours are "
-            f"{', '.join(sorted(ours))}"
+            f"there is no config file {name}, and none of the bundled configs is called "
+            f"that; they are {', '.join(sorted(ours))}"
         )
     return ours[name]
 
