@@ -206,9 +206,12 @@ class _Schemas:
         for key in ("anyOf", "oneOf"):
             if branches := _list(schema, key):
                 needs.append(_Rule("", [[self._rule_of(each)] for each in branches]))
-        properties, required = _dict(schema, "properties"), _list(schema, "required")
+        properties, patterns = _dict(schema, "properties"), _dict(schema, "patternProperties")
+        additional = schema.get("additionalProperties")
         if schema.get("type") in ("object", ["object"]):
-            needs += [self._rule_of(each) for name, each in properties.items() if name in required]
+            unnamed = None if patterns else additional
+            required = _list(schema, "required")
+            needs += [self._rule_of(properties.get(name, unnamed)) for name in required]
         first, more = _list(schema, "prefixItems"), schema.get("items")
         if isinstance(more, list):  # up to draft 2019-09
             first, more = more, schema.get("additionalItems")
@@ -217,8 +220,7 @@ class _Schemas:
             needs += map(self._rule_of, first[:num_items])
             if num_items > len(first):
                 needs.append(self._rule_of(more))
-        others = [more, schema.get("additionalProperties"), *first, *properties.values()]
-        others += _dict(schema, "patternProperties").values()
+        others = [more, additional, *first, *properties.values(), *patterns.values()]
         rule.optional += map(self._rule_of, others)
 
 
