@@ -239,19 +239,3 @@ def test_worker_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
 
     with pytest.raises(WorkerError, match="an HTTP process could not start: it left with exit"):
         asyncio.run(serve())
-
-
-@pytest.mark.deep  # the whole server of the above
-def test_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
-    target = save_tiny_model(tmp_path / "target", vocab_size=len(byte_level_wrapper()))
-    byte_level_wrapper().save_pretrained(target)
-    pem = tmp_path / "empty.pem"
-    pem.touch()
-    settings = [f"target.model={target}", "speculation.proposer=none", "server.api_workers=2"]
-    settings += [f"server.tls_key={pem}", f"server.tls_certificate={pem}"]
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    with (
-        pytest.raises(RuntimeError, match="an HTTP process could not start: it left with exit"),
-        running_server(tmp_path / "log", arguments),
-    ):
-        pass
