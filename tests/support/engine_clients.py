@@ -24,7 +24,7 @@ from outrider.engine.processes.messages import Up
 from outrider.engine.processes.process_engine import ProcessEngine
 from outrider.engine.processes.shared_engine import SharedEngine
 
-TIMEOUT_S = 10  # a hang is a failure, not a wait
+TIMEOUT_S = 60  # a hang is a failure, not a wait
 
 
 class ScriptedProcessEngine(ProcessEngine):
