@@ -8,8 +8,8 @@ the same bits. Others unpack weights to float32 in registers and sum in float32,
 another. The bits of a row do not depend on the batch or on the number of threads; nor on the
 processor, as long as it does the same of the two and has fused multiply-add.
 
-`layers.cpp` and `verify.cpp` are compiled when Outrider is installed, if there is a compiler, and
-never later.
+The C++ in this folder is compiled when Outrider is installed, if there is a compiler, and never
+later.
 """
 
 import ctypes
@@ -37,6 +37,10 @@ _CALLS = (
     "outrider_draft",
     "outrider_probabilities",
     "outrider_philox",
+    "outrider_bitmask",
+    "outrider_token_bias",
+    "outrider_bad_words",
+    "outrider_penalties",
 )
 
 

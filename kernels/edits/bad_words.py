@@ -7,6 +7,7 @@ import torch
 
 from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
+from . import cpu
 from .edit_rows import EditRows, check_rows
 
 _LANES = 64
@@ -38,7 +39,11 @@ def apply_bad_words(
         Sequences by slot. Shape: [S, width] int32.
     """
     check_rows(logits, rows)
-    if not uses_triton(logits):
+    if cpu.takes(logits):
+        tables = *bad_words, token_ids
+        sizes = bad_words.token_ids.shape[1], bad_words.end.shape[1], token_ids.shape[1]
+        cpu.call("bad_words", logits, rows, tables, *sizes)
+    elif not uses_triton(logits):
         apply_bad_words_reference(logits, rows, bad_words, token_ids)
     elif len(rows.row):
         _bad_words_kernel[(len(rows.row),)](

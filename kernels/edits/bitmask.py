@@ -5,6 +5,8 @@ import torch
 
 from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
+from . import cpu
+from .edit_rows import EditRows
 
 _BLOCK = 1024
 
@@ -50,7 +52,10 @@ def apply_bitmask(
     assert bitmask.dtype == torch.int32, "bitmask: int32 words expected"
     assert bitmask.shape[1] >= num_words(vocab_size), "bitmask: narrower than the vocabulary"
     vocab_size = min(vocab_size, logits.shape[1])
-    if not uses_triton(logits):
+    if cpu.takes(logits):
+        rows = EditRows(row, bitmask_row, bitmask_row)  # positions do not matter
+        cpu.call("bitmask", logits, rows, (bitmask,), bitmask.shape[1], vocab_size)
+    elif not uses_triton(logits):
         apply_bitmask_reference(logits, row, bitmask, bitmask_row, vocab_size)
     elif len(row):
         assert logits.stride(1) == 1, "logits: the vocabulary must be the dense dimension"

@@ -14,6 +14,7 @@ import torch
 
 from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
+from . import cpu
 from .edit_rows import EditRows, check_rows
 
 _BLOCK = 1024
@@ -49,7 +50,11 @@ def apply_penalties(
         Sequences by slot. Shape: [S, width] int32.
     """
     check_rows(logits, rows)
-    if not uses_triton(logits):
+    if cpu.takes(logits):
+        tables = *penalties, token_ids
+        sizes = penalties.seen.shape[1], token_ids.shape[1]
+        cpu.call("penalties", logits, rows, tables, *sizes)
+    elif not uses_triton(logits):
         apply_penalties_reference(logits, rows, penalties, token_ids)
     elif len(rows.row):
         vocab_size = min(penalties.seen.shape[1], logits.shape[1])

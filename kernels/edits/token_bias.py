@@ -9,6 +9,7 @@ import torch
 
 from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
+from . import cpu
 from .edit_rows import EditRows, check_rows
 
 _LANES = 128
@@ -29,7 +30,9 @@ def apply_token_bias(logits: torch.Tensor, rows: EditRows, token_bias: BiasState
     Shape: logits [N, V'], float32, float16 or bfloat16; rows [M] each.
     """
     check_rows(logits, rows)
-    if not uses_triton(logits):
+    if cpu.takes(logits):
+        cpu.call("token_bias", logits, rows, token_bias, token_bias.token_ids.shape[1])
+    elif not uses_triton(logits):
         apply_token_bias_reference(logits, rows, token_bias)
     elif len(rows.row):
         _token_bias_kernel[(len(rows.row),)](

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from grids import pairwise
-from verification import DEVICE, ROADS, on_road
+from verification import DEVICE, DRAWING_ROADS, on_road
 
 from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 from outrider.kernels.edits.bitmask import apply_bitmask, num_words, pack_bitmask
@@ -69,7 +69,7 @@ def penalties_of(case: Case, vocab: int, num_counted: int) -> PenaltyState:
     )
 
 
-@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], DRAWING_ROADS))
 def test_penalties_count_the_prefix_of_each_row(
     shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_banned_token_stays_banned_whatever_the_penalty(road: str) -> None:
     assert bool((found == -torch.inf).all())
 
 
-@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], DRAWING_ROADS))
 def test_biases_are_added_and_early_ends_are_banned(
     shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:
@@ -141,7 +141,7 @@ def test_biases_are_added_and_early_ends_are_banned(
     assert_equal(found, truth, case)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], DRAWING_ROADS))
 def test_bad_words_ban_what_would_complete_them_in_the_output(
     shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:
@@ -180,7 +180,7 @@ def test_bad_words_ban_what_would_complete_them_in_the_output(
     assert bool((found[[6, 0, 3], 3] == -torch.inf).all())
 
 
-@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], DRAWING_ROADS))
 def test_a_bitmask_keeps_what_it_names(
     shape: tuple[int, int], dtype: torch.dtype, road: str
 ) -> None:

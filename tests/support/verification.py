@@ -9,6 +9,7 @@ import torch
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.edits import bad_words, bitmask, penalties, token_bias
+from outrider.kernels.edits import cpu as edits_on_cpu
 from outrider.kernels.verify import cpu
 from outrider.kernels.verify import logprobs as logprobs_module
 from outrider.kernels.verify import verify as verify_module
@@ -24,16 +25,26 @@ MARGIN = 84  # steps of 2**-23: 1e-5, wider than float32 can err
 @contextmanager
 def on_road(road: str) -> Iterator[None]:
     """Run on the kernels, on the references or on what was compiled, whatever the device."""
-    modules = (verify_module, cpu, logprobs_module, bad_words, bitmask, penalties, token_bias)
+    modules = (
+        verify_module,
+        cpu,
+        logprobs_module,
+        edits_on_cpu,
+        bad_words,
+        bitmask,
+        penalties,
+        token_bias,
+    )
     saved = [module.uses_triton for module in modules]
-    takes = cpu.takes
+    takes = cpu.takes, edits_on_cpu.takes
     for module in modules:
         module.uses_triton = lambda tensor: road == "kernel"
-    cpu.takes = lambda *logits: road == "compiled" and takes(*logits)
+    cpu.takes = lambda *logits: road == "compiled" and takes[0](*logits)
+    edits_on_cpu.takes = lambda logits: road == "compiled" and takes[1](logits)
     try:
         yield
     finally:
-        cpu.takes = takes
+        cpu.takes, edits_on_cpu.takes = takes
         for module, dispatch in zip(modules, saved, strict=True):
             module.uses_triton = dispatch
 

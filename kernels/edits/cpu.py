@@ -1,0 +1,54 @@
+"""Logit edits on a CPU, a compiled call each.
+
+The references take up to some thirty operations of torch, half of them over the whole vocabulary.
+"""
+
+import ctypes
+from ctypes import Structure, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from .._dispatch import uses_triton
+from ..cpu.layers import compiled
+from .edit_rows import EditRows
+
+
+class _Rows(Structure):  # mirrors edits.cpp
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("width", c_int64),
+        ("count", c_int64),
+        ("row", c_void_p),
+        ("slot", c_void_p),
+        ("position", c_void_p),
+    )
+
+
+def takes(logits: Tensor) -> bool:
+    """Whether the calls below can edit these logits. Shape: [N, V']."""
+    return (
+        logits.device.type == "cpu"
+        and not uses_triton(logits)
+        and logits.dtype == torch.float32
+        and logits.stride(1) == 1
+        and compiled() is not None
+    )
+
+
+def call(
+    name: str, logits: Tensor, rows: EditRows, tables: tuple[Tensor, ...], *sizes: int
+) -> None:
+    """Edit these rows in place, by the edit that edits.cpp has under this name."""
+    assert all(tensor.is_contiguous() for tensor in (*rows, *tables))
+    row, slot, position = (field.data_ptr() for field in rows)
+    width = logits.shape[1]
+    given = _Rows(logits.data_ptr(), logits.stride(0), width, len(rows.row), row, slot, position)
+    library = compiled()
+    assert library is not None
+    getattr(library, f"outrider_{name}")(
+        ctypes.byref(given),
+        (c_void_p * len(tables))(*(table.data_ptr() for table in tables)),
+        *(c_int64(size) for size in sizes),
+    )
