@@ -120,11 +120,12 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
         "times",
         "first token plain",
         "with drafts",
-        "a later token plain",
+        "later token plain",
         "with drafts",
         "accepted",
     ):
-        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+        # As narrow as its words, so that the table fits a terminal of 80 columns.
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in rows:
         plain, drafted = row["plain"], row["drafted"]
         table.add_row(
