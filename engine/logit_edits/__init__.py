@@ -1,10 +1,12 @@
 """The edits that requests make to their logits, before temperature and filters."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from outrider.kernels.edits.edit_rows import EditRows
+
 from ..request import Request
-from ..state.host_copy import uploaded
 from .allowed_tokens import AllowedTokens
 from .bad_words import BadWords
 from .base import LogitEdit, RequestRows
@@ -35,10 +37,9 @@ class LogitEdits:
 
     def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
         """token_ids: [num_slots, width] int32; num_tokens: [num_slots], how many are known."""
+        self._num_tokens = num_tokens
         edits = (Grammars, AllowedTokens, BadWords, TokenBias, CustomProcessors, Penalties)
-        self._chain: tuple[LogitEdit, ...] = tuple(
-            edit(token_ids, num_tokens, vocab_size) for edit in edits
-        )
+        self._chain: tuple[LogitEdit, ...] = tuple(edit(token_ids, vocab_size) for edit in edits)
         # [edits, num_slots] which edits each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
         # [num_slots] whether it asks for any; kept, because every step looks at it, and each draft
@@ -71,10 +72,10 @@ class LogitEdits:
 
     def rehearse(self, logits: Tensor, rows: RequestRows) -> Tensor:
         """Run every edit's kernel on padding rows, which no edit changes."""
-        edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()
+        edited, at = self._copied(logits, rows)
         for edit in self._chain:
             if not edit.needs_host:
-                edit.apply(edited, rows)
+                edit.apply(edited, rows, at)
         return edited
 
     def apply(self, logits: Tensor, rows: RequestRows) -> Tensor:
@@ -84,9 +85,17 @@ class LogitEdits:
         away a small penalty on a large logit.
         Shape: [N, V'] -> [sum(num_rows), V'].
         """
-        edited = logits.index_select(0, uploaded(rows.each_np()[0], logits.device)).float()
+        edited, at = self._copied(logits, rows)
         rows = rows.packed()
         for edit, of_np in zip(self._chain, self._asked_np[:, rows.slots_np], strict=True):
-            if of_np.any():
-                edit.apply(edited, rows.take(of_np))
+            if of_np.all():
+                edit.apply(edited, rows, at)
+            elif of_np.any():
+                some = rows.take(of_np)
+                edit.apply(edited, some, some.behind(self._num_tokens))
         return edited
+
+    def _copied(self, logits: Tensor, rows: RequestRows) -> tuple[Tensor, EditRows]:
+        at = rows.behind(self._num_tokens)
+        copied = logits.index_select(0, at.row).float()
+        return copied, at._replace(row=torch.arange(len(copied), device=copied.device))

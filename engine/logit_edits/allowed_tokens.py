@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.edits.bitmask import apply_bitmask, num_words, pack_bitmask
+from outrider.kernels.edits.edit_rows import EditRows
 
 from ..api import SamplingParams
 from ..request import Request
@@ -12,8 +13,8 @@ from .base import LogitEdit, RequestRows
 
 
 class AllowedTokens(LogitEdit):
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, num_tokens, vocab_size)
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
         self._bitmask = self._table(num_words(vocab_size), dtype=torch.int32, fill=-1)
 
     def is_asked_by(self, params: SamplingParams) -> bool:
@@ -23,6 +24,5 @@ class AllowedTokens(LogitEdit):
         allowed = self._uploaded(request.params.allowed_token_ids, np.int64)
         self._bitmask[request.slot] = pack_bitmask(allowed, self._vocab_size)
 
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        at = rows.behind(self._num_tokens)
+    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
         apply_bitmask(logits, at.row, self._bitmask, at.slot, self._vocab_size)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
+from outrider.kernels.edits.edit_rows import EditRows
 
 from ..api import SamplingParams
 from ..request import Request
@@ -15,8 +16,8 @@ MAX_TOKENS = 2048  # in all words together
 
 
 class BadWords(LogitEdit):
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, num_tokens, vocab_size)
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
         self._state = BadWordsState(
             token_ids=self._table(MAX_TOKENS, dtype=torch.int32),
             end=self._table(MAX_WORDS, dtype=torch.int32),
@@ -36,5 +37,5 @@ class BadWords(LogitEdit):
         self._state.num_words[slot].fill_(len(words))
         self._state.output_start[slot].fill_(request.num_prompt_tokens)
 
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        apply_bad_words(logits, rows.behind(self._num_tokens), self._state, self._token_ids)
+    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+        apply_bad_words(logits, at, self._state, self._token_ids)

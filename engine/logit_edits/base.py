@@ -78,10 +78,9 @@ class LogitEdit(ABC):
     # Whether the host must know all tokens of a request before it can edit its logits.
     needs_host = False
 
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        """token_ids: [num_slots, width] int32; num_tokens: [num_slots], how many are known."""
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        """token_ids: [num_slots, width] int32."""
         self._token_ids = token_ids
-        self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._device = token_ids.device
         self._requests: dict[int, Request] = {}  # by slot, for edits that look at them later
@@ -106,5 +105,8 @@ class LogitEdit(ABC):
         self._requests.pop(slot, None)
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        """Edit the rows of requests that ask for this edit, in place; logits: [N, V'] float32."""
+    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+        """Edit the rows of requests that ask for this edit, in place; `at` has the same rows.
+
+        Shape: logits [N, V'] float32.
+        """

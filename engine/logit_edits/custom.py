@@ -5,6 +5,8 @@ import logging
 import torch
 from torch import Tensor
 
+from outrider.kernels.edits.edit_rows import EditRows
+
 from ..api import SamplingParams
 from ..request import Request
 from .base import LogitEdit, RequestRows
@@ -20,7 +22,7 @@ class CustomProcessors(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.logits_processors) > 0
 
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
         for row, slot, num_drafts in zip(*rows.each_np().tolist(), strict=True):
             request = self._requests[slot]
             prefix = self._token_ids[None, slot, : request.num_tokens + num_drafts].long()

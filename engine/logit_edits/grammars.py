@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.edits.bitmask import apply_bitmask
+from outrider.kernels.edits.edit_rows import EditRows
 
 from ..api import SamplingParams
 from ..grammars.grammar import Grammar, compute_masks
@@ -23,7 +24,7 @@ class Grammars(LogitEdit):
     def is_asked_by(self, params: SamplingParams) -> bool:
         return params.grammar is not None
 
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
         requests = [self._requests[slot] for slot in rows.slots_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]
         known_np = np.array([request.num_tokens for request in requests])
@@ -41,7 +42,7 @@ class Grammars(LogitEdit):
         )
         apply_bitmask(
             logits,
-            uploaded(rows.each_np()[0], self._device),
+            at.row,
             uploaded(masks_np, self._device),
             torch.arange(len(masks_np), device=self._device),
             self._vocab_size,

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.edits.edit_rows import EditRows
 from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
 
 from ..api import SamplingParams
@@ -14,8 +15,8 @@ from .base import LogitEdit, RequestRows
 
 
 class Penalties(LogitEdit):
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, num_tokens, vocab_size)
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
         self._state = PenaltyState(
             repetition=self._table(dtype=torch.float32, fill=1),
             frequency=self._table(dtype=torch.float32),
@@ -46,9 +47,9 @@ class Penalties(LogitEdit):
         self._num_counted_np[slot] = num_prompt_tokens
         self._count(np.array([slot]))
 
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
         self._count(rows.slots_np)
-        apply_penalties(logits, rows.behind(self._num_tokens), self._state, self._token_ids)
+        apply_penalties(logits, at, self._state, self._token_ids)
 
     def _count(self, slots_np: np.ndarray) -> None:
         """Add newly known tokens to the tables, so that kernels have few left to count."""

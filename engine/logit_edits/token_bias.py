@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.edits.edit_rows import EditRows
 from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 
 from ..api import SamplingParams
@@ -14,8 +15,8 @@ MAX_ENTRIES = 1280  # tokens of logit_bias and tokens that end the sequence, tog
 
 
 class TokenBias(LogitEdit):
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, num_tokens, vocab_size)
+    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+        super().__init__(token_ids, vocab_size)
         self._state = BiasState(
             token_ids=self._table(MAX_ENTRIES, dtype=torch.int32),
             bias=self._table(MAX_ENTRIES, dtype=torch.float32),
@@ -39,5 +40,5 @@ class TokenBias(LogitEdit):
         self._state.banned_until[at] = self._uploaded(banned_until, np.int64)
         self._state.num_entries[request.slot].fill_(len(token_ids))
 
-    def apply(self, logits: Tensor, rows: RequestRows) -> None:
-        apply_token_bias(logits, rows.behind(self._num_tokens), self._state)
+    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+        apply_token_bias(logits, at, self._state)
