@@ -105,8 +105,10 @@ def _call(name: str, given: _Step, step: Step, out: Tensor) -> None:
     anchor, offset = step.anchor.contiguous(), step.position - step.anchor
     words = None if step.words is None else step.words.contiguous()
     given.offset, given.words = pointer(offset, torch.int64), pointer(words, torch.int64)
+    given.out = pointer(out, torch.int64)
     _set_requests(given, sampling, anchor)
-    _run(name, given, step.logits, step.vocab_size, step.purpose, out)
+    _set_rows(given, len(out), step.logits, step.vocab_size, step.purpose)
+    getattr(_library(), name)(ctypes.byref(given))
 
 
 def verify_slots(
@@ -126,13 +128,11 @@ def verify_slots(
     ends_np = (num_drafts_np + 1).cumsum()
     counts_np = np.array((ends_np - num_drafts_np - 1, num_drafts_np), dtype=np.int32)
     out = torch.empty(len(slots_np), max_drafts + 2, dtype=torch.int64)
-    given = _Step(
-        first_rows=counts_np.ctypes.data,
-        num_drafts=counts_np.ctypes.data + counts_np.strides[0],
-        columns=max_drafts,
-    )
-    _set_slots(given, slots, slots_np, kept)
-    _run("outrider_verify", given, logits, vocab_size, Purpose.FINAL, out)
+    given = _in_slots(slots, slots_np, logits, vocab_size, kept, Purpose.FINAL)
+    given.first_rows = counts_np.ctypes.data
+    given.num_drafts = counts_np.ctypes.data + counts_np.strides[0]
+    given.columns, given.out = max_drafts, pointer(out, torch.int64)
+    _library().outrider_verify(ctypes.byref(given))
     return out
 
 
@@ -150,7 +150,7 @@ def draw_into_slots(
     above, or None to keep nothing -> [N] int64.
     """
     out = torch.empty(len(slots_np), dtype=torch.int64)
-    given = _draws_in_slots(slots, slots_np, logits, vocab_size, kept)
+    given = _in_slots(slots, slots_np, logits, vocab_size, kept, Purpose.DRAFT)
     given.offset, given.out = _pointer_np(offsets_np), pointer(out, torch.int64)
     _library().outrider_draw(ctypes.byref(given))
     return out
@@ -177,7 +177,9 @@ class LinesOfDrafts:
         Returns how many positions the model needs; if that is more than `num_positions`, nothing
         was computed. Shape: logits [N, V'], to which all passes write.
         """
-        given = _draws_in_slots(self.slots, self.slots_np, logits, self.vocab_size, self.kept)
+        given = _in_slots(
+            self.slots, self.slots_np, logits, self.vocab_size, self.kept, Purpose.DRAFT
+        )
         needed: int = _library().outrider_draft(
             ctypes.byref(model),
             ctypes.byref(batch),
@@ -191,17 +193,28 @@ class LinesOfDrafts:
         return needed
 
 
-def _draws_in_slots(
+def _in_slots(
     slots: SlotState,
     slots_np: np.ndarray,
     logits: Tensor,
     vocab_size: int,
     kept: tuple[Tensor, Tensor] | None,
+    purpose: Purpose,
 ) -> _Step:
-    assert kept is None or (kept[0].dtype == logits.dtype and kept[0].shape[2] == logits.shape[1])
-    given = _Step(count=len(slots_np), purpose=int(Purpose.DRAFT))
-    _set_slots(given, slots, slots_np, kept)
-    _set_logits(given, logits, min(vocab_size, logits.shape[1]))
+    """A step for requests in slots. Drafts are drawn into `kept`, and verified from there."""
+    assert slots.token_ids.stride(1) == 1
+    if purpose == Purpose.DRAFT and kept is not None:
+        assert kept[0].dtype == logits.dtype
+        assert kept[0].shape[2] == logits.shape[1]
+    given = _Step(
+        entries=_pointer_np(slots_np),
+        token_ids=pointer(slots.token_ids, torch.int32),
+        token_stride=slots.token_ids.stride(0),
+        num_slots=len(slots.num_tokens),
+    )
+    _set_requests(given, slots.sampling, slots.num_tokens)
+    _set_drafts(given, *(kept or (None, None)))
+    _set_rows(given, len(slots_np), logits, vocab_size, purpose)
     return given
 
 
@@ -209,17 +222,6 @@ def _pointer_np(array_np: np.ndarray) -> int:
     assert array_np.dtype == np.int64
     assert array_np.flags.c_contiguous
     return array_np.ctypes.data
-
-
-def _set_slots(
-    given: _Step, slots: SlotState, slots_np: np.ndarray, kept: tuple[Tensor, Tensor] | None
-) -> None:
-    assert slots.token_ids.stride(1) == 1
-    given.entries = _pointer_np(slots_np)
-    given.token_ids = pointer(slots.token_ids, torch.int32)
-    given.token_stride, given.num_slots = slots.token_ids.stride(0), len(slots.num_tokens)
-    _set_requests(given, slots.sampling, slots.num_tokens)
-    _set_drafts(given, *(kept or (None, None)))
 
 
 def _set_requests(given: _Step, sampling: Sampling, anchor: Tensor) -> None:
@@ -241,18 +243,12 @@ def _set_drafts(given: _Step, logits: Tensor | None, state: Tensor | None) -> No
     given.draft_state, given.draft_state_stride = pointer(state, torch.float32), state.stride(0)
 
 
-def _run(
-    name: str, given: _Step, logits: Tensor, vocab_size: int, purpose: Purpose, out: Tensor
-) -> None:
-    _set_logits(given, logits, vocab_size)
-    given.count, given.purpose, given.out = len(out), int(purpose), pointer(out, torch.int64)
-    getattr(_library(), name)(ctypes.byref(given))
-
-
-def _set_logits(given: _Step, logits: Tensor, vocab_size: int) -> None:
+def _set_rows(given: _Step, count: int, logits: Tensor, vocab_size: int, purpose: Purpose) -> None:
     assert logits.stride(1) == 1
     given.logits, given.stride = logits.data_ptr(), logits.stride(0)
-    given.vocab_size, given.is_bf16 = vocab_size, logits.dtype == torch.bfloat16
+    given.is_bf16 = logits.dtype == torch.bfloat16
+    given.vocab_size = min(vocab_size, logits.shape[1])
+    given.count, given.purpose = count, int(purpose)
 
 
 def probabilities(logits: Tensor, token_ids: Tensor) -> np.ndarray:
