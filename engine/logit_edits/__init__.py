@@ -70,8 +70,11 @@ class LogitEdits:
             edit.unseat(slot)
         self._asked_np[:, slot] = self._any_asked_np[slot] = False
 
-    def rehearse(self, logits: Tensor, rows: RequestRows) -> Tensor:
-        """Run every edit's kernel on padding rows, which no edit changes."""
+    def rehearse(self, logits: Tensor) -> Tensor:
+        """Run every edit's kernel on rows of the dummy slot, which no edit changes."""
+        dummy, num_rows = len(self._any_asked_np) - 1, len(logits)
+        slots_np, none_np = np.full(num_rows, dummy), np.zeros(num_rows, dtype=np.int64)
+        rows = RequestRows.one_each(slots_np, none_np)
         edited, at = self._copied(logits, rows)
         for edit in self._chain:
             if not edit.needs_host:

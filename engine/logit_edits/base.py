@@ -39,10 +39,6 @@ class RequestRows(NamedTuple):
         none_np = np.zeros_like(num_rows_np)
         return RequestRows(slots_np, none_np, num_rows_np, none_np).packed()
 
-    @staticmethod
-    def dummies(slot: int, num_rows: int) -> "RequestRows":
-        return RequestRows.one_each(np.full(num_rows, slot), np.zeros(num_rows, dtype=np.int64))
-
     def take(self, index_np: np.ndarray) -> "RequestRows":
         return RequestRows(*(of_each[index_np] for of_each in self))
 

@@ -119,10 +119,6 @@ class DrawingProposer(Proposer):
         for kind in SAMPLING_KINDS:
             yield partial(self._draw, integers, (2, *kind), logits)
 
-    def _rehearse_edits(self, logits: Tensor) -> None:
-        """Edit these rows of logits for the dummy slot. Shape: [N, V]."""
-        self._edits.rehearse(logits, RequestRows.dummies(self._slots.dummy, len(logits)))
-
     def _draw_in_turn(self, scheduled: list[ScheduledRequest], logits_of: LogitsOf) -> None:
         """Draw up to k_i drafts for each sequence, one after another; sets k_i to their number.
 

@@ -94,7 +94,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         self._read_pass(scored)
         size = self._slots.max_num_seqs
         self._draft_for_dummies(size)
-        self._rehearse_edits(self.distributions.logits.new_zeros(size, self._head.vocab_size))
+        self._edits.rehearse(self.distributions.logits.new_zeros(size, self._head.vocab_size))
 
     def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
         self._read_pass(scored)

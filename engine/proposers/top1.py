@@ -48,7 +48,7 @@ class Top1Proposer(DrawingProposer):
 
     def rehearse(self, scored: Pass) -> None:
         drafted = self._draft.rehearse(self._most_rows, self._slots.max_num_seqs)
-        self._rehearse_edits(drafted.logits)
+        self._edits.rehearse(drafted.logits)
 
     def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
         self._draft.rehearse_short(num_seqs, num_rows)

@@ -50,8 +50,7 @@ class Verifier:
         both = logits, logits.float()
         for x, kind in product(both, SAMPLING_KINDS):
             yield partial(self._run, integers, (2, *kind), x)
-        dummies = RequestRows.dummies(self._slots.dummy, len(logits))
-        yield partial(self._edits.rehearse, logits, dummies)
+        yield partial(self._edits.rehearse, logits)
 
     def rehearse(self, logits: Tensor) -> None:
         """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
@@ -60,8 +59,7 @@ class Verifier:
         """
         size, num_rows = self._slots.max_num_seqs, len(logits)
         integers = uploaded(self._dummies(size), self._slots.device)
-        rows = RequestRows.dummies(self._slots.dummy, num_rows)
-        self._run(integers, (size, True, True), self._edits.rehearse(logits, rows))
+        self._run(integers, (size, True, True), self._edits.rehearse(logits))
         index = torch.arange(num_rows, device=logits.device)
         num_top = min(MAX_LOGPROBS, self._vocab_size)
         gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._vocab_size)
