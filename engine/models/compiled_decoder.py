@@ -18,7 +18,7 @@ from outrider.kernels.verify.cpu import LinesOfDrafts
 from ..state.batch import BatchRows, HostBatch
 from ..state.slots import Slots
 from .attention import PagedAttention, PassContext, Rope
-from .blocks import AttentionMixer, Block, GatedMLP
+from .blocks import Block, GatedMLP
 from .decoder import Decoder
 from .network import Pass
 from .weights import Linear, Tiles
@@ -40,12 +40,10 @@ def can_compile(decoder: Decoder) -> bool:
 
 
 def _is_known(block: Block) -> bool:
-    mixer, mlp = block.mixer, block.mlp
-    if not isinstance(mixer, AttentionMixer) or not isinstance(mlp, GatedMLP):
-        return False
-    attention = mixer.attention
+    attention, mlp = block.mixer.attention, block.mlp
     return (
-        all(isinstance(linear.weight, Tiles) for linear in block.linears)
+        isinstance(mlp, GatedMLP)
+        and all(isinstance(linear.weight, Tiles) for linear in block.linears)
         and attention.softcap is None
         and attention.sinks is None
         and attention.head_dim == attention.value_dim
@@ -73,6 +71,8 @@ def _shape_of(block: Block) -> tuple[float, ...]:
 
 class CompiledDecoder(Decoder):
     """Computes in float32 between its layers; the bits of a row do not depend on the batch."""
+
+    attention_keeps_bits = True  # compiled code attends to each row by itself
 
     def __init__(self, decoder: Decoder, *, is_tied: bool = False) -> None:
         """Take over a decoder for which `can_compile` is true.

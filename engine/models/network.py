@@ -27,6 +27,7 @@ class Network(PagedLayers):
     """A causal LM whose layers read and write pages."""
 
     same_bits: bool = False  # whether the bits of a row do not depend on the batch
+    attention_keeps_bits: bool = False  # whether its attention needs no proof of that
     tapped_layers: tuple[int, ...] = ()  # a pass hands out their residual streams; set by `tap`
     _logits: Tensor | None = None  # [max_rows, V]
 

@@ -10,7 +10,6 @@ from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.packed_linear import has_products
 from outrider.kernels.model.same_bits_attention import rows_at_once, same_rows, sums_alike
 
-from .compiled_decoder import CompiledDecoder
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
@@ -74,7 +73,8 @@ def _prove(network: Network, max_len: int) -> None:
         network.bind_cache(num_pages_of(ends[-1]), PAGE)
         passes = [partial(logits, *rows) for rows in ((0, ends[-1]), *pairwise(ends))]
         compile_together([partial(_attend, network, max_len), *passes], device)
-        _prove_attention(network, max_len)
+        if not network.attention_keeps_bits:
+            _prove_attention(network, max_len)
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
@@ -93,8 +93,6 @@ def _attend(network: Network, max_len: int) -> None:
 
 
 def _prove_attention(network: Network, max_len: int) -> None:
-    if isinstance(network, CompiledDecoder):
-        return  # it attends by itself, to each row alike
     for attention in network.attentions:
         heads, dtype, device = attention.heads, network.dtype, network.device
         of_pages = network.dtype_of_pages(attention)
