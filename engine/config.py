@@ -28,7 +28,7 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    proposer: str = "draft_model"  # a name of engine.proposers.PROPOSERS
+    proposer: str = "draft_model"  # a name that engine.proposers knows
     num_speculative_tokens: int = 4  # k; 0 decodes plainly
     adaptive: bool = True  # draft fewer tokens, or none, when measurements say that this is faster
     verification: Verification = "token"  # the rule for requests that name none
