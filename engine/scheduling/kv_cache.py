@@ -10,6 +10,7 @@ only ever writes KV after its computed tokens.
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..request import Request
@@ -82,19 +83,29 @@ class KVCacheManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def fits(self, request: Request, num_tokens: int) -> bool:
+        """Whether there are pages for `num_tokens` tokens of a waiting request.
+
+        If not, its cached pages are evicted last, for it will ask again.
+        """
+        missing = self.pages_for(num_tokens) - len(self._free)
+        if missing <= 0:
+            return True
+        cached = list(self._cached_pages(request))
+        free = [page for page in cached if self._ref_count[page] == 0]
+        if missing <= len(cached) - len(free):  # those that others hold
+            return True
+        for page in reversed(free):
+            self._free.move_to_end(page)
+        return False
+
     def attach_prefix(self, request: Request) -> int:
         """Share all cached pages of the request's leading tokens; returns how many tokens.
 
         Tokens whose logits are needed, at least the last one, are left to compute.
         """
-        if not self.prefix_caching:
-            return 0
-        self._hash_pages(request, (request.num_tokens - 1) // self.page_size)
         draft_is_valid = True
-        for page_hash in request.page_hashes[: request.num_reusable_tokens // self.page_size]:
-            page = self._page_of_hash.get(page_hash)
-            if page is None:
-                break
+        for page in self._cached_pages(request):
             self._take(page)
             request.pages.append(page)
             request.num_computed_tokens += self.page_size
@@ -186,6 +197,17 @@ class KVCacheManager:
         for page_hash, page in self._page_of_hash.items():
             if self._hash[page] != page_hash:
                 raise RuntimeError(f"page {page} is findable by a hash that is not its own")
+
+    def _cached_pages(self, request: Request) -> Iterator[int]:
+        """The cached pages of the request's leading tokens."""
+        if not self.prefix_caching:
+            return
+        self._hash_pages(request, (request.num_tokens - 1) // self.page_size)
+        for page_hash in request.page_hashes[: request.num_reusable_tokens // self.page_size]:
+            page = self._page_of_hash.get(page_hash)
+            if page is None:
+                break
+            yield page
 
     def _take(self, page: int) -> None:
         if self._ref_count[page] == 0:

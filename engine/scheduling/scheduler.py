@@ -148,13 +148,9 @@ class Scheduler:
 
         Returns the number of rows of its share of the step, or 0.
         """
-        kv_cache = self._kv_cache
-        num_cached_tokens = kv_cache.attach_prefix(request)
-        missing = kv_cache.pages_for(request.num_tokens + 1) - len(request.pages)
-        if missing > kv_cache.num_free_pages:
-            kv_cache.release(request)
+        if not self._kv_cache.fits(request, request.num_tokens + 1):
             return 0
-        self._sequences.admit(request, num_cached_tokens)
+        self._sequences.admit(request, self._kv_cache.attach_prefix(request))
         self._grown.append((request, 0))
         scheduled = self._share(request, budget, plan)
         if not self._grow(request, scheduled.end + scheduled.num_drafts):

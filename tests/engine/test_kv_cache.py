@@ -138,6 +138,32 @@ def test_the_head_of_a_prefix_outlives_its_tail() -> None:
     assert cache.attach_prefix(request(list(range(17)))) == 8
 
 
+def test_a_prompt_fits_with_the_pages_that_others_hold_and_those_that_are_free() -> None:
+    cache = KVCacheManager(num_pages=7, page_size=PAGE)  # 6 usable
+    held, released = request([1] * 8), request([2] * 8)
+    compute(cache, held)
+    compute(cache, released)
+    cache.release(released)
+    assert cache.num_free_pages == 4
+    assert cache.fits(request([1] * 24), 24)  # 2 pages are held, 4 free
+    assert not cache.fits(request([1] * 25), 25)
+    assert cache.fits(request([2] * 16), 16)
+    assert not cache.fits(request([2] * 17), 17)  # 2 of the 4 free ones are its own
+    cache.check_integrity([held])
+
+
+def test_the_prefix_of_a_prompt_that_does_not_fit_yet_is_evicted_last() -> None:
+    cache = KVCacheManager(num_pages=8, page_size=PAGE)  # 7 usable
+    mine, younger = request([1] * 8), request([2] * 8)
+    for r in (mine, younger):
+        compute(cache, r)
+        cache.release(r)
+    waiting = request([1] * 32)
+    assert not cache.fits(waiting, 32)
+    assert cache.allocate(request([3] * 24), 24)
+    assert cache.attach_prefix(waiting) == 4  # the head of it
+
+
 def test_allocation_is_all_or_nothing() -> None:
     cache = KVCacheManager(num_pages=4, page_size=PAGE)
     big = request([1] * 20)
@@ -164,8 +190,10 @@ def test_any_history_leaves_every_page_accounted_for() -> None:
                 cache.release(live.pop(rng.randrange(len(live))))
                 continue
             r = request([rng.randrange(2) for _ in range(rng.randrange(1, 24))])
+            fits = cache.fits(r, r.num_tokens)
             cache.attach_prefix(r)
-            if cache.allocate(r, r.num_tokens):
+            assert cache.allocate(r, r.num_tokens) is fits
+            if fits:
                 compute(cache, r, draft=rng.random() < 0.5)
                 live.append(r)
             else:

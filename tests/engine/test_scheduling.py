@@ -77,6 +77,28 @@ def test_long_prompts_come_one_after_another(target: Path) -> None:
     assert first["0"] == 3  # as if it were alone
 
 
+def test_a_prompt_that_does_not_fit_yet_takes_no_pages(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(replace(engine_config(target, num_pages=40), max_model_len=144))
+    run(engine, [LONG], replace(GREEDY, max_tokens=1))
+    engine.submit([new("running", SHORT, replace(GREEDY, max_tokens=60))])
+    for _ in range(40):
+        engine.step()
+    engine.submit([new("waiting", LONG)])
+    attached: list[Request] = []
+    attach = engine.sequences.kv_cache.attach_prefix
+
+    def watched(request: Request) -> int:
+        attached.append(request)
+        return attach(request)
+
+    monkeypatch.setattr(engine.sequences.kv_cache, "attach_prefix", watched)
+    first = steps_until_first_token(engine, {"waiting"})
+    assert first["waiting"] > 10
+    assert len(attached) == 1
+
+
 def test_more_sequences_than_may_ever_wait_are_refused_for_good(target: Path) -> None:
     engine = Engine(engine_config(target, max_num_seqs=2, max_queue_len=1))
     with pytest.raises(InvalidRequestError, match=r"^n: the 4 sequences .* 3 may run or wait"):
