@@ -54,8 +54,8 @@ def test_each_answer_is_a_line_with_its_numbers(
         "queue_s": 0.0,
     }
     assert re.search(
-        rf"POST /v1/completions 200 ok in \d+\.\d+ s, {num_prompt_tokens} \(1 cached\) \+ 3 tokens, "
-        r"the first after \d+\.\d+ s, 1 of 4 drafts accepted, abc",
+        rf"POST /v1/completions 200 ok in \d+\.\d+ s, {num_prompt_tokens} \(1 cached\) "
+        r"\+ 3 tokens, the first after \d+\.\d+ s, 1 of 4 drafts accepted, abc",
         caplog.text,
     )
     assert "secret" not in caplog.text
