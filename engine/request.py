@@ -94,15 +94,11 @@ class Request:
         return self.least_tokens + (self.num_drafts_in_flight or 0)
 
     @property
-    def may_ban_all(self) -> bool:
-        """Whether its own edits of the logits may leave it no token."""
-        params = self.params
-        return bool(
-            params.grammar
-            or params.allowed_token_ids
-            or params.bad_words
-            or params.logits_processors
-        )
+    def bans(self) -> list[str]:
+        """The names of those of its parameters that together may leave it no token."""
+        names = ("allowed_token_ids", "bad_words", "logits_processors", "min_tokens", "grammar")
+        bans = [name for name in names if getattr(self.params, name)]
+        return [] if bans == ["min_tokens"] else bans
 
     @property
     def can_start(self) -> bool:

@@ -87,7 +87,7 @@ class Committer:
         drawn = scheduled.token_ids
         num_accepted = len(drawn) - 1
         if is_bad := scheduled.is_bad or scheduled.has_nan:
-            may_be_its_edits = request.may_ban_all and not scheduled.has_nan
+            may_be_its_edits = bool(request.bans) and not scheduled.has_nan
             if num_drafts == 0 and (may_be_its_edits or not request.speculates):
                 return self._commit_bad(request, may_be_its_edits=may_be_its_edits)
             fixed = self._slots.draws_are_fixed(request.params)
@@ -149,7 +149,10 @@ class Committer:
             reason = request.edit_error
             is_dead_end = request.grammar is not None and request.grammar.error is not None
         else:
-            reason = "the request's own edits of the logits left it no token to go on with"
+            first, *others = request.bans
+            reason = f"{first}: it left no token to go on with"
+            if others:
+                reason += f", together with {' and '.join(others)}"
         output = request.output([], error=reason, is_dead_end=is_dead_end)
         self._sequences.finish(request)
         return output

@@ -162,7 +162,9 @@ def timed_out(timeout_s: float) -> APIError:
 
 def dead_end(message: str) -> APIError:
     """400: the request's own parameters leave no token that is allowed; a retry is useless."""
-    return APIError(400, message, code="no_token_left")
+    field = _field_named_by(message)
+    param = None if field == "grammar" else field  # which of several fields the engine cannot tell
+    return APIError(400, message, code="no_token_left", param=param)
 
 
 def internal_error(message: str = "The server failed to answer this request.") -> APIError:
@@ -179,8 +181,7 @@ def from_exception(error: BaseException) -> APIError:
         case EngineUnavailableError():
             return unavailable(str(error))
         case InvalidRequestError():
-            field, colon, _ = str(error).partition(": ")
-            return invalid_value(field if colon and field.isidentifier() else None, str(error))
+            return invalid_value(_field_named_by(str(error)), str(error))
         case RequestValidationError():
             return _from_validation(error.errors())
         case HTTPException():
@@ -215,6 +216,12 @@ def install(app: FastAPI) -> None:
     ):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, answer_unexpected)
+
+
+def _field_named_by(message: str) -> str | None:
+    """The field that a message of the engine begins with."""
+    field, colon, _ = message.partition(": ")
+    return field if colon and field.isidentifier() else None
 
 
 def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:

@@ -234,7 +234,8 @@ def test_edits_that_leave_a_grammar_no_token_fail_their_own_sequence(
     good = SamplingParams(max_tokens=40, seed=1, grammar='start: "Q"')
     bad, other = run(engine, [PROMPT] * 2, [replace(good, **edit), good])
     assert bad[-1].finish_reason == "error"
-    assert "left it no token" in (bad[-1].error or "")
+    (name,) = edit
+    assert bad[-1].error == f"{name}: it left no token to go on with, together with grammar"
     assert tokens(other) == [Q, EOS]
 
 

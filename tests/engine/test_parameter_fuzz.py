@@ -28,7 +28,7 @@ NUM_REQUESTS = int(os.environ.get("TEST_EXAMPLES", "80"))
 EOS = VOCAB - 1
 FIELDS = {field.name for field in fields(SamplingParams)} | {"prompt"}
 # Ends that a request brings on itself.
-DEAD_ENDS = ("left it no token", "no token can go on", "text is complete")
+DEAD_ENDS = ("it left no token", "no token can go on", "text is complete")
 INFINITE, NAN = float("inf"), float("nan")
 
 

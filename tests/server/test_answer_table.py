@@ -394,15 +394,22 @@ def test_logprob_of_minus_infinity_is_clamped_and_nan_fails_the_request(
 
 @each_endpoint
 @streamed_or_whole
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("bad_words: it left no token to go on with", "bad_words"),
+        ("grammar: no token can go on with the text", None),
+    ],
+)
 def test_request_that_leaves_itself_no_token_is_told_so(
-    site: Site, path: str, stream: bool
+    site: Site, path: str, stream: bool, message: str, param: str | None
 ) -> None:
     site.served.client.play = lambda request: [
         RequestOutput(
             request_id=request.request_id,
             token_ids=[],
             finish_reason="error",
-            error="grammar: no token can go on with the text",
+            error=message,
             is_dead_end=True,
         )
     ]
@@ -414,7 +421,7 @@ def test_request_that_leaves_itself_no_token_is_told_so(
         assert reply.status_code == 400
         error = error_of(reply)
     assert (error["type"], error["code"]) == ("invalid_request_error", "no_token_left")
-    assert error["message"] == "grammar: no token can go on with the text"
+    assert (error["message"], error["param"]) == (message, param)
 
 
 @each_endpoint

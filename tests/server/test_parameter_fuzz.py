@@ -19,7 +19,7 @@ from outrider.server.text.tokenizer import Tokenizer
 NUM_REQUESTS = int(os.environ.get("TEST_EXAMPLES", "50"))
 AT_ONCE = 25
 # What only shows when the tokens come: the request's own edits ban them all.
-DEAD_ENDS = ("left it no token", "no token can go on")
+DEAD_ENDS = ("it left no token", "no token can go on")
 
 
 def assert_is_an_answer(body: dict[str, Any], reply: httpx.Response) -> None:
