@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, FailFast, Field, Tag
+from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
 from .content import OrRefusal, TextOr, text_of, type_of
 from .fields import APIRequest
+from .tools import object_of
 
 MAX_ITEMS = 65_536  # of one request
 
@@ -44,11 +45,16 @@ class ReasoningItem(Item):
     content: ContentParts = Field(default_factory=list)
 
 
+def _arguments(text: str) -> str:
+    object_of(text)
+    return text
+
+
 class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str = Field(min_length=1)
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_arguments)]
 
 
 class CustomCallItem(Item):

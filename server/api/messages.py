@@ -31,7 +31,12 @@ from .tools import object_of
 from .translation import renamed_fields
 
 # Fields that have other names here than in chats.
-FIELDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config",
+}
 # How a block grows, by its type: the type of the delta, and the name of its field.
 GROWTH = {
     "text": ("text_delta", "text"),

@@ -1,6 +1,7 @@
 """The JSON of OpenAI's responses, and what it means as a chat."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, FailFast, Field
@@ -13,7 +14,7 @@ from .content import TextOr
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
 from .input_items import InputItems, Item, MessageItem, chat_messages
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
-from .tools import MAX_TOOLS
+from .tools import MAX_TOOLS, checked_tool
 from .translation import chat_request
 
 LOGPROBS = "message.output_text.logprobs"
@@ -30,11 +31,16 @@ Metadata = TypeAliasType(
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
     """Refuse tools that OpenAI runs itself: they have a type of their own."""
     match value:
-        case {"type": "function" | "custom", "name": str(name)} if name:
-            return value
+        case {"type": "function" | "custom", "name": str()}:
+            with suppress(ValueError):
+                checked_tool(_chat_tool(value))
+                return value
         case {"type": str(kind)} if kind not in ("function", "custom"):
             return value
-    raise ValueError('expected {"type": "function", "name": …, "parameters": {…}, …}')
+    raise ValueError(
+        'expected {"type": "function", "name": …, "parameters": {…}}, or '
+        '{"type": "custom", "name": …, "format": {…}}'
+    )
 
 
 ResponseTool = Annotated[dict[str, Any], AfterValidator(_tool)]
@@ -157,7 +163,7 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     match tool.get("format"):
         case {"type": "grammar", **grammar}:
             custom["format"] = {"type": "grammar", "grammar": grammar}
-        case dict(form):
+        case form:
             custom["format"] = form
     return {"type": "custom", "custom": custom}
 

@@ -16,7 +16,7 @@ TOOL_FIELDS = frozenset({"type", "function", "custom"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return", "format"})
 
 
-def _tool(value: dict[str, Any]) -> dict[str, Any]:
+def checked_tool(value: dict[str, Any]) -> dict[str, Any]:
     """Check a tool, and leave it as it is: templates print tools with their keys in order."""
     match value:
         case {"type": "function", "function": {"name": str(name)} as function} if name:
@@ -71,7 +71,7 @@ def object_of(arguments: object) -> dict[str, Any]:
         return {}
     if isinstance(arguments, dict):
         return arguments
-    raise ValueError("function.arguments: expected a text that is a JSON object")
+    raise ValueError("expected arguments that are the text of a JSON object")
 
 
 def _type_of(call: dict[str, Any]) -> object:
@@ -119,7 +119,7 @@ _FORMAT = {
 }
 Tool = Annotated[
     dict[str, Any],
-    AfterValidator(_tool),
+    AfterValidator(checked_tool),
     WithJsonSchema(
         {
             "anyOf": [

@@ -1,5 +1,6 @@
 """Turns requests of other APIs into chat completions, which this server answers."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,5 +46,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         ]
         raise RequestValidationError(problems) from None
     except APIError as error:
-        error.param = names.get(error.param or "", error.param)
+        if (known := names.get(error.param or "")) is not None:
+            error.message = re.sub(rf"^{error.param}\b", known, error.message)
+            error.param = known
         raise

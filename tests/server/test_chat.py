@@ -334,7 +334,7 @@ def test_call_without_arguments_is_one(serve: Serve, arguments: str | None) -> N
                 ]
             },
             "messages",
-            "function.arguments",
+            "tool_calls[0]: expected arguments",
         ),
         ({"tools": [{"type": "function"}]}, "tools", '"name"'),
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice", "'required'"),

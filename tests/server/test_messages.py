@@ -264,6 +264,10 @@ def test_template_learns_whether_to_think(
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected a block of"),
         ({"messages": [{"role": "nurse", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "output_config is not supported",
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "not among the tools"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"stop_sequences": ["x"] * 17}, "max_stop_strings"),

@@ -27,6 +27,7 @@ Serve = Callable[..., Served]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 NOTE = {"type": "custom", "name": "note", "description": "Takes a note."}
+CALL_ITEM = {"type": "function_call", "call_id": "call_0", "name": "weather"}
 CALL_ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 CALL_NOTE = r'<tool_call>{"name": "note", "arguments": {"input": "a\n\"b\" é😀"}}</tool_call>'
 SAID = f"<think>Hm.</think>Let me see. {CALL_ROME}\n{CALL_NOTE}"
@@ -380,7 +381,18 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
         ({"background": True}, "background", "not supported"),
         ({"conversation": "x"}, "conversation", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
+        (
+            {"input": [{**CALL_ITEM, "arguments": "Rome"}]},
+            "input",
+            "input[0].arguments: expected arguments",
+        ),
         ({"tools": [{"type": "function"}]}, "tools", "expected"),
+        (
+            {"tools": [{**WEATHER, "parameters": []}]},
+            "tools",
+            'expected {"type": "function", "name": …',
+        ),
+        ({"tools": [{**NOTE, "format": "text"}]}, "tools", 'expected {"type": "function", "name"'),
         ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice", "not run"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}},
@@ -388,7 +400,7 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
             "not among the tools",
         ),
         ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "not supported"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "text is not supported"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity is not supported"),
         ({"top_logprobs": 21}, "top_logprobs", "20"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16"),
