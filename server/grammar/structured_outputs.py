@@ -35,10 +35,40 @@ class GrammarText(NamedTuple):
     text: str
 
 
+_COUNTS = {
+    f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties")
+}
+_OPENAPI_FORMATS = {"int32", "int64", "float", "double", "byte", "binary", "password"}
+_MAPS_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+_NO_SCHEMAS = {"const", "enum", "default", "examples"}
+
+
+def _accepted(schema: Any) -> Any:
+    """The schema without what llguidance refuses, though it has no effect or means an integer."""
+    if isinstance(schema, list):
+        return list(map(_accepted, schema))
+    if not isinstance(schema, dict):
+        return schema
+    accepted: dict[str, Any] = {}
+    for key, value in schema.items():
+        match key, value:
+            case "uniqueItems", False:
+                continue
+            case "format", str() if value in _OPENAPI_FORMATS:
+                continue
+            case _, float() if key in _COUNTS and value.is_integer():
+                accepted[key] = int(value)
+            case _, dict() if key in _MAPS_OF_SCHEMAS:
+                accepted[key] = {name: _accepted(each) for name, each in value.items()}
+            case _:
+                accepted[key] = value if key in _NO_SCHEMAS else _accepted(value)
+    return accepted
+
+
 def json_of_schema(schema: dict[str, Any]) -> str:
     """The JSON values that a schema allows, as an expression in Lark."""
     guidance = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return f"%json {json.dumps(guidance | schema)}"
+    return f"%json {json.dumps(guidance | _accepted(schema))}"
 
 
 def lark_of_schema(schema: dict[str, Any]) -> GrammarText:

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
+from llguidance import LLMatcher
 from pydantic import BaseModel
 from tiny_server import serving
 
 from outrider.server.config.server_settings import ServerSettings
+from outrider.server.grammar.structured_outputs import lark_of_schema
 from outrider.server.text.tokenizer import Tokenizer
 
 EOS = 0
@@ -138,6 +140,23 @@ def test_a_grammar_may_have_thousands_of_alternatives(tiny: Serve) -> None:
     (reply,) = answers(tiny, [body])
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert reply["choices"][0]["text"] in labels
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": False, "minItems": 1.0, "maxItems": 2e0},
+        {"type": "string", "format": "password", "maxLength": 8.0},
+        {"anyOf": [{"format": "int32"}, {"items": {"format": "byte"}}]},
+    ],
+)
+def test_keywords_without_effect_and_integers_as_floats_are_taken(schema: dict[str, Any]) -> None:
+    assert LLMatcher.validate_grammar(lark_of_schema(schema).text) == ""
+
+
+def test_properties_and_values_that_are_called_like_keywords_stay() -> None:
+    schema = {"properties": {"uniqueItems": False, "x": {"const": {"minItems": 1.0}}}}
+    assert json.dumps(schema).removeprefix("{") in lark_of_schema(schema).text
 
 
 def test_json_mode_gives_objects(tiny: Serve) -> None:
