@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from .api import Verification
 
 
+class ConfigError(ValueError):
+    """A setting that the engine cannot use; the message says all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One model of the pair, as a local directory that transformers can load."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..api import InvalidRequestError, SamplingParams
+from ..config import ConfigError
 
 ENTRY_POINT_GROUP = "outrider.logits_processors"
 
@@ -46,12 +47,18 @@ class ProcessorRegistry:
             elif name in installed.names:
                 entry = installed[name]
             else:
-                raise ValueError(
-                    f"logits_processors: {name!r} is no entry point of {ENTRY_POINT_GROUP}; "
+                raise ConfigError(
+                    f"engine.logits_processors: {name!r} is no entry point of {ENTRY_POINT_GROUP}; "
                     f"installed: {', '.join(sorted(installed.names)) or 'none'}. Install the "
                     "package that has it, or write `name = module:attribute`"
                 )
-            self._factories[name] = entry.load()
+            try:
+                self._factories[name] = entry.load()
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(
+                    f"engine.logits_processors: {spec!r} cannot be loaded: {error}; "
+                    "write `name = module:attribute`, of a module that Python finds"
+                ) from error
 
     def build(self, params: SamplingParams) -> list[tuple[str, LogitsProcessor]]:
         """The request's processors, by name and in its order; raises InvalidRequestError."""

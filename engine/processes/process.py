@@ -26,7 +26,7 @@ from ..api import (
     ReportProgress,
     RequestOutput,
 )
-from ..config import CacheConfig, EngineConfig
+from ..config import CacheConfig, ConfigError, EngineConfig
 from .child_process import leave_with_parent
 from .heap import give_memory_back
 from .log_lines import JSONFormatter, LineFormatter
@@ -134,6 +134,9 @@ def run(make_engine: MakeEngine, config: EngineConfig, channel: Channel) -> bool
             if publisher is not None:
                 publisher.clear()
             serve(engine, channel, messages, publisher)
+    except ConfigError as error:
+        channel.send(owner, Failed(str(error)))
+        return False
     except Exception as error:
         log.exception("the engine stops")
         channel.send(owner, Failed(f"{type(error).__name__}: {error}"))

@@ -26,12 +26,14 @@ def doctor_command(
     settings = settings_or_exit(config, assignments)
     from ..diagnosis import machine, network  # bring in torch
 
+    target = settings.target
+    configured = target.model if "model" in target.model_fields_set else None
     hub = network.hub(offline=offline)
     findings = [
         machine.system(),
         machine.python(),
         machine.torch_build(),
-        machine.gpu(settings.target.device),
+        machine.gpu(target.device),
         machine.compiler(),
         machine.processor(),
         machine.memory(),
@@ -39,7 +41,7 @@ def doctor_command(
         network.port(settings.server.host, settings.server.port),
         hub,
         machine.models(),
-        machine.pair(has_hub=hub.state == "ok"),
+        machine.pair(has_hub=hub.state == "ok", configured=configured),
     ]
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

@@ -22,10 +22,26 @@ def run_batch_command(
     model: ModelArgument = None,
     draft: DraftOption = None,
     input_file: Annotated[
-        str, typer.Option("--input", "-i", help="File of requests, one per line; - reads stdin.")
+        Path,
+        typer.Option(
+            "--input",
+            "-i",
+            help="File of requests, one per line; - reads stdin.",
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
+        ),
     ],
     output_file: Annotated[
-        str, typer.Option("--output", "-o", help="File for the answers; - writes to stdout.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the answers; - writes to stdout.",
+            dir_okay=False,
+            writable=True,
+            allow_dash=True,
+        ),
     ],
     config: ConfigOption = None,
     assignments: SetOption = None,
@@ -58,11 +74,11 @@ def run_batch_command(
 
 
 @contextlib.contextmanager
-def _opened(name: str, mode: str) -> Iterator[IO[str]]:
-    if name == "-":
+def _opened(path: Path, mode: str) -> Iterator[IO[str]]:
+    if path == Path("-"):
         yield sys.stdin if mode == "r" else sys.stdout
         return
-    with Path(name).open(mode, encoding="utf-8") as file:
+    with path.open(mode, encoding="utf-8") as file:
         yield file
 
 

@@ -200,8 +200,9 @@ def models() -> Finding:
     )
 
 
-def pair(*, has_hub: bool) -> Finding:
-    """The largest suggested pair that fits this machine and can be obtained."""
+def pair(*, has_hub: bool, configured: str | None = None) -> Finding:
+    """Whether the configured target fits this machine with its draft; if none is configured, the
+    largest suggested pair that does and can be obtained."""
     if torch.cuda.is_available():
         room_gb = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU
         where = "the GPU"
@@ -209,11 +210,17 @@ def pair(*, has_hub: bool) -> Finding:
         room_gb = available_bytes() / 1e9 * WEIGHTS_SHARE_CPU
         room_gb, where = min(room_gb, MAX_CPU_WEIGHTS_GB), "the CPU"
     at_hand = [(model, gb) for model, gb in SUGGESTED if has_hub or model in builtin.BUILTINS]
+    if configured is not None:
+        at_hand = [(model, gb) for model, gb in SUGGESTED if model == configured]
+    if not at_hand:
+        text = f"{configured}, as configured; how much memory it takes is not known here"
+        return Finding(name="pair", state="ok", text=text)
     model, size_gb = next((each for each in at_hand if each[1] <= room_gb), at_hand[-1])
-    state: Literal["ok", "bad"] = "ok" if size_gb <= room_gb else "bad"
-    return Finding(
-        name="pair",
-        state=state,
-        text=f"{model} and its draft fit {where}: {size_gb:.1f} GB of weights in bfloat16",
-        remedy=f"outrider serve {model}" if state == "ok" else "Free some memory.",
-    )
+    text = f"{model} and its draft take {size_gb:.1f} GB of weights in bfloat16"
+    text += f"; {where} has room for {room_gb:.1f}"
+    if size_gb <= room_gb:
+        remedy = f"outrider serve {model}" if configured is None else None
+        return Finding(name="pair", state="ok", text=text, remedy=remedy)
+    # Fewer bits, if the config asks for them, may fit.
+    state: Literal["note", "bad"] = "bad" if configured is None else "note"
+    return Finding(name="pair", state=state, text=text, remedy="Free some memory.")

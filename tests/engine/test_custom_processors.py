@@ -10,6 +10,7 @@ from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import InvalidRequestError, NewRequest, ProcessorChoice, SamplingParams
+from outrider.engine.config import ConfigError
 from outrider.engine.engine import Engine
 
 PROMPTS = prompts([3, 21, 9], VOCAB, seed=4)
@@ -101,9 +102,20 @@ def test_a_choice_that_cannot_be_made_is_refused(
     assert not engine.has_work()
 
 
-def test_an_engine_that_lacks_a_registered_processor_does_not_start(target: Path) -> None:
-    config = replace(engine_config(target), logits_processors=("unheard_of",))
-    with pytest.raises(ValueError, match="'unheard_of' is no entry point of outrider"):
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("unheard_of", "'unheard_of' is no entry point of outrider"),
+        ("x = no_such_module:X", "'x = .*' cannot be loaded: No module named 'no_such_module'"),
+        ("x = logits_processors:NoSuch", "cannot be loaded: module .* has no attribute 'NoSuch'"),
+        ("x = no module", "cannot be loaded: .*; write `name = module:attribute`"),
+    ],
+)
+def test_an_engine_that_lacks_a_registered_processor_does_not_start(
+    target: Path, spec: str, message: str
+) -> None:
+    config = replace(engine_config(target), logits_processors=(spec,))
+    with pytest.raises(ConfigError, match=f"^engine.logits_processors: .*{message}"):
         Engine(config)
 
 

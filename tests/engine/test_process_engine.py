@@ -99,6 +99,16 @@ async def test_an_engine_that_dies_before_its_first_word_cannot_start(socket_roo
     await client.stop()
 
 
+async def test_a_setting_that_the_engine_refuses_is_one_line(
+    socket_root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = ScriptedProcessEngine(scripted_config("refused"))
+    with pytest.raises(EngineUnavailableError, match=r"start: engine\.something: no such"):
+        await client.start()
+    await client.stop()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 async def test_nothing_in_the_engine_can_read_the_lifeline() -> None:
     client = ScriptedProcessEngine(scripted_config("reads stdin"))
     async with asyncio.timeout(10):

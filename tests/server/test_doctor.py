@@ -126,6 +126,22 @@ def test_the_largest_pair_that_fits_is_suggested(
     assert machine.pair(has_hub=has_hub).remedy == f"outrider serve {expected}"
 
 
+def test_a_configured_pair_is_looked_at_in_place_of_suggested_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 24 * 10**9))
+    for model, state, words in (
+        ("Qwen/Qwen3-4B", "ok", "Qwen/Qwen3-4B and its draft take 9.2 GB"),
+        ("Qwen/Qwen3-32B", "note", "Qwen/Qwen3-32B and its draft take 66.7 GB"),
+        ("mine", "ok", "mine, as configured"),
+    ):
+        found = machine.pair(has_hub=True, configured=model)
+        assert (found.state, words in found.text) == (state, True)
+    set_model = ["--offline", "--set", "server.port=0", "--set", "target.model=mine"]
+    assert "mine, as configured" in CliRunner().invoke(app, ["doctor", *set_model]).stdout
+
+
 def test_a_small_machine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     small = SimpleNamespace(available=4 * 10**8, total=10**9)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: small)

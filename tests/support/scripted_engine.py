@@ -17,7 +17,7 @@ from outrider.engine.api import (
     QueueFullError,
     RequestOutput,
 )
-from outrider.engine.config import EngineConfig
+from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.processes.process import main
 
 SCRIPT = {"invalid": 1, "submit_bug": 2, "step_bug": 3, "exit": 4, "leak": 5, "hang": 6}
@@ -28,6 +28,8 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig, progress: Any) -> None:
         if config.target.path == "missing":
             raise FileNotFoundError("no model in missing")
+        if config.target.path == "refused":
+            raise ConfigError("engine.something: no such thing")
         if config.target.path == "crash":
             os._exit(3)
         if config.target.path.startswith("slow "):
