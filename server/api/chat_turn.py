@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
-from ..grammar.tool_choice import Calls, calls_grammar, choose
+from ..grammar.tool_choice import Calls, calls_grammar, choose, text_and_calls_grammar
 from ..http.api_keys import request_key
 from ..http.errors import invalid_value
 from ..text.chat_template import ChatTemplateError
@@ -52,6 +52,7 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
     readers = await asyncio.to_thread(
         _readers, service, body, prompt, calls, follows_grammar=grammar is not None
     )
+    grammar = grammar or await _grammar_of_strict_calls(service, prompt, calls)
     samples = service.samples(
         body,
         [prompt.token_ids],
@@ -115,6 +116,22 @@ async def _grammar(service: Service, body: ChatCompletionRequest, calls: Calls) 
         grammar = calls_grammar(calls.tools, several=calls.most is None)
         return await service.grammars.check("tool_choice", grammar)
     return await service.grammars.grammar_of(body.response_format, body.structured_outputs)
+
+
+async def _grammar_of_strict_calls(
+    service: Service, prompt: ChatPrompt, calls: Calls
+) -> str | None:
+    """The grammar of an answer that may call strict tools, if it can be had; raises APIError."""
+    form = service.message_format
+    markers = form.markers_of_bindable_calls
+    if markers is None or not any(tool["function"].get("strict") is True for tool in calls.tools):
+        return None
+    if not (service.grammars.can_compile and service.tokenizer.has_tokens(markers)):
+        return None
+    grammar = text_and_calls_grammar(
+        calls.tools, reasons=form.has_reasoning, begun=form.has_begun_reasoning(prompt.text)
+    )
+    return await service.grammars.check("tools", grammar)
 
 
 async def chat_prompt(

@@ -242,8 +242,7 @@ class MessagesRequest(SamplingFields, ConversationFields):
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    if tool.get("description"):
-        function["description"] = tool["description"]
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name)}
     return {"type": "function", "function": function}
 
 

@@ -160,6 +160,10 @@ class GrammarChecker:
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(MAX_COMPILES_AT_ONCE)
 
+    @property
+    def can_compile(self) -> bool:
+        return self._compiler is not None
+
     async def grammar_of(
         self,
         response_format: ResponseFormat | None,

@@ -9,6 +9,8 @@ from pydantic import Discriminator, FailFast, Field, Tag
 
 from ..api.fields import APIRequest
 from ..http.errors import invalid_value, unsupported
+from ..text.message_parser import END_THINK, THINK
+from ..text.tool_calls import CALL, END_CALL
 from .structured_outputs import WHITESPACE, GrammarText, json_of_schema
 
 INPUT = "input"  # the name of a custom tool's text in a call
@@ -175,12 +177,45 @@ def calls_grammar(tools: list[dict[str, Any]], *, several: bool) -> GrammarText:
     The schema of each tool stays a schema of its own: its references start at its root.
     """
     more = '(WS? "," WS? call)*' if several else ""
-    rules = (
-        f'start: "[" WS? call {more} WS? "]"',
+    start = f'start: "[" WS? call {more} WS? "]"'
+    return _grammar_of_calls([start], [tool["function"] for tool in tools])
+
+
+def text_and_calls_grammar(
+    tools: list[dict[str, Any]], *, reasons: bool, begun: bool
+) -> GrammarText:
+    """A grammar of answers in Hermes's format, whose markers are tokens. Only the arguments for
+    strict tools must follow a schema. With `begun`, the answer begins within the reasoning.
+    """
+    functions = [tool["function"] for tool in tools]
+    text, thought = f"TEXT: {_without(CALL)}", ""
+    if reasons:
+        text += f" & {_without(THINK)}"
+        thought = f"{THINK} THOUGHT? {END_THINK} | "
+    rules = [
+        f"start: THOUGHT? {END_THINK} said" if begun else "start: said",
+        f"said: TEXT? (({thought}{CALL} WS? call WS? {END_CALL}) TEXT?)*",
+        text,
+        f"THOUGHT: {_without(END_THINK)}",
+    ]
+    bound = [each if each.get("strict") is True else {"name": each["name"]} for each in functions]
+    return _grammar_of_calls(rules, bound)
+
+
+def _without(marker: str) -> str:
+    """A terminal of text in which the marker is not spelled out, as it would be read like one."""
+    marker = marker.replace("/", r"\/")
+    return f"/(?s:.+)/ & ~/(?s:.*){marker}(?s:.*)/"
+
+
+def _grammar_of_calls(rules: list[str], functions: list[dict[str, Any]]) -> GrammarText:
+    """With `call`: one to any of these functions."""
+    rules = [
+        *rules,
         r'call: "{" WS? "\"name\"" WS? ":" WS? named WS? "}"',
-        "named: " + "\n    | ".join(_named_call(tool["function"]) for tool in tools),
+        "named: " + "\n    | ".join(map(_named_call, functions)),
         f"WS: /{WHITESPACE}/",
-    )
+    ]
     return GrammarText("lark", "\n".join(rules))
 
 

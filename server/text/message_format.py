@@ -6,11 +6,11 @@ from typing import Any
 
 from ..config.server_settings import ToolCallFormat
 from .message_parser import END_THINK, REASONING_FIELDS, THINK, MarkerParser, MessageParser
-from .tool_calls import FORMATS, LIST, shown_format
+from .tool_calls import CALL, END_CALL, FORMATS, LIST, shown_format
 
 # A prompt may end within the reasoning that it opens.
 _MAX_OPENING_CHARS = 32
-_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
+_MARKERS = (CALL, END_CALL, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 
 
 def shows_reasoning(chat_template: str, response_template: dict[str, Any] | None) -> bool:
@@ -45,6 +45,16 @@ class MessageFormat:
         """The special tokens that the parser must see; None: all."""
         return None if self._template is not None else (*_MARKERS, THINK, END_THINK)
 
+    @property
+    def markers_of_bindable_calls(self) -> tuple[str, ...] | None:
+        """What a grammar that binds calls needs as tokens; None: calls cannot be bound."""
+        if self._format is None or not self._format.is_bindable:
+            return None
+        return (CALL, END_CALL, *((THINK, END_THINK) if self.has_reasoning else ()))
+
+    def has_begun_reasoning(self, prompt: str) -> bool:
+        return self.has_reasoning and prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(THINK)
+
     def parser(
         self,
         prompt: str,
@@ -68,5 +78,5 @@ class MessageFormat:
         form = self._format if tools else None
         if form is None and not reasoning:
             return None
-        begun = reasoning and prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(THINK)
+        begun = reasoning and self.has_begun_reasoning(prompt)
         return MarkerParser(form, tools, reasoning=reasoning, begun=begun)

@@ -122,6 +122,10 @@ class Tokenizer:
             return self.special_ids
         return frozenset(i for i in self.special_ids if self.backend.id_to_token(i) in texts)
 
+    def has_tokens(self, texts: Collection[str]) -> bool:
+        """Whether each of these texts is one token."""
+        return all(self.backend.token_to_id(text) is not None for text in texts)
+
     def token_table(self, size: int) -> TokenTable:
         """What the first `size` token ids stand for in the middle of a text."""
         # Not `token_bytes`: alone, a token may lose the space that it begins with.

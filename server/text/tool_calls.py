@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+CALL, END_CALL = "<tool_call>", "</tool_call>"
 # Raised if a text is not a call; RecursionError by json, for deeply nested values.
 NOT_A_CALL = (ValueError, KeyError, TypeError, RecursionError)
 
@@ -36,6 +37,8 @@ class CallFormat:
     is_list: bool = False  # several calls are a JSON list
     is_xml: bool = False  # arguments are tags, not JSON
     names_before_json: bool = False  # only the arguments are JSON
+
+    is_bindable: bool = False  # a grammar can hold calls to schemas, and leave text free
 
     def is_bare(self, text: str) -> bool:
         """Whether only its JSON marks a call in this text."""
@@ -163,14 +166,14 @@ LIST = CallFormat(open=("[",), at_start=True, calls=_list, is_list=True)
 # In this order: the first one that a chat template shows is used.
 FORMATS: dict[str, CallFormat] = {
     "qwen_xml": CallFormat(
-        shown_by=("<tool_call>", "<function="),
-        open=("<tool_call>",),
-        close="</tool_call>",
+        shown_by=(CALL, "<function="),
+        open=(CALL,),
+        close=END_CALL,
         calls=_qwen_xml,
         is_xml=True,
     ),
     "hermes": CallFormat(
-        shown_by=("<tool_call>",), open=("<tool_call>",), close="</tool_call>", calls=_hermes
+        shown_by=(CALL,), open=(CALL,), close=END_CALL, calls=_hermes, is_bindable=True
     ),
     "mistral": CallFormat(
         shown_by=("[TOOL_CALLS]",),

@@ -12,6 +12,7 @@ from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.processes.client import EngineUnavailableError
+from outrider.server.api.messages_protocol import MessagesRequest
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
@@ -315,6 +316,13 @@ def test_failure_in_mid_stream_is_an_error_event(serve: Serve) -> None:
     *_, last = ask(served, stream=True).named_events
     assert last["type"] == "error"
     assert last["error"] == {"type": "overloaded_error", "message": "it died"}
+
+
+def test_a_strict_tool_is_strict_in_the_chat() -> None:
+    fields = {"max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+    fields |= {"tools": [{**WEATHER, "strict": True}]}
+    (tool,) = MessagesRequest.model_validate(fields).as_chat().tools
+    assert tool["function"]["strict"] is True
 
 
 def test_tools_of_the_service_are_not_offered_and_named(serve: Serve) -> None:

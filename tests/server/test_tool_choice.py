@@ -9,6 +9,7 @@ from grammars import compile_grammar
 from message_parts import merged_calls
 from scripted_client import steps
 from served import Served
+from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.server.text.tokenizer import Tokenizer
@@ -387,3 +388,93 @@ def test_call_of_a_custom_tool_is_repeated_to_the_model(served: Served) -> None:
     call = {"id": "1", "type": "custom", "custom": {"name": "note"}}
     reply = chat(served, messages=[turns[0], {"role": "assistant", "tool_calls": [call]}])
     assert (reply.status, reply.error["param"]) == (400, "messages")
+
+
+STRICT_ADD = {"type": "function", "function": {**ADD["function"], "strict": True}}
+WRONG_ADD = CALL_ADD.replace("1", '"1"')
+
+
+def marked(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def saying(
+    text: str, tokenizer: Tokenizer, compiler: GrammarCompiler | None, **settings: Any
+) -> Served:
+    """A model that reasons, and says this."""
+    ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+    settings = {"tool_call_format": "hermes", "reasoning_content": True} | settings
+    return Served(
+        lambda request: steps(request, ids, finish="stop"),
+        tokenizer,
+        compiler=compiler,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def marking() -> Tokenizer:
+    """Its model marks calls and thoughts with tokens, as Qwen's do."""
+    wrapper = byte_level_wrapper()
+    wrapper.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return Tokenizer.of(wrapper)
+
+
+@pytest.fixture(scope="module")
+def marking_compiler(marking: Tokenizer) -> GrammarCompiler:
+    size = marking.backend.get_vocab_size()
+    return GrammarCompiler(marking.token_table(size), (EOS,), size)
+
+
+@pytest.mark.parametrize(
+    ("mood", "text", "allowed"),
+    [
+        (None, "Hello <b>there</b>\n", True),
+        (None, marked(CALL_ADD), True),
+        (None, f"Let me see. {marked(CALL_ADD)}\n{marked(CALL_NEGATE)} Done.", True),
+        (None, marked(WRONG_ADD), False),
+        (None, marked(CALL_NEGATE.replace("1", '"1"')), True),  # not strict
+        (None, marked(CALL_ADD.replace("add", "sub")), False),
+        (None, f"<think>{WRONG_ADD}<b></think>{marked(CALL_ADD)}", True),
+        (None, f"<think>Hm.</think>{marked(WRONG_ADD)}", False),
+        ("<think>\n", f"Hm.</think>{marked(CALL_ADD)}", True),
+        ("<think>\n", f"Hm.</think>{marked(WRONG_ADD)}", False),
+    ],
+)
+def test_call_of_a_strict_tool_follows_its_schema(
+    marking: Tokenizer,
+    marking_compiler: GrammarCompiler,
+    mood: str | None,
+    text: str,
+    allowed: bool,
+) -> None:
+    served = saying("", marking, marking_compiler)
+    given: dict[str, Any] = {"tools": [STRICT_ADD, NEGATE], "chat_template_kwargs": {"mood": mood}}
+    grammar = grammar_of(served, **given)
+    assert allows(marking_compiler, marking, grammar, text) == allowed
+    spelled = [marking.backend.token_to_id(character) for character in "<tool_call>"]
+    assert compile_grammar(marking_compiler, grammar).fitting(spelled) != spelled or mood
+
+
+def test_reasoning_before_the_call_of_a_strict_tool_is_told_apart(
+    marking: Tokenizer, marking_compiler: GrammarCompiler
+) -> None:
+    served = saying(f"<think>Hm.</think>{marked(CALL_ADD)}", marking, marking_compiler)
+    message = chat(served, tools=[STRICT_ADD]).json()["choices"][0]["message"]
+    assert message["reasoning"] == "Hm."
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 2}
+
+
+def test_strict_tools_are_bound_only_where_markers_are_tokens(
+    tokenizer: Tokenizer,
+    compiler: GrammarCompiler,
+    marking: Tokenizer,
+    marking_compiler: GrammarCompiler,
+) -> None:
+    for served in (
+        saying("Hi", tokenizer, compiler),
+        saying("Hi", marking, None),
+        saying("Hi", marking, marking_compiler, tool_call_format="mistral"),
+    ):
+        assert chat(served, tools=[STRICT_ADD]).status == 200
+        assert served.client.submitted[-1][0].params.grammar is None
