@@ -1,11 +1,11 @@
 """POST /v1/responses, and the responses that have been stored."""
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
+import msgspec
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
@@ -259,7 +259,7 @@ class _ResponsesAnswer(Answer):
 
     def _event(self, name: str, fields: dict[str, Any]) -> str:
         event = {"type": name, "sequence_number": self._next_number(), **fields}
-        return server_sent(json.dumps(event, ensure_ascii=False), name)
+        return server_sent(msgspec.json.encode(event).decode(), name)
 
     def _told(self, name: str, response: str) -> str:
         """An event that tells the whole response, which is JSON already."""

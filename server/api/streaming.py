@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 # Many clients split a stream into lines as `str.splitlines` does, which breaks at these, too. In
 # JSON they stand inside of strings only; all other line breaks are always escaped there.
-_LINE_BREAKS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+_LINE_BREAKS = {each: f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -46,7 +46,8 @@ async def _disconnect(receive: Receive) -> None:
 def server_sent(data: str, name: str | None = None) -> str:
     """One event as it is sent. The data must be JSON or ASCII without line breaks."""
     if not data.isascii():
-        data = data.translate(_LINE_BREAKS)
+        for line_break, escaped in _LINE_BREAKS.items():  # `translate` takes 80 times as long
+            data = data.replace(line_break, escaped)
     return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
 
 
