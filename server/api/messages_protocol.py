@@ -1,9 +1,9 @@
 """The JSON of Anthropic's messages, and what it means as a chat."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag
+from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
 from .chat_protocol import ChatCompletionRequest
@@ -146,9 +146,15 @@ class AnthropicToolChoice(APIRequest):
     name: str | None = Field(default=None, min_length=1)
     disable_parallel_tool_use: bool = False
 
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> Self:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("a choice of type 'tool' needs a name")
+        return self
+
     def as_chat(self) -> Any:
         if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name or ""}}
+            return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 

@@ -48,7 +48,9 @@ ResponseTool = Annotated[dict[str, Any], AfterValidator(_tool)]
 
 def _choice(value: object) -> object:
     match value:
-        case "none" | "auto" | "required" | {"type": str()}:
+        case "none" | "auto" | "required" | {"type": "function" | "custom", "name": str()}:
+            return value
+        case {"type": str(kind)} if kind not in ("function", "custom"):
             return value
     raise ValueError('expected "none", "auto", "required", or {"type": …, "name": …}')
 

@@ -14,6 +14,7 @@ from outrider.engine.processes.client import EngineUnavailableError
 
 MAX_PROBLEMS = 10
 MAX_VALUE_CHARS = 80
+MAX_REASON_CHARS = 200
 RETRY_AFTER_S = 1
 ANTHROPIC_PATH = "/v1/messages"  # and every path below it
 _ANTHROPIC_TYPES = {
@@ -243,7 +244,7 @@ def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def _describe(problem: Mapping[str, Any]) -> str:
-    message = cut(problem["msg"].removeprefix("Value error, "))
+    message = cut(problem["msg"].removeprefix("Value error, "), MAX_REASON_CHARS)
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem))
     where = f"{cut(path.removeprefix('.'))}: " if path else ""
     given = problem.get("input")

@@ -262,7 +262,7 @@ def test_template_learns_whether_to_think(
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected a block of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "use, tool_result"),
         ({"messages": [{"role": "nurse", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
         (
@@ -270,6 +270,7 @@ def test_template_learns_whether_to_think(
             "output_config is not supported",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "not among the tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice: a choice of type"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"stop_sequences": ["x"] * 17}, "max_stop_strings"),
         ({"temperature": -1}, "temperature"),

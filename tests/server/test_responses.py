@@ -386,13 +386,14 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
             "input",
             "input[0].arguments: expected arguments",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "expected"),
+        ({"tools": [{"type": "function"}]}, "tools", '"custom", "name": …, "format": {…}}'),
         (
             {"tools": [{**WEATHER, "parameters": []}]},
             "tools",
             'expected {"type": "function", "name": …',
         ),
         ({"tools": [{**NOTE, "format": "text"}]}, "tools", 'expected {"type": "function", "name"'),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "expected"),
         ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice", "not run"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}},
