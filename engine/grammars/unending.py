@@ -204,7 +204,7 @@ class _Schemas:
             needs.append(self._rule_of_reference(self._bases[id(schema)], reference))
         needs += map(self._rule_of, _list(schema, "allOf"))
         for key in ("anyOf", "oneOf"):
-            if branches := _list(schema, key):
+            if branches := [each for each in _list(schema, key) if each is not False]:
                 needs.append(_Rule("", [[self._rule_of(each)] for each in branches]))
         properties, patterns = _dict(schema, "properties"), _dict(schema, "patternProperties")
         additional = schema.get("additionalProperties")

@@ -94,6 +94,8 @@ DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
     ("schema", "reference"),
     [
         ({"$ref": "#"}, "#"),
+        ({"anyOf": [False, {"$ref": "#"}]}, "#"),
+        ({"items": {"oneOf": [{"$ref": "#/items"}, False]}}, "#/items"),
         (CIRCLE | {"properties": {"x": {"$ref": "#/$defs/start"}}}, "#/$defs/a"),
         ({"items": {"anyOf": [{}, {"$ref": "#/%69tems/anyOf/1"}]}}, "#/%69tems/anyOf/1"),
         (COMBINED | {"items": {"$ref": "#/$defs/any"}}, "#/$defs/any"),
