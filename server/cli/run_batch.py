@@ -22,26 +22,10 @@ def run_batch_command(
     model: ModelArgument = None,
     draft: DraftOption = None,
     input_file: Annotated[
-        Path,
-        typer.Option(
-            "--input",
-            "-i",
-            help="File of requests, one per line; - reads stdin.",
-            exists=True,
-            dir_okay=False,
-            allow_dash=True,
-        ),
+        str, typer.Option("--input", "-i", help="File of requests, one per line; - reads stdin.")
     ],
     output_file: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="File for the answers; - writes to stdout.",
-            dir_okay=False,
-            writable=True,
-            allow_dash=True,
-        ),
+        str, typer.Option("--output", "-o", help="File for the answers; - writes to stdout.")
     ],
     config: ConfigOption = None,
     assignments: SetOption = None,
@@ -74,11 +58,16 @@ def run_batch_command(
 
 
 @contextlib.contextmanager
-def _opened(path: Path, mode: str) -> Iterator[IO[str]]:
-    if path == Path("-"):
+def _opened(name: str, mode: str) -> Iterator[IO[str]]:
+    if name == "-":
         yield sys.stdin if mode == "r" else sys.stdout
         return
-    with path.open(mode, encoding="utf-8") as file:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(name).open(mode, encoding="utf-8"))
+        except OSError as error:
+            flag = "--input" if mode == "r" else "--output"
+            raise OSError(f"{flag} {name}: {error.strerror}") from None
         yield file
 
 
