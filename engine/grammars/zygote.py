@@ -192,7 +192,7 @@ class Zygote:
                     sys.executable,
                     "-P",
                     "-m",
-                    "outrider.engine.grammars.grammar_process",
+                    "outrider.engine.grammars.grammar_server",
                     str(theirs.fileno()),
                 ],
                 stdin=table,

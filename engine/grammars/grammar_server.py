@@ -5,7 +5,7 @@ time, when it is compiled and at any token later. So each grammar has a process 
 dies, only the sequences of this grammar fail. The operating system ends it: by limits on memory and
 processor time, by a timer, or when the engine's end of the connection is closed.
 
-`Zygote` starts `python -P -m outrider.engine.grammars.grammar_process CONTROL_FD`, with the token
+`Zygote` starts `python -P -m outrider.engine.grammars.grammar_server CONTROL_FD`, with the token
 table on stdin. That process reads no grammar itself: it always keeps one fork waiting. CONTROL_FD
 sends the fork two descriptors: its connection to the engine, and the read end of a pipe. The fork
 dies when the write end of that pipe is closed.
