@@ -10,9 +10,9 @@ from .api import (
     SamplingParams,
     TokenLogprobs,
 )
-from .grammars.grammar import Grammar
 
 if TYPE_CHECKING:
+    from .grammars.grammar import Grammar
     from .logit_edits.processors import LogitsProcessor
 
 

@@ -1,12 +1,9 @@
 """Which tokens a grammar allows a sequence next. Another process does the parsing."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:  # an engine that follows no grammars runs without msgspec
-    from .grammar_messages import Told
-    from .zygote import GrammarProcess
+from .grammar_messages import Answer, Question
+from .grammar_process import GrammarProcess
 
 
 class Grammar:
@@ -18,9 +15,7 @@ class Grammar:
     allowed too. `error` says why nothing may follow any more.
     """
 
-    def __init__(
-        self, process: "GrammarProcess", eos_mask: np.ndarray, end_mask: np.ndarray
-    ) -> None:
+    def __init__(self, process: GrammarProcess, eos_mask: np.ndarray, end_mask: np.ndarray) -> None:
         self.num_known = 0  # output tokens followed so far
         self.drafts: list[int] = []
         self.masks: list[np.ndarray] = []
@@ -28,7 +23,7 @@ class Grammar:
         self.process = process
         self._sequence = process.new_sequence()
         self._eos_mask, self._end_mask = eos_mask, end_mask
-        self._untold: list[int] = []  # known tokens not yet sent to the process
+        self._unsent: list[int] = []  # known tokens not yet sent to the process
         self._error: str | None = None
 
     @property
@@ -54,36 +49,36 @@ class Grammar:
         """Advance by newly known tokens, and forget the drafts of the step before."""
         self.drafts, self.masks = [], []
         self.num_known += len(token_ids)
-        self._untold += token_ids
+        self._unsent += token_ids
 
     def fitting(self, token_ids: list[int]) -> list[int]:
         """The leading ones of these tokens that the grammar allows; they become the drafts."""
         self.drafts = []
         if token_ids and self.error is None:
             self.process.ask([self._question(token_ids, fits=True)])
-            for told in self.process.told():
-                self._error = told.error
-                self.drafts = token_ids[: told.num_fitting]
+            for answer in self.process.answers():
+                self._error = answer.error
+                self.drafts = token_ids[: answer.num_fitting]
         return self.drafts
 
-    def next_question(self) -> tuple[int, list[int], list[int], bool]:
+    def next_question(self) -> Question:
         """Asks what may follow `len(masks)` drafts."""
         return self._question(self.drafts[: len(self.masks)], fits=False)
 
-    def _question(self, drafts: list[int], *, fits: bool) -> tuple[int, list[int], list[int], bool]:
-        known, self._untold = self._untold, []
-        return self._sequence, known, drafts, fits
+    def _question(self, drafts: list[int], *, fits: bool) -> Question:
+        known, self._unsent = self._unsent, []
+        return Question(self._sequence, known, drafts, fits)
 
-    def add_mask(self, mask: np.ndarray, told: "Told | None") -> None:
+    def add_mask(self, mask: np.ndarray, answer: Answer | None) -> None:
         """Store the answer in `mask`, which must be zeros; without an answer it bans all."""
-        if told is not None:
-            self._error = told.error
-        if told is None or self.error is not None:
+        if answer is not None:
+            self._error = answer.error
+        if answer is None or self.error is not None:
             pass
-        elif told.is_over:
+        elif answer.is_over:
             mask[:] = self._end_mask
         else:
-            mask[:] = np.frombuffer(told.mask, dtype=np.int32)
+            mask[:] = np.frombuffer(answer.mask, dtype=np.int32)
             if (mask & self._eos_mask).any():
                 mask |= self._end_mask
         self.masks.append(mask)
@@ -99,9 +94,9 @@ def compute_masks(grammars: list[Grammar]) -> None:
             asking.setdefault(grammar.process, []).append(i)
     for process, rows in asking.items():
         process.ask([grammars[i].next_question() for i in rows])
-    answers: dict[int, Told] = {}
+    answers: dict[int, Answer] = {}
     for process, rows in asking.items():
-        answers |= zip(rows, process.told(), strict=False)  # no answers if the process died
+        answers |= zip(rows, process.answers(), strict=False)  # no answers if the process died
     masks = np.zeros((len(grammars), grammars[0].num_words), dtype=np.int32)
     for i, grammar in enumerate(grammars):
         grammar.add_mask(masks[i], answers.get(i))

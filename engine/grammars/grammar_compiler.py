@@ -11,7 +11,7 @@ import numpy as np
 from ..config import TokenTable
 from .grammar import Grammar
 from .grammar_messages import Syntax, Table, Verdict
-from .zygote import GrammarProcess, Zygote
+from .grammar_process import GrammarProcess, Zygote
 
 COMPILE_TIMEOUT_S = 10.0
 MAX_COMPILES_AT_ONCE = 4

@@ -38,7 +38,7 @@ class Verdict(msgspec.Struct, array_like=True):
     timed_out: bool = False
 
 
-class Ask(msgspec.Struct, array_like=True):
+class Question(msgspec.Struct, array_like=True):
     """Advance by the newly known tokens. Then: which tokens may follow these drafts? Or, if `fits`,
     how many of these drafts are allowed?"""
 
@@ -49,13 +49,15 @@ class Ask(msgspec.Struct, array_like=True):
 
 
 class Questions(msgspec.Struct, array_like=True):
+    """Questions about different sequences; each gets an Answer, in the same order."""
+
     dropped: list[int]  # sequences that ended
-    asks: list[Ask]
+    questions: list[Question]
 
 
-class Told(msgspec.Struct, array_like=True):
-    """An answer. If the grammar fails after the drafts, the mask has no bit set. `error` is set if
-    it failed after the known tokens already, `is_over` if the text had ended before."""
+class Answer(msgspec.Struct, array_like=True):
+    """If the grammar fails after the drafts, the mask has no bit set. `error` is set if it failed
+    after the known tokens already, `is_over` if the text had ended before."""
 
     mask: bytes = b""
     num_fitting: int = 0
@@ -63,7 +65,7 @@ class Told(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-def send(connection: socket.socket, message: msgspec.Struct | list[Told]) -> None:
+def send(connection: socket.socket, message: msgspec.Struct | list[Answer]) -> None:
     data = msgspec.msgpack.encode(message)
     connection.sendall(_LENGTH.pack(len(data)) + data)
 

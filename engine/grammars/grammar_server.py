@@ -34,12 +34,12 @@ from llguidance import (
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from .grammar_messages import (
-    Ask,
+    Answer,
     Begin,
+    Question,
     Questions,
     Syntax,
     Table,
-    Told,
     Verdict,
     receive,
     send,
@@ -125,18 +125,18 @@ class _Follower:
     def error(self) -> str | None:
         return self._unending or _error_of(self._start)
 
-    def answer(self, questions: Questions) -> list[Told]:
-        for sequence in questions.dropped:
+    def answer(self, dropped: list[int], questions: list[Question]) -> list[Answer]:
+        for sequence in dropped:
             self._sequences.pop(sequence, None)
-        for ask in questions.asks:
-            if ask.sequence not in self._sequences:
-                self._sequences[ask.sequence] = _Sequence(self._start)
-            if ask.known:
-                self._sequences[ask.sequence].go_on(ask.known)
-        told, failed = self._tell(questions.asks)
+        for question in questions:
+            if question.sequence not in self._sequences:
+                self._sequences[question.sequence] = _Sequence(self._start)
+            if question.known:
+                self._sequences[question.sequence].go_on(question.known)
+        answers, failed = self._answers(questions)
         if failed and self._renew():
-            told, _ = self._tell(questions.asks)
-        return told
+            answers, _ = self._answers(questions)
+        return answers
 
     def _renew(self) -> bool:
         """Compile again if the automaton is full. All sequences share it and add to it, also those
@@ -151,27 +151,28 @@ class _Follower:
             sequence.start_again(self._start)
         return True
 
-    def _tell(self, asks: list[Ask]) -> tuple[list[Told], bool]:
+    def _answers(self, questions: list[Question]) -> tuple[list[Answer], bool]:
         """The answers, and whether the grammar failed in any of them."""
-        told = [Told() for _ in asks]
-        asked: list[tuple[Told, LLMatcher]] = []
-        for ask, each in zip(asks, told, strict=True):
-            sequence = self._sequences[ask.sequence]
-            if ask.fits:
+        answers = [Answer() for _ in questions]
+        masked: list[tuple[Answer, LLMatcher]] = []
+        for question, answer in zip(questions, answers, strict=True):
+            sequence = self._sequences[question.sequence]
+            if question.fits:
                 copy = sequence.position.copy()
-                each.num_fitting = 0 if copy.is_over else copy.matcher.validate_tokens(ask.drafts)
+                if not copy.is_over:
+                    answer.num_fitting = copy.matcher.validate_tokens(question.drafts)
             else:
-                position = sequence.behind(ask.drafts)
-                each.is_over = position.is_over
+                position = sequence.behind(question.drafts)
+                answer.is_over = position.is_over
                 if not position.is_over:
-                    asked.append((each, position.matcher))
-        masks = self._masks([matcher for _, matcher in asked])
-        for (each, matcher), mask in zip(asked, masks, strict=True):
-            each.mask = bytes(self._mask_bytes) if matcher.is_error() else mask
-        for ask, each in zip(asks, told, strict=True):
-            each.error = _error_of(self._sequences[ask.sequence].position.matcher)
-        has_failed = any(each.error is not None for each in told)
-        return told, has_failed or any(matcher.is_error() for _, matcher in asked)
+                    masked.append((answer, position.matcher))
+        masks = self._masks([matcher for _, matcher in masked])
+        for (answer, matcher), mask in zip(masked, masks, strict=True):
+            answer.mask = bytes(self._mask_bytes) if matcher.is_error() else mask
+        for question, answer in zip(questions, answers, strict=True):
+            answer.error = _error_of(self._sequences[question.sequence].position.matcher)
+        has_failed = any(answer.error is not None for answer in answers)
+        return answers, has_failed or any(matcher.is_error() for _, matcher in masked)
 
     def _masks(self, matchers: list[LLMatcher]) -> list[bytes]:
         size, num_masks = self._mask_bytes, len(matchers)
@@ -232,12 +233,12 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
     decoder = msgspec.msgpack.Decoder(Questions)
     reserve_s = _RESERVE_S
     while follower.error is None:
-        questions = decoder.decode(receive(connection))
-        signal.setitimer(signal.ITIMER_PROF, reserve_s + _MASK_S * len(questions.asks))
-        told = follower.answer(questions)
+        asked = decoder.decode(receive(connection))
+        signal.setitimer(signal.ITIMER_PROF, reserve_s + _MASK_S * len(asked.questions))
+        answers = follower.answer(asked.dropped, asked.questions)
         left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         reserve_s = min(left_s, _RESERVE_S)
-        send(connection, told)
+        send(connection, answers)
 
 
 def _live(

@@ -1,5 +1,7 @@
 """Grammars: bans every token that the request's grammar does not allow next."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,9 +10,11 @@ from outrider.kernels.edits.bitmask import apply_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
 
 from ..api import SamplingParams
-from ..grammars.grammar import Grammar, compute_masks
 from ..state.host_copy import uploaded
 from .base import LogitEdit, RequestRows
+
+if TYPE_CHECKING:
+    from ..grammars.grammar import Grammar
 
 
 class Grammars(LogitEdit):
@@ -25,6 +29,8 @@ class Grammars(LogitEdit):
         return params.grammar is not None
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+        from ..grammars.grammar import compute_masks  # needs msgspec
+
         requests = [self._requests[slot] for slot in rows.slots_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]
         known_np = np.array([request.num_tokens for request in requests])
@@ -50,7 +56,7 @@ class Grammars(LogitEdit):
 
     def _learn_drafts(
         self,
-        grammars: list[Grammar],
+        grammars: "list[Grammar]",
         slots_np: np.ndarray,
         known_np: np.ndarray,
         num_drafts_np: np.ndarray,

@@ -16,7 +16,17 @@ from typing import Any
 
 import msgspec
 
-from .grammar_messages import Ask, Begin, Questions, Syntax, Table, Told, Verdict, receive, send
+from .grammar_messages import (
+    Answer,
+    Begin,
+    Question,
+    Questions,
+    Syntax,
+    Table,
+    Verdict,
+    receive,
+    send,
+)
 
 _GRACE_S = 10.0  # to start up; normally the process ends itself in time
 _ANSWER_S = 10.0
@@ -46,7 +56,7 @@ class GrammarProcess:
         self._numbers = itertools.count()
         self._sequences: set[int] = set()  # those that have not ended
         self._ended: list[int] = []  # those that the process has not been told of
-        self._decoder = msgspec.msgpack.Decoder(list[Told])
+        self._decoder = msgspec.msgpack.Decoder(list[Answer])
 
     def begin(self, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
         """Compile; raises OSError if no process can be started."""
@@ -102,17 +112,17 @@ class GrammarProcess:
         if not self._sequences and not self.begun.done():
             self.close()
 
-    def ask(self, asks: list[tuple[int, list[int], list[int], bool]]) -> None:
-        """Send questions (grammar_messages.Ask); `told` returns the answers."""
+    def ask(self, questions: list[Question]) -> None:
+        """Send questions; `answers` returns the answers."""
         ended, self._ended = self._ended, []
         if self.error is None and self._connection is not None:
             try:
-                send(self._connection, Questions(ended, [Ask(*ask) for ask in asks]))
+                send(self._connection, Questions(ended, questions))
             except OSError:
                 self._fail()
 
-    def told(self) -> list[Told]:
-        """One answer for each question; none at all if the process died."""
+    def answers(self) -> list[Answer]:
+        """One for each question; none at all if the process died."""
         if self.error is None and self._connection is not None:
             try:
                 return self._decoder.decode(receive(self._connection))
