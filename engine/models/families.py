@@ -83,8 +83,8 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     """Why `build` cannot build this model; None if it can."""
     if config.model_type not in FAMILIES:
         return "its architecture has no decoder here"
-    told = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
-    given = {key for key, value in told.items() if value not in (None, False)}
+    fields = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
+    given = {key for key, value in fields.items() if value not in (None, False)}
     known = _IMPLEMENTED | _NEUTRAL | FAMILIES[config.model_type].own_fields
     if unknown := sorted(given - known):
         return f"its config has {', '.join(unknown)}"

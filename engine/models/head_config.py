@@ -1,11 +1,10 @@
-"""What a directory says of its head: configs of several formats, and MTP heads inside targets.
+"""The config of a head, in any of several formats, and the MTP heads inside targets.
 
-A flat config is that of a Llama with some more keys. The speculators library has the config of the
-layer inside its own. Boundary b of a target is its residual stream after b layers; boundary 0 are
-the embeddings.
+A flat config is a Llama's with more keys. The speculators library nests the layer's config inside
+its own. Boundary b of a target is its residual stream after b layers; boundary 0 is the embeddings.
 
-An MTP head has no config. It is a layer more in a target's own checkpoint, and only the names of
-its tensors tell of it. To add a family's, enter its dialect in DIALECTS.
+An MTP head has no config. It is one more layer in the target's own checkpoint, recognised by the
+names of its tensors. To add a family's, enter its dialect in DIALECTS.
 """
 
 import json
@@ -69,72 +68,82 @@ class HeadConfig:
     @staticmethod
     def load(folder: Path) -> "HeadConfig":
         """Raises HeadError."""
-        told = json.loads((folder / "config.json").read_text())
-        kind = _kind(told)
+        config = json.loads((folder / "config.json").read_text())
+        kind = _kind(config)
         if kind not in KINDS:
             raise HeadError(
                 f"it is a head of kind {kind}; of heads, {', '.join(KINDS)} ones are run"
             )
-        inner = told.get("transformer_layer_config")
-        layers = _layers(inner if isinstance(inner, dict) else told)
+        inner = config.get("transformer_layer_config")
+        layers = _layers(inner if isinstance(inner, dict) else config)
         return HeadConfig(
             kind=kind,
             layers=layers,
-            draft_vocab_size=told.get("draft_vocab_size") or layers.vocab_size,
-            boundaries=_boundaries(told),
-            norm_before_residual=bool(told.get("norm_before_residual")),
-            norm_before_fc=bool(told.get("norm_before_fc")),
-            fc_norm=bool(told.get("fc_norm")),
-            norm_output=bool(told.get("norm_output")),
-            mask_token_id=next((told[name] for name in _MASK_TOKENS if name in told), None),
-            block=_block(told, kind) if kind in ("dflash", "dspark") else None,
+            draft_vocab_size=config.get("draft_vocab_size") or layers.vocab_size,
+            boundaries=_boundaries(config),
+            norm_before_residual=bool(config.get("norm_before_residual")),
+            norm_before_fc=bool(config.get("norm_before_fc")),
+            fc_norm=bool(config.get("fc_norm")),
+            norm_output=bool(config.get("norm_output")),
+            mask_token_id=next((config[name] for name in _MASK_TOKENS if name in config), None),
+            block=_block(config, kind) if kind in ("dflash", "dspark") else None,
         )
 
     def boundaries_of(self, num_layers: int) -> tuple[int, ...]:
         """The boundaries that it reads of a target with this many layers. Raises HeadError."""
-        told = self.boundaries
-        if told is None and self.block is not None:
+        named = self.boundaries
+        if named is None and self.block is not None:
             raise HeadError("its config names no layers of the target to read (target_layer_ids)")
-        found = told or tuple(sorted((2, num_layers // 2, num_layers - 3)))
+        found = named or tuple(sorted((2, num_layers // 2, num_layers - 3)))
         if not all(0 <= b <= num_layers for b in found) or len(set(found)) < len(found):
             raise HeadError(
                 f"it reads the hidden states after layers {', '.join(map(str, found))}"
-                f"{'' if told else ', as heads do whose config names none'}, but the target has "
+                f"{'' if named else ', as heads do whose config names none'}, but the target has "
                 f"{num_layers} layers"
             )
         return found
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises HeadError if the head was made for another vocabulary than the target's."""
+        if self.layers.vocab_size != vocab_size:
+            raise HeadError(
+                f"it was made for a vocabulary of {self.layers.vocab_size} tokens, the target has "
+                f"{vocab_size}"
+            )
 
 
 def head_kind(folder: str | Path) -> str | None:
     """The kind of head in this model directory; None if it holds an ordinary model."""
     try:
-        told = json.loads((Path(folder) / "config.json").read_text())
+        config = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError):
         return None  # loading it as a model will report the error
-    return _kind(told) if isinstance(told, dict) else None
+    return _kind(config) if isinstance(config, dict) else None
 
 
-def _kind(told: dict[str, Any]) -> str | None:
-    if told.get("selector_rank") or _nested(told).get("selector_rank"):
+def _kind(config: dict[str, Any]) -> str | None:
+    if config.get("selector_rank") or _nested(config).get("selector_rank"):
         return "dflash2"  # some carry the name of the kind that they extend
-    if (projector := _nested(told).get("projector_type")) not in (None, "dflash"):
+    if (projector := _nested(config).get("projector_type")) not in (None, "dflash"):
         return str(projector)
-    names = [told.get("speculators_model_type"), *(told.get("architectures") or ())]
+    names = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
     joined = " ".join(str(name) for name in names if name).lower().replace("_", "")
     return next((kind for kind in _NAMED_KINDS if kind in joined), None)
 
 
-def _layers(told: dict[str, Any]) -> "LlamaConfig":
-    # They take seconds to import, and `head_kind` does not need them.
+def _layers(config: dict[str, Any]) -> "LlamaConfig":
+    # These take seconds to import, and `head_kind` does not need them.
     from transformers import LlamaConfig
 
     from .architectures import invalid_config_as_value_error
 
-    kept = {key: value for key, value in told.items() if key not in _LEFT_OUT and value is not None}
+    kept = {
+        key: value for key, value in config.items() if key not in _LEFT_OUT and value is not None
+    }
     if kept.get("hidden_act", "silu") != "silu":
         raise HeadError(f"its activation is {kept['hidden_act']}; silu is known here")
     if not (kept.get("layer_types") or kept.get("use_sliding_window")):
-        kept.pop("sliding_window", None)  # which families write down that do not use it
+        kept.pop("sliding_window", None)  # some families set it without using it
     try:
         with invalid_config_as_value_error():
             layers = LlamaConfig(**kept)
@@ -146,13 +155,13 @@ def _layers(told: dict[str, Any]) -> "LlamaConfig":
     return layers
 
 
-def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
+def _boundaries(config: dict[str, Any]) -> tuple[int, ...] | None:
     """The boundaries; formats count from the embeddings, or from the first layer's output."""
-    inner = told.get("eagle_config") or {}
-    if ids := told.get("target_layer_ids") or _nested(told).get("target_layer_ids"):
+    inner = config.get("eagle_config") or {}
+    if ids := config.get("target_layer_ids") or _nested(config).get("target_layer_ids"):
         found = [i + 1 if isinstance(i, int) else i for i in ids]
     elif ids := (
-        told.get("aux_hidden_state_layer_ids") or told.get("eagle_aux_hidden_state_layer_ids")
+        config.get("aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
     ):
         found = list(ids)
     elif ids := inner.get("eagle_aux_hidden_state_layer_ids"):
@@ -165,15 +174,15 @@ def _boundaries(told: dict[str, Any]) -> tuple[int, ...] | None:
     return tuple(sorted(found))
 
 
-def _nested(told: dict[str, Any]) -> dict[str, Any]:
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
     """The place where some trainers put the settings of a block head."""
-    inner = told.get("dflash_config")
+    inner = config.get("dflash_config")
     return inner if isinstance(inner, dict) else {}
 
 
-def _block(told: dict[str, Any], kind: str) -> BlockConfig:
-    own = told | _nested(told)
-    is_speculators = "speculators_model_type" in told
+def _block(config: dict[str, Any], kind: str) -> BlockConfig:
+    own = config | _nested(config)
+    is_speculators = "speculators_model_type" in config
     mask_token_id = own.get("mask_token_id")
     if not isinstance(mask_token_id, int):
         raise HeadError("its config names no mask token (mask_token_id)")

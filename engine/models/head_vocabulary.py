@@ -42,11 +42,7 @@ def read_output_head(config: HeadConfig, reader: LlamaReader, target: Network) -
 def read_target_ids(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor | None:
     """The target's id for each id of the draft; None if they are equal."""
     vocab_size, size = len(target.input_embedding), config.draft_vocab_size
-    if config.layers.vocab_size != vocab_size:
-        raise HeadError(
-            f"it was made for a vocabulary of {config.layers.vocab_size} tokens, the target has "
-            f"{vocab_size}"
-        )
+    config.check_vocabulary(vocab_size)
     if "d2t" not in checkpoint:
         if size != vocab_size:
             raise HeadError(

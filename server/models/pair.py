@@ -210,11 +210,7 @@ def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
         head = HeadConfig.load(directory)
         if settings.head_layers is None:
             head.boundaries_of(target.num_hidden_layers)
-        if head.layers.vocab_size != target.vocab_size:
-            raise HeadError(
-                f"it was made for a vocabulary of {head.layers.vocab_size} tokens, the target has "
-                f"{target.vocab_size}"
-            )
+        head.check_vocabulary(target.vocab_size)
     except HeadError as error:
         raise ModelError(str(error)) from None
 

@@ -36,18 +36,18 @@ def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
     found = None
     for config in (hf_config, hf_config.get_text_config()):
         for key in _KEYS:
-            told = getattr(config, key, None)
+            settings = getattr(config, key, None)
             if hasattr(config, key):
                 delattr(config, key)
-            if told and found is None:
-                found = key, told if isinstance(told, dict) else told.to_dict()
+            if settings and found is None:
+                found = key, settings if isinstance(settings, dict) else settings.to_dict()
     if found is None:
         return None
-    key, told = found
-    name = str(told.get("quant_method") or key)
+    key, settings = found
+    name = str(settings.get("quant_method") or key)
     if name not in FORMATS:
         raise UnsupportedFormatError(f"{name} is none of {', '.join(FORMATS)}")
     try:
-        return name, FORMATS[name](told)
+        return name, FORMATS[name](settings)
     except UnsupportedFormatError as reason:
         raise UnsupportedFormatError(f"{name}: {reason}") from None
