@@ -71,5 +71,5 @@ class NgramProposer(Proposer):
             found = text.lookup(request.token_ids, scheduled.num_drafts)
             if request.grammar is not None:
                 found = request.grammar.fitting(found)
-            self._slots.write_tokens(request, request.num_tokens, found)
+            self._slots.write_drafts(request, found)
             scheduled.num_drafts = len(found)

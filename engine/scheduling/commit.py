@@ -15,7 +15,7 @@ class Committer:
     that was preempted after its launch is void: it is skipped.
     """
 
-    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None = None) -> None:
+    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None) -> None:
         self._sequences, self._adaptive = sequences, adaptive
         self._kv_cache, self._stats = sequences.kv_cache, sequences.stats
         self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len

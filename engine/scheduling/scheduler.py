@@ -18,7 +18,7 @@ class Scheduler:
     preempted: it loses slot and pages, waits again, and is computed again later from its tokens.
     """
 
-    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None = None) -> None:
+    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None) -> None:
         self._sequences, self._adaptive = sequences, adaptive
         self._kv_cache, self._worker = sequences.kv_cache, sequences.worker
         self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len

@@ -103,9 +103,10 @@ class Slots:
         self._free.append(request.slot)
         request.slot = None
 
-    def write_tokens(self, request: Request, position: int, token_ids: list[int]) -> None:
-        """Copy tokens from the host into the request's row, from `position` on."""
-        row = self.token_ids[request.slot, position : position + len(token_ids)]
+    def write_drafts(self, request: Request, token_ids: list[int]) -> None:
+        """Copy drafts from the host into the request's row, after its known tokens."""
+        first = request.num_tokens
+        row = self.token_ids[request.slot, first : first + len(token_ids)]
         values = torch.tensor(token_ids, dtype=torch.int32)
         row.copy_(staged(values, self.device), non_blocking=True)
 
