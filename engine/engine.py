@@ -25,7 +25,7 @@ from .api import (
 )
 from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
-from .memory import measure_pages, told_if_it_does_not_fit
+from .memory import measure_pages, naming_what_to_lower
 from .models.paged_layers import PagedLayers
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
@@ -62,7 +62,7 @@ class Engine:
         if worker.device.type == "cuda":
             progress("compiling kernels", 0, 1)
             worker.allocate(1)
-            with told_if_it_does_not_fit(config):
+            with naming_what_to_lower(config):
                 worker.compile()
         num_pages = config.cache.num_pages
         if num_pages is None:

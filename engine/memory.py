@@ -74,7 +74,7 @@ def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
     """Temporary memory of the largest step that can be scheduled, measured by running it."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(worker.device)
-    with told_if_it_does_not_fit(config):
+    with naming_what_to_lower(config):
         worker.rehearse()
     peak_bytes = torch.cuda.max_memory_reserved(worker.device)
     torch.cuda.empty_cache()
@@ -82,8 +82,8 @@ def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
 
 
 @contextmanager
-def told_if_it_does_not_fit(config: EngineConfig) -> Iterator[None]:
-    """Say what to change if a step inside takes more memory than there is."""
+def naming_what_to_lower(config: EngineConfig) -> Iterator[None]:
+    """Say which settings to lower if a step inside takes more memory than there is."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

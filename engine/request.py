@@ -51,7 +51,7 @@ class Request:
         self.page_hashes: list[bytes] = []  # of the leading full pages; kept through preemption
         self.cache_salt = new.cache_salt
         self.tells_drafts = new.tells_drafts
-        self.num_recorded_pages = 0  # leading pages that the prefix cache was told of
+        self.num_recorded_pages = 0  # leading pages that the prefix cache knows
         self.num_recorded_draft_pages = 0
 
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step

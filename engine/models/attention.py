@@ -94,8 +94,8 @@ class PassContext:
             if begin < end:
                 page_ids = batch.block_table[slot, : -(-num_tokens // batch.page_size)]
                 ids = page_ids.tolist()
-                lie_together = ids == list(range(ids[0], ids[0] + len(ids)))
-                pages = slice(ids[0], ids[-1] + 1) if lie_together else page_ids
+                are_consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
+                pages = slice(ids[0], ids[-1] + 1) if are_consecutive else page_ids
                 behind = _behind(num_tokens, ids[-1], batch.page_size)
                 sequences.append(SequenceRows(slice(begin, end), num_tokens, pages, behind))
         return sequences

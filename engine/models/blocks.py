@@ -22,7 +22,7 @@ from outrider.kernels.model.row_codes import Normed
 from .attention import PagedAttention, PassContext, Rope
 from .experts import ExpertMLP
 from .paged_layers import PagedLayers
-from .weights import Kept, Linear, Part
+from .weights import Linear, Part, StoredWeights
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class Block:
         return *self.mixer.linears, *self.mlp.linears
 
     @property
-    def weights(self) -> tuple[Kept, ...]:
+    def weights(self) -> tuple[StoredWeights, ...]:
         experts = (self.mlp.experts,) if isinstance(self.mlp, ExpertMLP) else ()
         return *(linear.weight for linear in self.linears), *experts
 
@@ -140,7 +140,7 @@ class Stack(PagedLayers):
         return [*(linear for block in self.blocks for linear in block.linears), self.head]
 
     @property
-    def weights(self) -> list[Kept]:
+    def weights(self) -> list[StoredWeights]:
         return [*(weight for block in self.blocks for weight in block.weights), self.head.weight]
 
     @property

@@ -12,10 +12,10 @@ from outrider.kernels.model.routing import Routing, route
 from outrider.kernels.model.row_codes import Normed
 
 from .attention import PassContext
-from .weights import Kept, Linear, Part
+from .weights import Linear, Part, StoredWeights
 
 
-class ExpertWeights(Kept):
+class ExpertWeights(StoredWeights):
     """The matrices of all experts of a layer, in MXFP4."""
 
     def __init__(

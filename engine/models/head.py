@@ -9,7 +9,7 @@ from outrider.kernels.model.rms_norm import Norm
 
 from .attention import PassContext
 from .blocks import Block, Stack
-from .weights import Kept, Linear
+from .weights import Linear, StoredWeights
 
 
 class Head(Stack):
@@ -43,7 +43,7 @@ class Head(Stack):
         return len(self.norm.weight)
 
     @property
-    def weights(self) -> list[Kept]:
+    def weights(self) -> list[StoredWeights]:
         return [*super().weights, self.fc.weight]
 
     def change_linears(self, change: Callable[[Linear], Linear]) -> None:

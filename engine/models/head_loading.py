@@ -43,7 +43,7 @@ def load_head(
     The head computes in the target's dtype. Raises HeadError naming both models.
     """
     name, read = ("MTP head of", _read_mtp_head) if config.is_mtp else ("head", _read_head)
-    with _errors_told(f"the {name} {config.path} cannot draft for {target_path}"):
+    with _naming_both_models(f"the {name} {config.path} cannot draft for {target_path}"):
         _check_settings(config, target)
         head, tapped = read(config, target, progress)
         target.tap(tapped)
@@ -64,7 +64,7 @@ def _check_settings(config: ModelConfig, target: Network) -> None:
 
 
 @contextmanager
-def _errors_told(what: str) -> Iterator[None]:
+def _naming_both_models(what: str) -> Iterator[None]:
     """Add the names of both models to errors."""
     try:
         yield

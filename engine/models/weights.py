@@ -37,8 +37,8 @@ class Fused(TypedDict, total=False):
     out: Tensor | None  # takes the result; given only for a plain product, x W^T
 
 
-class Kept:
-    """Weights, in the format that they are kept in."""
+class StoredWeights:
+    """Weights, in whatever format."""
 
     num_weights: int
     num_bytes: int  # read to compute one row
@@ -46,7 +46,7 @@ class Kept:
     same_bits: bool = False  # whether the bits of a row do not depend on the batch
 
 
-class Weight(Kept, ABC):
+class Weight(StoredWeights, ABC):
     """The matrix of a linear layer, [N, K]."""
 
     shape: tuple[int, int]

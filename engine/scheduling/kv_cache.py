@@ -67,7 +67,7 @@ class KVCacheManager:
         self._draft_is_valid = [False] * num_pages
         self._page_of_hash: dict[bytes, int] = {}
         self._keeps_events = keeps_events
-        self._told_hashes: set[bytes] = set()  # those that events have stored and not removed
+        self._announced_hashes: set[bytes] = set()  # stored by an event, not removed yet
         self.events: list[PageEvent] = []
         # Unreferenced pages, the next to be reused first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
@@ -157,7 +157,7 @@ class KVCacheManager:
                 self._hash[page] = page_hash
                 self._page_of_hash[page_hash] = page
                 if self._keeps_events and not request.cache_salt:
-                    self._tell_stored(request, i)
+                    self._announce(request, i)
         request.num_recorded_pages = max(request.num_recorded_pages, num_full)
 
         num_full = min(request.num_draft_computed_tokens, num_known) // self.page_size
@@ -219,16 +219,16 @@ class KVCacheManager:
         if page_hash is not None:
             del self._page_of_hash[page_hash]
             self._hash[page] = None
-            if page_hash in self._told_hashes:
-                self._told_hashes.remove(page_hash)
+            if page_hash in self._announced_hashes:
+                self._announced_hashes.remove(page_hash)
                 self.events.append(PageRemoved(page_hash))
         self._draft_is_valid[page] = False
 
-    def _tell_stored(self, request: Request, i: int) -> None:
+    def _announce(self, request: Request, i: int) -> None:
         page_hash, start = request.page_hashes[i], i * self.page_size
         parent_hash = request.page_hashes[i - 1] if i > 0 else None
         token_ids = request.token_ids[start : start + self.page_size]
-        self._told_hashes.add(page_hash)
+        self._announced_hashes.add(page_hash)
         self.events.append(PageStored(page_hash, parent_hash, token_ids))
 
     def _hash_pages(self, request: Request, num_pages: int) -> None:

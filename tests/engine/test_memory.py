@@ -14,7 +14,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.memory import (
     OutOfDeviceMemoryError,
     left_bytes,
-    told_if_it_does_not_fit,
+    naming_what_to_lower,
 )
 from outrider.engine.models.paged_layers import PagedLayers
 from outrider.engine.scoring import scorer
@@ -85,7 +85,7 @@ def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny, propo
 def test_a_step_that_does_not_fit_says_what_to_lower(tmp_path: Path) -> None:
     with (
         pytest.raises(OutOfDeviceMemoryError, match="lower scheduler"),
-        told_if_it_does_not_fit(engine_config(tmp_path)),
+        naming_what_to_lower(engine_config(tmp_path)),
     ):
         raise torch.cuda.OutOfMemoryError("tried to allocate 2 GiB")
 
