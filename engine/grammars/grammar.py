@@ -37,7 +37,7 @@ class Grammar:
 
     @property
     def compile_error(self) -> str | None:
-        """Why compiling failed, other than by a fault of the grammar itself."""
+        """Why compiling failed, if that was not the grammar's fault."""
         error = self.process.begun.exception() if self.process.begun.done() else None
         return None if error is None else f"{type(error).__name__}: {error}"
 

@@ -48,7 +48,7 @@ _FINITE = _Rule()
 
 
 def unending_part(lark: str) -> str | None:
-    """What the grammar's start can lead to, and what derives no finite text, if there is such."""
+    """A part, reachable from the start, that derives no finite text; None if there is none."""
     reached = _reached(_rules_of_lark(lark)["start"])
     ending: set[_Rule] = set()
     waiting: defaultdict[_Rule, list[tuple[_Rule, set[_Rule]]]] = defaultdict(list)
@@ -84,7 +84,7 @@ def _reached(start: _Rule) -> dict[_Rule, None]:
 
 
 def _label_in_circle(rule: _Rule, ending: set[_Rule]) -> str:
-    """Of a rule that needs itself, and that this one needs."""
+    """The label of a rule that needs itself and that this rule needs."""
     path: dict[_Rule, None] = {}
     while rule not in path:
         path[rule] = None

@@ -168,8 +168,8 @@ class CompiledDecoder(Decoder):
         return given, rows, computed
 
     def _within_reach(self, call: Callable[[int], int]) -> None:
-        """Make a call that takes how many positions the tables have, and returns how many it needs;
-        make it once more if these were more.
+        """Make a call, again if it needs more positions than the tables of cos and sin have.
+        The call takes how many they have, and returns how many it needs.
         """
         while (needed := call(self._num_positions)) > self._num_positions:
             self._reach(needed - 1)

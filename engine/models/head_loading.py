@@ -53,7 +53,7 @@ def load_head(
 
 
 def _check_settings(config: ModelConfig, target: Network) -> None:
-    """Raises HeadError if a head cannot have these settings."""
+    """Refuse settings that a head cannot have; raises HeadError."""
     if config.quantization not in (None, "fp8"):
         raise HeadError(f"draft.quantization is {config.quantization!r}; it may be fp8")
     if config.dtype != "auto" and DTYPES.get(config.dtype) != target.dtype:

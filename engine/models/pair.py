@@ -28,7 +28,7 @@ def _cache_dtype(name: str, device: torch.device) -> torch.dtype | None:
         raise ValueError("cache.dtype is fp8, which is read on a GPU only; leave it at auto")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise ValueError(f"cache.dtype is fp8, which {name} has not; leave it at auto")
+        raise ValueError(f"cache.dtype is fp8, which {name} does not support; leave it at auto")
     log.warning(
         "cache.dtype is fp8: keys and values are rounded to 8 bits, so that this is another model "
         "than with a cache of its own dtype"

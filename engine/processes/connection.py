@@ -63,8 +63,8 @@ class Connection(Generic[T]):
     def _turn(self) -> None:
         """Send and receive whatever can be.
 
-        The socket's descriptor tells of news only once, and sending may use it up: so receive after
-        every send, until there is nothing.
+        The socket's descriptor is edge-triggered, and sending may consume the edge: so receive
+        after every send, until there is nothing.
         """
         with contextlib.suppress(zmq.Again):  # no peer is there yet
             while self._unsent and not self._socket.closed:

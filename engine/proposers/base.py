@@ -62,7 +62,7 @@ class Proposer(ABC):
         try:
             self._follow(plan, scored)
         except Exception:
-            log.exception("the drafts' source lost the thread; its sequences decode plainly")
+            log.exception("the proposer could not follow this step; its sequences decode plainly")
             for scheduled in plan.scheduled:
                 scheduled.request.speculates = False
 

@@ -22,7 +22,7 @@ class Sequences:
     """The waiting sequences, in the order of their turns, and the running ones.
 
     A running sequence has a slot and pages; a waiting one has neither. Ended ones are removed.
-    Scheduler and committer also find here what sequences run on, and what bounds and counts them.
+    This also holds what scheduler and committer share: cache, worker, limits and statistics.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Sequences:
         self.by_id.pop(request.request_id, None)
 
     def take_uncompiled(self) -> list[RequestOutput]:
-        """End the sequences whose grammars failed to compile, other than by their own fault."""
+        """End the sequences whose grammars failed to compile through no fault of their own."""
         outputs = []
         for request in list(self.waiting):
             if request.grammar is not None and request.grammar.compile_error is not None:
