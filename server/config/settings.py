@@ -107,7 +107,7 @@ class SpeculationSettings(Section):
         "step. On a CPU each request drafts for as long as its drafts are likely enough to pay.",
     )
     verification: Literal["token", "block", "match"] = Field(
-        default="token",
+        default="block",
         description="Which drafts are accepted. token: one by one; block: jointly, never fewer "
         "in expectation; match: those that plain sampling with the same seed would have drawn, "
         "so that a seeded answer is the same for every k. All keep the target's distribution. "

@@ -78,7 +78,7 @@ def test_the_card_names_models_and_no_folders() -> None:
     hub = card("target.model=Qwen/Qwen3-8B", "draft.model=/data/private/draft")
     assert (hub.target, hub.draft) == ("Qwen/Qwen3-8B", "draft")
     mine = card("target.model=./models/mine", "speculation.proposer=ngram")
-    assert mine == PairCard("mine", None, True, "token")
+    assert mine == PairCard("mine", None, True, "block")
 
 
 def first_events(served: Served, number: int) -> list[Any]:
