@@ -55,7 +55,7 @@ class PassContext:
     def __init__(self, batch: ForwardBatch, *, same_bits: bool = False) -> None:
         self.batch = batch
         self._same_bits = same_bits
-        self._blocks: dict[tuple[int, int | None, int, int, bool], list[RowBlock]] = {}
+        self._blocks: dict[tuple[int, int, int | None, int, int, bool], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -103,10 +103,10 @@ class PassContext:
     def blocks(self, seq: SequenceRows, layer: "PagedAttention", like: Tensor) -> list[RowBlock]:
         """A sequence's rows with their masks, of the dtype of `like`."""
         window, group = layer.window, layer.num_heads // layer.num_kv_heads
-        key = (seq.rows.start, window, group, layer.rows_at_once, layer.causal)
+        query_len = seq.rows.stop - seq.rows.start
+        key = (query_len, seq.num_tokens, window, group, layer.rows_at_once, layer.causal)
         if key not in self._blocks:
             assert layer.causal or not self._same_bits, "a row would depend on those after it"
-            query_len = seq.rows.stop - seq.rows.start
             args = (query_len, seq.num_tokens, window, group, like.dtype, like.device)
             if self._same_bits:
                 self._blocks[key] = row_blocks(*args, layer.rows_at_once)
