@@ -23,6 +23,8 @@ TEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 # The project's root must not be on sys.path: its `kernels` would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Every process of the tests would compile our code, and rewrite the tests' asserts, anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 # `make gpu` sets nothing up: it takes the torch, triton, transformers, pytest and pytest-xdist of
