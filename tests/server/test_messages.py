@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import pytest
 from asgi import Reply, get, post
 from scripted_client import steps
@@ -341,6 +340,8 @@ def test_tools_of_the_service_are_not_offered_and_named(serve: Serve) -> None:
 
 
 def test_anthropic_client_reads_all_of_it(serve: Serve, tokenizer: Tokenizer) -> None:
+    import anthropic  # takes seconds, which no other worker need spend
+
     served = saying(serve, tokenizer, SAID, api_keys=("right",))
     with on_a_socket(served) as url:
         client = anthropic.Anthropic(base_url=url, api_key="right", max_retries=0)
