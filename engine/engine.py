@@ -82,7 +82,7 @@ class Engine:
         return EngineInfo(
             device=self._config.device,
             target_dtype=_dtype_name(pair.target.network),
-            batch_invariant=pair.target.network.same_bits,
+            batch_invariant=pair.target.network.batch_invariant,
             draft_dtype=_dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
             max_model_len=self.sequences.max_model_len,

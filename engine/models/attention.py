@@ -16,9 +16,9 @@ from outrider.kernels.model.attention_reference import (
     row_blocks,
     whole_block,
 )
+from outrider.kernels.model.batch_invariant_attention import Heads
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rope import rotary_table
-from outrider.kernels.model.same_bits_attention import Heads
 
 from ..state.batch import ForwardBatch
 
@@ -49,12 +49,12 @@ class SequenceRows(NamedTuple):
 class PassContext:
     """One batch on its way through a model, with data that several layers need, computed once.
 
-    With `same_bits`, the bits of a row of attention do not depend on the batch.
+    With `batch_invariant`, the bits of a row of attention do not depend on the batch.
     """
 
-    def __init__(self, batch: ForwardBatch, *, same_bits: bool = False) -> None:
+    def __init__(self, batch: ForwardBatch, *, batch_invariant: bool = False) -> None:
         self.batch = batch
-        self._same_bits = same_bits
+        self._batch_invariant = batch_invariant
         self._blocks: dict[tuple[int, int, int | None, int, int, bool], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
@@ -79,7 +79,7 @@ class PassContext:
                 num_kv_heads,
                 group,
                 batch.block_table.shape[1] * batch.page_size,
-                same_bits=self._same_bits,
+                batch_invariant=self._batch_invariant,
             )
         return self._items[key]
 
@@ -106,9 +106,9 @@ class PassContext:
         query_len = seq.rows.stop - seq.rows.start
         key = (query_len, seq.num_tokens, window, group, layer.rows_at_once, layer.causal)
         if key not in self._blocks:
-            assert layer.causal or not self._same_bits, "a row would depend on those after it"
+            assert layer.causal or not self._batch_invariant, "a row would depend on those after it"
             args = (query_len, seq.num_tokens, window, group, like.dtype, like.device)
-            if self._same_bits:
+            if self._batch_invariant:
                 self._blocks[key] = row_blocks(*args, layer.rows_at_once)
             else:
                 self._blocks[key] = whole_block(*args, causal=layer.causal)
@@ -118,7 +118,7 @@ class PassContext:
     def behind(self) -> Tensor | None:
         """Places after the sequences that attention reads nevertheless; None if there are none."""
         places = [place for seq in self.sequences for place in seq.behind]
-        return torch.tensor(places) if self._same_bits and places else None
+        return torch.tensor(places) if self._batch_invariant and places else None
 
 
 def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:
@@ -149,7 +149,7 @@ class PagedAttention:
 
     @property
     def heads(self) -> Heads:
-        """Its shape, from which `same_bits_attention` knows in which order it sums."""
+        """Its shape, from which `batch_invariant_attention` knows in which order it sums."""
         return Heads(
             self.num_heads,
             self.num_kv_heads,

@@ -72,7 +72,7 @@ def _shape_of(block: Block) -> tuple[float, ...]:
 class CompiledDecoder(Decoder):
     """Computes in float32 between its layers; the bits of a row do not depend on the batch."""
 
-    attention_keeps_bits = True  # compiled code attends to each row by itself
+    attention_is_batch_invariant = True  # compiled code attends to each row by itself
 
     def __init__(self, decoder: Decoder, *, is_tied: bool = False) -> None:
         """Take over a decoder for which `can_compile` is true.

@@ -40,8 +40,8 @@ class Decoder(Stack, Network):
         return self.head
 
     @property
-    def products_keep_bits(self) -> bool:
-        return all(weight.same_bits for weight in self.weights)
+    def products_are_batch_invariant(self) -> bool:
+        return all(weight.batch_invariant for weight in self.weights)
 
     def draft_only(self, token_ids: Tensor) -> None:
         """Keep only these tokens' rows of the head; the logits of all others become -inf.

@@ -27,7 +27,7 @@ class ExpertWeights(StoredWeights):
         self.num_weights = sum(layer.matrix.codes.numel() * 2 for layer in (gate_up, down))
         self.num_bytes = (gate_up.num_bytes + down.num_bytes) * top_k // gate_up.num_experts
         self.format = gate_up.matrix.kind
-        self.same_bits = uses_triton(down.bias)
+        self.batch_invariant = uses_triton(down.bias)
 
 
 @dataclass(slots=True)

@@ -99,7 +99,7 @@ class HuggingFaceModel(Network):
         super().tap(layers)
 
     @property
-    def products_keep_bits(self) -> bool:
+    def products_are_batch_invariant(self) -> bool:
         """True if all layers are packed, and so have no parameters left; experts never are."""
         return not any(
             parameter.ndim > 1

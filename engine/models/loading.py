@@ -21,6 +21,7 @@ from .admission import (
     resolve_dtype,
 )
 from .architectures import load_config
+from .batch_invariance import make_batch_invariant
 from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
@@ -31,7 +32,6 @@ from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .proof import CHECKED_LENGTHS, Original, why_different
-from .same_bits import keep_bits
 from .weights import Dense, Tiles, packed
 
 log = logging.getLogger(__name__)
@@ -48,15 +48,15 @@ def load_network(
     progress: Progress = ignore_progress,
     *,
     is_draft: bool = False,
-    same_bits: bool | None = False,
+    batch_invariant: bool | None = False,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[Network, PreTrainedConfig]:
     """Load a model directory onto a device; returns the network and its configuration.
 
-    On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With `same_bits`
-    the bits of a row do not depend on the batch, and a model that cannot promise this is refused;
-    None: only if it can promise it at little cost. `cache_dtype` is that of keys and values; None:
-    the model's own. Raises UnsupportedModelError saying why a model is refused.
+    On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With
+    `batch_invariant` the bits of a row do not depend on the batch, and a model that cannot promise
+    this is refused; None: only if it can promise it at little cost. `cache_dtype` is that of keys
+    and values; None: the model's own. Raises UnsupportedModelError saying why a model is refused.
     """
     progress(0, 0)
     if not (Path(config.path) / "config.json").is_file():
@@ -67,7 +67,7 @@ def load_network(
         dtype = resolve_dtype(config.dtype, hf_config, device)
         quantised = quantised_format(config, hf_config)
         loader = _Loader(
-            config, hf_config, dtype, device, progress, is_draft, same_bits, cache_dtype
+            config, hf_config, dtype, device, progress, is_draft, batch_invariant, cache_dtype
         )
         decoder, reason = loader.own_decoder(quantised)
         if decoder is not None:
@@ -78,7 +78,7 @@ def load_network(
             raise UnsupportedModelError(
                 f"quantization is set, but its weights stay plain: {reason}"
             )
-        if same_bits and device.type == "cuda":
+        if batch_invariant and device.type == "cuda":
             raise UnsupportedModelError(
                 f"engine.batch_invariant is on, but on a GPU only our own decoder keeps it, and "
                 f"this model runs as transformers has it ({reason}); leave it out"
@@ -131,7 +131,7 @@ class _Loader:
     device: torch.device
     progress: Progress
     is_draft: bool
-    same_bits: bool | None
+    batch_invariant: bool | None
     cache_dtype: torch.dtype | None
 
     def own_decoder(self, quantised: tuple[str, Read] | None) -> tuple[Decoder | None, str]:
@@ -170,11 +170,13 @@ class _Loader:
             return None, f"its checkpoint is not as expected: {error}"
         is_cpu = self.device.type == "cpu"
         if not is_cpu:
-            self._keep_bits(decoder)
+            self._make_batch_invariant(decoder)
         starts = checked_starts(self.hf_config, max(CHECKED_LENGTHS))
         # A CPU's layers can only be packed, and proven, once transformers has no view of their
         # weights.
-        reason = why_different(decoder, original, starts, same_bits=is_cpu or decoder.same_bits)
+        reason = why_different(
+            decoder, original, starts, batch_invariant=is_cpu or decoder.batch_invariant
+        )
         del original  # it holds views of weights, which could not be freed when they are packed
         if reason is not None:
             return None, f"our decoder computes {reason} differently"
@@ -192,7 +194,7 @@ class _Loader:
         decoder.may_use_one_thread = self.is_draft
         if can_compile(decoder):
             decoder = CompiledDecoder(decoder, is_tied=is_tied)
-        self._keep_bits(decoder)
+        self._make_batch_invariant(decoder)
         return decoder
 
     def whole_model(self) -> Network:
@@ -205,17 +207,17 @@ class _Loader:
             self.progress,
             rounds=rounds_weights(self.config, self.is_draft),
         )
-        self._keep_bits(network)
+        self._make_batch_invariant(network)
         return network
 
-    def _keep_bits(self, network: Network) -> None:
+    def _make_batch_invariant(self, network: Network) -> None:
         """Make the bits of its rows independent of the batch, if that is wanted."""
-        wanted, path = self.same_bits, self.config.path
+        wanted, path = self.batch_invariant, self.config.path
         network.cache_dtype = self.cache_dtype
         if wanted is False:
             return
         try:
-            keep_bits(network, max_positions(self.hf_config), at_any_cost=wanted is True)
+            make_batch_invariant(network, max_positions(self.hf_config), at_any_cost=wanted is True)
         except ValueError as reason:
             if wanted:
                 raise UnsupportedModelError(

@@ -19,28 +19,29 @@ class Narrow(Weight):
     """A matrix in 4 or 8 bits, dequantised within each product."""
 
     def __init__(
-        self, matrix: NarrowMatrix, dtype: torch.dtype, *, same_bits: bool = False
+        self, matrix: NarrowMatrix, dtype: torch.dtype, *, batch_invariant: bool = False
     ) -> None:
-        """`dtype` is the model's; with `same_bits`, a row's bits do not depend on the batch."""
-        self._matrix, self._dtype, self.same_bits = matrix, dtype, same_bits
+        """`dtype` is the model's. If `batch_invariant`, a row's bits do not depend on the batch."""
+        self._matrix, self._dtype, self.batch_invariant = matrix, dtype, batch_invariant
         self.shape = matrix.shape
         self.num_bytes = matrix.num_bytes
         self.format = matrix.kind
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        return narrow_linear(x, self._matrix, bias, same_bits=self.same_bits, **fused)
+        return narrow_linear(x, self._matrix, bias, batch_invariant=self.batch_invariant, **fused)
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
-        same_bits = self.same_bits
-        return add_narrow_linear(residual, x, self._matrix, bias, norm=norm, same_bits=same_bits)
+        return add_narrow_linear(
+            residual, x, self._matrix, bias, norm=norm, batch_invariant=self.batch_invariant
+        )
 
     def dequantised(self) -> Tensor:
         return dequantise(self._matrix, self._dtype)
 
-    def with_same_bits(self, bias: Tensor | None) -> "Narrow":
-        return Narrow(self._matrix, self._dtype, same_bits=True)
+    def as_batch_invariant(self, bias: Tensor | None) -> "Narrow":
+        return Narrow(self._matrix, self._dtype, batch_invariant=True)
 
 
 class Scaled(Narrow):
@@ -51,7 +52,7 @@ class Scaled(Narrow):
     def __init__(self, matrix: NarrowMatrix, dtype: torch.dtype) -> None:
         """`dtype` is the model's."""
         assert matrix.row_format is not None
-        super().__init__(matrix, dtype, same_bits=True)
+        super().__init__(matrix, dtype, batch_invariant=True)
         self.format = f"{matrix.kind} (inputs too)"
         self._row_format = matrix.row_format
 
@@ -72,7 +73,7 @@ class Scaled(Narrow):
     def taken(self, x: Tensor, output: int) -> Tensor:
         return rounded_rows(x, self._row_format)
 
-    def with_same_bits(self, bias: Tensor | None) -> "Scaled":
+    def as_batch_invariant(self, bias: Tensor | None) -> "Scaled":
         return self
 
 
@@ -85,12 +86,12 @@ class Stacked(Unfused):
         self.shape = (sum(self._sizes), weights[0].shape[1])
         self.num_bytes = sum(weight.num_bytes for weight in weights)
         self.format = "mixed"
-        self.same_bits = all(weight.same_bits for weight in weights)
+        self.batch_invariant = all(weight.batch_invariant for weight in weights)
         self.input_eps = max(weight.input_eps for weight in weights)
 
-    def with_same_bits(self, bias: Tensor | None) -> "Stacked":
+    def as_batch_invariant(self, bias: Tensor | None) -> "Stacked":
         parts = zip(self._weights, self._biases(bias), strict=True)
-        return Stacked([weight.with_same_bits(part) for weight, part in parts])
+        return Stacked([weight.as_batch_invariant(part) for weight, part in parts])
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         pairs = zip(self._weights, self._biases(bias), strict=True)

@@ -26,8 +26,8 @@ class Pass(NamedTuple):
 class Network(PagedLayers):
     """A causal LM whose layers read and write pages."""
 
-    same_bits: bool = False  # whether the bits of a row do not depend on the batch
-    attention_keeps_bits: bool = False  # whether its attention needs no proof of that
+    batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
+    attention_is_batch_invariant: bool = False  # whether its attention needs no proof of that
     tapped_layers: tuple[int, ...] = ()  # a pass hands out their residual streams; set by `tap`
     _logits: Tensor | None = None  # [max_rows, V]
 
@@ -43,7 +43,7 @@ class Network(PagedLayers):
 
     @property
     @abstractmethod
-    def products_keep_bits(self) -> bool:
+    def products_are_batch_invariant(self) -> bool:
         """Whether in every product the bits of a row do not depend on the batch."""
 
     @abstractmethod

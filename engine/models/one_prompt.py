@@ -19,7 +19,7 @@ def one_prompt(
     *,
     follows: bool = False,
     max_len: int = 0,
-    same_bits: bool = False,
+    batch_invariant: bool = False,
 ) -> PassContext:
     """The tokens of a prompt from position `first` on; every row gets logits.
 
@@ -50,5 +50,5 @@ def one_prompt(
             block_table=table,
             page_size=PAGE,
         ),
-        same_bits=same_bits,
+        batch_invariant=batch_invariant,
     )

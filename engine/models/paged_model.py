@@ -13,11 +13,11 @@ from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
 from .attention import PassContext
+from .batch_invariance import alike_thread_counts
 from .checkpoint import Progress
 from .compiled_decoder import CompiledDecoder
 from .loading import load_network, rounds_weights
 from .network import Pass
-from .same_bits import alike_thread_counts
 
 # Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
 # GPU takes longer to compute the pass than the host to launch its kernels, so no graph is needed.
@@ -41,13 +41,12 @@ class PagedModel:
         """With `batch_invariant` the bits of a target's logits do not depend on the batch; None:
         only if that costs little. A draft is just made fast: the target corrects its errors.
         """
-        same_bits = False if is_draft else batch_invariant
         self.network, hf_config = load_network(
             config,
             device,
             progress,
             is_draft=is_draft,
-            same_bits=same_bits,
+            batch_invariant=False if is_draft else batch_invariant,
             cache_dtype=cache_dtype,
         )
         # Padding picks faster products; rounded weights do not need it.
@@ -136,7 +135,7 @@ class PagedModel:
     def run(self, packed: Tensor, shape: Shape) -> Pass:
         """The captured part of `forward`, over a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
-        computed = self.network(PassContext(batch, same_bits=self.network.same_bits))
+        computed = self.network(PassContext(batch, batch_invariant=self.network.batch_invariant))
         return computed if computed.taps is None else computed._replace(rows=batch.rows)
 
 

@@ -136,13 +136,13 @@ def _note(routers: list[Routed | None], i: int, _: nn.Module, args: Any, output:
 
 @torch.inference_mode()
 def why_different(
-    decoder: Decoder, original: Original, starts: Sequence[int], *, same_bits: bool = False
+    decoder: Decoder, original: Original, starts: Sequence[int], *, batch_invariant: bool = False
 ) -> str | None:
     """Names a part of the decoder that differs from transformers' model; None if all agree.
 
     Compares prompts of all lengths at the first of `starts`, and of the last length at the others:
-    which kernels run depends on the length alone. `same_bits` selects the attention of a target
-    whose rows must not depend on the batch.
+    which kernels run depends on the length alone. `batch_invariant` selects the attention of a
+    target whose rows must not depend on the batch.
     """
     generator = torch.Generator().manual_seed(0)
     passes = [(starts[0], length) for length in CHECKED_LENGTHS]
@@ -150,14 +150,16 @@ def why_different(
     contexts = []
     for first, length in passes:
         input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
-        contexts.append(one_prompt(input_ids.to(decoder.device), first, same_bits=same_bits))
+        contexts.append(
+            one_prompt(input_ids.to(decoder.device), first, batch_invariant=batch_invariant)
+        )
     # The longest by itself: to pad the others to its length would take memory.
     originals = original.run(contexts[:1]) + original.run(contexts[1:])
 
     def differences() -> Iterator[str]:
         for context, theirs in zip(contexts, originals, strict=True):
             # A new context each time: compiling computes none of what a context keeps.
-            anew = PassContext(context.batch, same_bits=same_bits)
+            anew = PassContext(context.batch, batch_invariant=batch_invariant)
             yield from _differences(decoder, anew, theirs)
 
     compile_together([lambda: list(differences())], decoder.device)

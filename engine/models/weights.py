@@ -15,17 +15,17 @@ from torch import Tensor
 
 from outrider.kernels.cpu.layers import compiled, product, unpacked
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack
+from outrider.kernels.model.batch_invariant_linear import (
+    LibraryRows,
+    add_batch_invariant_linear,
+    batch_invariant_linear,
+    library_rows,
+)
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
-from outrider.kernels.model.same_bits_linear import (
-    LibraryRows,
-    add_same_bits_linear,
-    library_rows,
-    same_bits_linear,
-)
 from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
 
 
@@ -43,7 +43,7 @@ class StoredWeights:
     num_weights: int
     num_bytes: int  # read to compute one row
     format: str = ""  # of the numbers; "" if they are in the model's dtype
-    same_bits: bool = False  # whether the bits of a row do not depend on the batch
+    batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
 
 
 class Weight(StoredWeights, ABC):
@@ -86,7 +86,7 @@ class Weight(StoredWeights, ABC):
         """The inputs that this output is computed from: x, or x rounded. Shape: [T, K]."""
         return x
 
-    def with_same_bits(self, bias: Tensor | None) -> "Weight":
+    def as_batch_invariant(self, bias: Tensor | None) -> "Weight":
         """The same matrix on a GPU, with products whose rows do not depend on the batch.
 
         A row's product, plus this bias, is the same to the bit whatever other rows come with it.
@@ -127,24 +127,26 @@ class Dense(Weight):
         self.matrix, self._library = matrix, library
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.num_bytes = matrix.nbytes
-        self.same_bits = library is not None
+        self.batch_invariant = library is not None
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         if self._library is not None:
-            return same_bits_linear(x, self.matrix, bias, self._library, **fused)
+            return batch_invariant_linear(x, self.matrix, bias, self._library, **fused)
         return linear(x, self.matrix, bias, **fused)
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
         if self._library is not None:
-            return add_same_bits_linear(residual, x, self.matrix, bias, self._library, norm=norm)
+            return add_batch_invariant_linear(
+                residual, x, self.matrix, bias, self._library, norm=norm
+            )
         return add_linear(residual, x, self.matrix, bias, norm=norm)
 
     def dequantised(self) -> Tensor:
         return self.matrix
 
-    def with_same_bits(self, bias: Tensor | None) -> "Dense":
+    def as_batch_invariant(self, bias: Tensor | None) -> "Dense":
         return Dense(self.matrix, library_rows(self.matrix, bias))
 
 
@@ -155,7 +157,7 @@ class Packed(Unfused):
         self._matrix = matrix
         self.shape = shape
         self.num_bytes = (matrix.reordered if matrix.rounded is None else matrix.rounded).nbytes
-        self.same_bits = bool(matrix.blocks)
+        self.batch_invariant = bool(matrix.blocks)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return packed_linear(x, self._matrix, bias)
@@ -172,7 +174,7 @@ class Tiles(Unfused):
     Where products are in integers, inputs have 16 bits, and each 32 of them a scale.
     """
 
-    same_bits = True
+    batch_invariant = True
     input_eps = 2**-14  # of a layer, whose attention enlarges the 2**-16 of its products
 
     def __init__(self, matrix: PackedTiles, dtype: torch.dtype) -> None:
@@ -220,7 +222,7 @@ class RoundedInputs(Unfused):
     def __init__(self, weight: Weight, row_format: RowFormat) -> None:
         self.weight, self.row_format = weight, row_format
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
-        self.format, self.same_bits = weight.format, weight.same_bits
+        self.format, self.batch_invariant = weight.format, weight.batch_invariant
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.weight.multiply(self.taken(x, 0), bias)
@@ -272,12 +274,12 @@ class Part:
         return {name: value for name, value in values.items() if isinstance(value, Linear)}
 
 
-def with_same_bits(linear: Linear) -> Linear:
+def as_batch_invariant(linear: Linear) -> Linear:
     """The same layer on a GPU; the bits of a row do not depend on the batch.
 
     Raises ValueError if its format or this GPU cannot do that.
     """
-    return Linear(linear.weight.with_same_bits(linear.bias), linear.bias)
+    return Linear(linear.weight.as_batch_invariant(linear.bias), linear.bias)
 
 
 def packed(linear: Linear, *, rounds: bool) -> Linear:

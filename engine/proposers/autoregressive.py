@@ -48,7 +48,7 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
 
     def _context(self, batch: ForwardBatch) -> PassContext:
         """The head attends as its target does, so that the target's kernels serve both."""
-        return PassContext(batch, same_bits=self._target.network.same_bits)
+        return PassContext(batch, batch_invariant=self._target.network.batch_invariant)
 
 
 class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):

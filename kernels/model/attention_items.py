@@ -19,7 +19,7 @@ from .._dispatch import num_programs
 from ..triton_or_none import tl, triton
 
 _MIN_UNIT = 256
-SAME_BITS_UNIT = 512  # measured on an H200: less would cost many sequences more than few gain
+BATCH_INVARIANT_UNIT = 512  # measured on an H200: less would cost many sequences more than few gain
 _MAX_GROWN_SPLITS = tl.constexpr(16)
 _MOST_DOUBLINGS = 16  # of a unit
 _NO_UNIT = 1 << 30  # no sequence is split
@@ -36,7 +36,7 @@ class AttentionItems(NamedTuple):
     block_q: int  # rows of an item
     num_splits: int  # the most splits of a row; 1: each item covers all tokens
     is_prefill: bool
-    same_bits: bool  # whether a row's order of summation is independent of the batch
+    batch_invariant: bool  # whether a row's order of summation is independent of the batch
 
 
 def list_items(
@@ -48,12 +48,12 @@ def list_items(
     group: int,
     max_seq_len: int,
     *,
-    same_bits: bool = False,
+    batch_invariant: bool = False,
 ) -> AttentionItems:
     """List the items of a batch for layers whose KV heads serve `group` query heads each.
 
     The shape of the list depends only on shapes, so a captured launch stays valid. With
-    `same_bits`, a row's order of summation does not depend on the batch.
+    `batch_invariant`, a row's order of summation does not depend on the batch.
 
     Shape:
         cu_seqlens_q: [B + 1]; sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i + 1]
@@ -69,8 +69,8 @@ def list_items(
     block_q = block_m // group
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i.
     num_row_blocks = num_rows // block_q + num_reqs
-    if same_bits:
-        unit = SAME_BITS_UNIT
+    if batch_invariant:
+        unit = BATCH_INVARIANT_UNIT
         num_splits = 1 if is_prefill else _count_splits(max_seq_len, unit)
     else:
         # The better the sequences fill the GPU by themselves, the longer the splits: they only
@@ -80,7 +80,7 @@ def list_items(
         unit = min(1024, max(_MIN_UNIT, triton.next_power_of_2(share)))
         unit = _NO_UNIT if is_prefill else unit
         num_splits = min(_MAX_GROWN_SPLITS.value, _count_splits(max_seq_len, unit))
-    grows = not same_bits and num_splits > 1
+    grows = not batch_invariant and num_splits > 1
     items = torch.empty(
         num_row_blocks * num_splits, WIDTH.value, dtype=torch.int32, device=seq_lens.device
     )
@@ -100,7 +100,7 @@ def list_items(
         num_warps=1,
     )
     return AttentionItems(
-        items, num_items, num_row_blocks, block_m, block_q, num_splits, is_prefill, same_bits
+        items, num_items, num_row_blocks, block_m, block_q, num_splits, is_prefill, batch_invariant
     )
 
 

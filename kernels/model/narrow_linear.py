@@ -40,18 +40,18 @@ def narrow_linear(
     norm: Norm | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    same_bits: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Like `linear`: rmsnorm(x) W^T + b; with `gated`, silu(first half) * second half of that.
 
-    With `same_bits`, the bits of a row do not depend on the batch.
+    With `batch_invariant`, the bits of a row do not depend on the batch.
     Shape: x [T, K], rows dense, matrix [N, K] or, gated, [2 N, K], out [T, N] dense -> [T, N]
     """
     if not uses_triton(x):
         plain = dequantise(matrix, x.dtype)
         y = linear_reference(x, plain, bias, norm=norm, gated=gated)
         return y if out is None else out.copy_(y)
-    if len(x) > _MAX_ROWS and not same_bits:
+    if len(x) > _MAX_ROWS and not batch_invariant:
         y = linear(_ordered(x, matrix, norm), unpack(matrix, x.dtype), bias, gated=gated)
         return y if out is None else out.copy_(y)
     if out is None:
@@ -73,7 +73,7 @@ def add_narrow_linear(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
-    same_bits: bool = False,
+    batch_invariant: bool = False,
 ) -> Normed | None:
     """Like `add_linear`: add x W^T + b to the residual in place.
 
@@ -84,7 +84,7 @@ def add_narrow_linear(
         plain = dequantise(matrix, x.dtype)
         linear_reference(x, plain, bias, residual=residual)
         return None
-    if len(x) > _MAX_ROWS and not same_bits:
+    if len(x) > _MAX_ROWS and not batch_invariant:
         x = _ordered(x, matrix)
         return add_linear(residual, x, unpack(matrix, x.dtype), bias, norm=norm)
     x = _ordered(x, matrix)

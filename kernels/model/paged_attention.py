@@ -11,9 +11,9 @@ A head may own a *sink*: one more logit in the softmax's denominator, with no va
 Programs take their work from a list (`attention_items`). Of the programs that share a row's splits,
 the last to finish merges them, in the order of the splits.
 
-With `same_bits`, the bits of a row do not depend on the other rows: it is summed over the same
-splits, in the same blocks of tokens, in order. The number of rows and warps that share a block may
-vary, because all sums over its tokens are made by tensor cores. A program that computes several
+With `batch_invariant`, the bits of a row do not depend on the other rows: it is summed over the
+same splits, in the same blocks of tokens, in order. The number of rows and warps that share a block
+may vary, because all sums over its tokens are made by tensor cores. A program that computes several
 splits adds them up just as merging does.
 """
 
@@ -116,10 +116,10 @@ def paged_attention(
         PAGE_SIZE=page_size,
         BLOCK_M=items.block_m,
         SPLITS=items.num_splits > 1,
-        ADDS_SPLITS=items.same_bits and items.is_prefill,
+        ADDS_SPLITS=items.batch_invariant and items.is_prefill,
         # With few rows, summing on tensor cores avoids exchanges between warps; with many rows,
         # tensor cores are busy enough.
-        SUMS=_SUMS if items.same_bits or not items.is_prefill else 0,
+        SUMS=_SUMS if items.batch_invariant or not items.is_prefill else 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         CAUSAL=causal,
@@ -140,7 +140,7 @@ def _tiling(
     bytes_per_token = (head_dim + v_cache.shape[3]) * k_cache.element_size()
     if bytes_per_token > 512:  # the measured sizes would not fit into a multiprocessor
         return {"BLOCK_N": 32, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 1}
-    if items.same_bits:
+    if items.batch_invariant:
         # A single BLOCK_N, small enough for the registers to hold both sums of a prefill.
         return {"BLOCK_N": 64, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 3}
     if items.is_prefill:

@@ -14,9 +14,9 @@ from tiny_models import DEVICE
 from outrider.engine import cpu_share
 from outrider.engine.config import ModelConfig
 from outrider.engine.cpu_share import CPUShare, fitting
+from outrider.engine.models.batch_invariance import alike_thread_counts
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Pass
-from outrider.engine.models.same_bits import alike_thread_counts
 
 
 @pytest.fixture(autouse=True)

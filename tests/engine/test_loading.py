@@ -13,7 +13,7 @@ from outrider.engine.config import ModelConfig
 from outrider.engine.models import admission
 from outrider.engine.models.admission import UnsupportedModelError, max_positions, resolve_dtype
 from outrider.engine.models.loading import load_network
-from outrider.kernels.model.same_bits_linear import library_rows
+from outrider.kernels.model.batch_invariant_linear import library_rows
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_models_that_do_not_keep_their_bits_on_a_gpu_are_refused(
 ) -> None:
     config = ModelConfig(path=str(tiny_model("gpt2")))
     with pytest.raises(UnsupportedModelError, match=r"batch_invariant .*no decoder here.* leave"):
-        load_network(config, torch.device("cuda"), same_bits=True)
+        load_network(config, torch.device("cuda"), batch_invariant=True)
     weight = torch.zeros(8, 8)
     with pytest.raises(ValueError, match=r"float32.* 16 bits"):
         library_rows(weight, None)

@@ -20,7 +20,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.narrow_weight import Narrow, Scaled, Stacked
 from outrider.engine.models.paged_model import PagedModel
-from outrider.engine.models.weights import Dense, Linear, with_same_bits
+from outrider.engine.models.weights import Dense, Linear, as_batch_invariant
 from outrider.kernels.model.narrow_matrix import round_to_fp8
 
 # Blocks of 128 end within a matrix, and the merged q, k, v begin within one.
@@ -209,11 +209,11 @@ def test_a_quantised_checkpoint_is_not_quantised_again(plain: Path, tmp_path: Pa
 
 def test_a_layer_of_several_forms_keeps_its_bits_if_each_of_them_can() -> None:
     narrow = Narrow(round_to_fp8(torch.randn(16, 32)), torch.float32)
-    linear = with_same_bits(Linear(narrow, None))
+    linear = as_batch_invariant(Linear(narrow, None))
     assert torch.equal(linear.weight.dequantised(), narrow.dequantised())
     stacked = Stacked([narrow, narrow])
-    kept = with_same_bits(Linear(stacked, torch.zeros(32))).weight
-    assert (stacked.same_bits, kept.same_bits) == (False, True)
+    kept = as_batch_invariant(Linear(stacked, torch.zeros(32))).weight
+    assert (stacked.batch_invariant, kept.batch_invariant) == (False, True)
     assert torch.equal(kept.dequantised(), stacked.dequantised())
     with pytest.raises(ValueError, match="16 bits"):
-        with_same_bits(Linear(Stacked([narrow, Dense(torch.randn(16, 32))]), None))
+        as_batch_invariant(Linear(Stacked([narrow, Dense(torch.randn(16, 32))]), None))

@@ -28,14 +28,16 @@ def split_starts(num_tokens: int, unit: int) -> Iterator[int]:
         ([300, 1, 20], [300, 90, 1000]),  # with a prefill: nothing is split
     ],
 )
-@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_items_cover_every_row_and_token_once(
-    rows: list[int], lens: list[int], same_bits: bool, device: torch.device
+    rows: list[int], lens: list[int], batch_invariant: bool, device: torch.device
 ) -> None:
     cu = torch.tensor([0, *rows]).cumsum(0).to(device)
     slots = torch.tensor([7, 4, 5], device=device)
     lengths = torch.tensor(lens, device=device)
-    listed = list_items(cu, lengths, slots, sum(rows), 2, 4, 70_000, same_bits=same_bits)
+    listed = list_items(
+        cu, lengths, slots, sum(rows), 2, 4, 70_000, batch_invariant=batch_invariant
+    )
     items = listed.items[: int(listed.num_items)].tolist()
     covered: dict[int, list[tuple[int, int]]] = {row: [] for row in range(sum(rows))}
     starts = list(split_starts(70_000, 256))

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model import attention_items, narrow_linear, same_bits_attention
-from outrider.kernels.model import same_bits_linear as module
+from outrider.kernels.model import attention_items, batch_invariant_attention, narrow_linear
+from outrider.kernels.model import batch_invariant_linear as module
 from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.batch_invariant_attention import Heads, sums_alike
+from outrider.kernels.model.batch_invariant_linear import (
+    LibraryRows,
+    add_batch_invariant_linear,
+    batch_invariant_linear,
+    library_rows,
+)
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_matrix import Kind, narrow_matrix
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.same_bits_attention import Heads, sums_alike
-from outrider.kernels.model.same_bits_linear import (
-    LibraryRows,
-    add_same_bits_linear,
-    library_rows,
-    same_bits_linear,
-)
 
 interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -52,7 +52,7 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     if not ON_GPU:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-        monkeypatch.setattr(attention_items, "SAME_BITS_UNIT", UNIT)
+        monkeypatch.setattr(attention_items, "BATCH_INVARIANT_UNIT", UNIT)
     with torch.inference_mode():
         yield
 
@@ -85,7 +85,7 @@ def test_products(size: tuple[int, int], gated: bool, with_bias: bool) -> None:
     rows = library(weight, bias)
 
     def multiplied(x: Tensor) -> Tensor:
-        return same_bits_linear(x, weight, bias, rows, norm=norm, gated=gated)
+        return batch_invariant_linear(x, weight, bias, rows, norm=norm, gated=gated)
 
     truth = multiplied(x)
     wide = [tensor.float() for tensor in (x, weight)]
@@ -114,7 +114,7 @@ def test_products_that_are_added_and_normalised(size: tuple[int, int], with_bias
 
     def added(rows_of: slice) -> tuple[Tensor, Tensor]:
         total = residual[rows_of].clone()
-        normed = add_same_bits_linear(total, x[rows_of], weight, bias, rows, norm=norm)
+        normed = add_batch_invariant_linear(total, x[rows_of], weight, bias, rows, norm=norm)
         assert normed is not None
         return total, normed
 
@@ -200,7 +200,7 @@ def test_attention(
             num_kv_heads,
             num_heads // num_kv_heads,
             max_len,
-            same_bits=True,
+            batch_invariant=True,
         )
         return paged_attention(
             rows, *caches, items, table.to(DEVICE), head_dim**-0.5, window, softcap, sinks
@@ -224,15 +224,15 @@ def test_attention_that_sums_otherwise_is_found_out_at_load(
     heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(attention_items, "SAME_BITS_UNIT", 64)
-        monkeypatch.setattr(same_bits_attention, "SAME_BITS_UNIT", 64)
+        monkeypatch.setattr(attention_items, "BATCH_INVARIANT_UNIT", 64)
+        monkeypatch.setattr(batch_invariant_attention, "BATCH_INVARIANT_UNIT", 64)
     find_out = sums_alike.__wrapped__.__wrapped__  # not from the cache
     assert find_out(heads, DTYPE, DTYPE, DEVICE, 2048)
 
-    def by_batch(*args: Any, same_bits: bool) -> Any:
-        return list_items(*args, same_bits=same_bits and len(args[1]) == 1)
+    def by_batch(*args: Any, batch_invariant: bool) -> Any:
+        return list_items(*args, batch_invariant=batch_invariant and len(args[1]) == 1)
 
-    monkeypatch.setattr(same_bits_attention, "list_items", by_batch)
+    monkeypatch.setattr(batch_invariant_attention, "list_items", by_batch)
     assert not find_out(heads, DTYPE, DTYPE, DEVICE, 2048)
 
 
@@ -273,10 +273,12 @@ def test_narrow_products(
 
     def computed(rows: slice) -> list[Tensor]:
         some = x[rows]
-        plain = narrow_linear.narrow_linear(some, matrix, bias, same_bits=True)
-        gated = narrow_linear.narrow_linear(some, matrix, gated=True, same_bits=True)
+        plain = narrow_linear.narrow_linear(some, matrix, bias, batch_invariant=True)
+        gated = narrow_linear.narrow_linear(some, matrix, gated=True, batch_invariant=True)
         total = residual[rows].clone()
-        normed = narrow_linear.add_narrow_linear(total, some, matrix, norm=norm, same_bits=True)
+        normed = narrow_linear.add_narrow_linear(
+            total, some, matrix, norm=norm, batch_invariant=True
+        )
         return [plain, gated, total, rms_norm(total, norm) if normed is None else normed]
 
     whole = computed(slice(num_rows))

@@ -91,7 +91,7 @@ def plain(num_rows: int) -> None:
 
 
 def narrow(kind: Kind, num_rows: int) -> None:
-    narrow_linear(empty(num_rows, 4096), make_matrix(kind, 1024, 4096, 128), same_bits=True)
+    narrow_linear(empty(num_rows, 4096), make_matrix(kind, 1024, 4096, 128), batch_invariant=True)
 
 
 def scaled(num_out: int, num_rows: int) -> None:
@@ -99,11 +99,11 @@ def scaled(num_out: int, num_rows: int) -> None:
     scaled_linear(empty(num_rows, 4096), matrix._replace(rounds_inputs=True))
 
 
-def attention(num_seqs: int, rows_each: int, same_bits: bool) -> None:
+def attention(num_seqs: int, rows_each: int, batch_invariant: bool) -> None:
     num_rows, page = num_seqs * rows_each, 16
     begins = empty(num_seqs + 1, dtype=torch.int32)
     lens, slots = empty(2, num_seqs, dtype=torch.int64)
-    items = list_items(begins, lens, slots, num_rows, 8, 4, 4096, same_bits=same_bits)
+    items = list_items(begins, lens, slots, num_rows, 8, 4, 4096, batch_invariant=batch_invariant)
     cache, pages = empty(1, page, 8, 128), empty(num_seqs, 4096 // page, dtype=torch.int32)
     paged_attention(empty(num_rows, 32, 128), cache, cache, items, pages, 1.0)
 
@@ -111,13 +111,15 @@ def attention(num_seqs: int, rows_each: int, same_bits: bool) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 3, 64])
 def test_one_kernel_lists_all_kinds_of_batches(num_seqs: int) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
-        for num, rows_each, same_bits in [
+        for num, rows_each, batch_invariant in [
             (1, 1, False),
             (num_seqs, 4, True),
             (num_seqs, 99, False),
         ]:
             begins, lens = empty(num + 1, dtype=torch.int64), empty(num, dtype=torch.int64)
-            list_items(begins, lens, lens, num * rows_each, 8, 4, 40_000, same_bits=same_bits)
+            list_items(
+                begins, lens, lens, num * rows_each, 8, 4, 40_000, batch_invariant=batch_invariant
+            )
     assert len({kernel.hash for kernel in kernels}) == 1
 
 

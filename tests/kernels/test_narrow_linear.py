@@ -106,8 +106,8 @@ def test_a_row_comes_out_the_same_in_any_company(
     monkeypatch.setattr(module, "_num_splits", lambda matrix, gated=False: 2)
     monkeypatch.setattr(module, "MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
     check_rows_keep_bits(
-        partial(narrow_linear, same_bits=True),
-        partial(add_narrow_linear, same_bits=True),
+        partial(narrow_linear, batch_invariant=True),
+        partial(add_narrow_linear, batch_invariant=True),
         make(format_, 96, 1024),
         140,
         [(0, 1), (3, 20), (7, 40), (70, 130)],
@@ -125,7 +125,7 @@ def test_weights_are_exact_in_16_bits(
     matrix = make(format_, 80, 512)
     x = normals(dtype=dtype)(num_rows, 512)
     expected = x.double() @ dequantise(matrix, torch.float64).t()
-    got = narrow_linear(x, matrix, same_bits=True).double()
+    got = narrow_linear(x, matrix, batch_invariant=True).double()
     assert (got - expected).norm() < torch.finfo(dtype).eps * expected.norm()
 
 

@@ -46,8 +46,8 @@ def test_kernel_equals_reference(
 ) -> None:
     # A GPU takes minutes to compile the products of float32 that the interpreter proves.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for same_bits in (False, True):
-        check(batch, *heads, *mask, device, dtype, same_bits)
+    for batch_invariant in (False, True):
+        check(batch, *heads, *mask, device, dtype, batch_invariant)
 
 
 @pytest.mark.gpu
@@ -59,14 +59,14 @@ def test_kernel_equals_reference_in_float32(
     check(batch, 6, 2, 40, 24, 70, 5.0, True, device)
 
 
-@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("batch", [BATCH, LONG, [(1, 150)]], ids=["mixed", "long", "alone"])
 def test_pages_may_be_fp8(
-    batch: list[tuple[int, int]], same_bits: bool, device: torch.device
+    batch: list[tuple[int, int]], batch_invariant: bool, device: torch.device
 ) -> None:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    check(batch, 6, 2, 40, 24, 70, None, True, device, dtype, same_bits, in_fp8=True)
-    check(batch, 8, 2, 64, 64, None, None, False, device, dtype, same_bits, in_fp8=True)
+    check(batch, 6, 2, 40, 24, 70, None, True, device, dtype, batch_invariant, in_fp8=True)
+    check(batch, 8, 2, 64, 64, None, None, False, device, dtype, batch_invariant, in_fp8=True)
 
 
 def test_one_row_of_many_heads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,17 +77,17 @@ def test_one_row_of_many_heads(device: torch.device, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_splits_of_long_sequences_are_merged(
     window: int | None,
     with_sinks: bool,
-    same_bits: bool,
+    batch_invariant: bool,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_items, "num_programs", lambda *_: 132)  # too few sequences
     for _ in range(2):  # the second launch finds the counters as the first left them
-        check(LONG, 6, 2, 40, 24, window, None, with_sinks, device, same_bits=same_bits)
+        check(LONG, 6, 2, 40, 24, window, None, with_sinks, device, batch_invariant=batch_invariant)
 
 
 # Blocks of drafts: of one row, of more than an item holds, over a border of splits, the first rows.
@@ -122,7 +122,7 @@ def check(
     with_sinks: bool,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    same_bits: bool = False,
+    batch_invariant: bool = False,
     in_fp8: bool = False,
     causal: bool = True,
 ) -> None:
@@ -166,7 +166,7 @@ def check(
             num_kv_heads,
             num_heads // num_kv_heads,
             table.shape[1] * PAGE,
-            same_bits=same_bits,
+            batch_invariant=batch_invariant,
         ),
         table,
         scale,

@@ -12,8 +12,9 @@ from verification import HAS_KERNELS
 HERE = Path(__file__).parent
 # In two parts, for workers beside each other; of the slowest files each has as many seconds.
 SLOWEST = ["batch_invariance", "scaled_product", "kernel_equals_reference", "invariance", "edges"]
-SLOWEST += ["breakpoints", "filters", "paged_attention", "narrow_linear", "experts", "same_bits"]
-NOT_TRITON = {"cpu_layers", "exact_rules", "verify_cpu"}  # without a Triton kernel
+SLOWEST += ["breakpoints", "filters", "paged_attention", "narrow_linear", "experts"]
+# Without a Triton kernel.
+NOT_TRITON = {"batch_invariance_cpu", "cpu_layers", "exact_rules", "verify_cpu"}
 OTHERS = {path.stem[5:] for path in HERE.glob("test_*.py")} - {*SLOWEST} - NOT_TRITON
 FILES = [HERE / f"test_{name}.py" for name in (*SLOWEST, *sorted(OTHERS))]
 PARTS: list[Any] = [("not slow and not deep and not sweep", FILES[i::2]) for i in range(2)]

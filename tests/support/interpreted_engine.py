@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from outrider.engine import worker
 from outrider.engine.engine import Engine
-from outrider.engine.models import loading, proof, same_bits
+from outrider.engine.models import batch_invariance, loading, proof
 from outrider.engine.models.decoder import Decoder
 from outrider.kernels.compiling import EmptyIsZero
 
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     with (
         patch.object(worker, "compile_together", launch_nothing),
         patch.object(proof, "compile_together", launch_nothing),
-        patch.object(same_bits, "compile_together", launch_nothing),
+        patch.object(batch_invariance, "compile_together", launch_nothing),
         patch.object(loading._Loader, "_packed", lambda _, decoder: decoder),
     ):
         main(Path(sys.argv[1]), sys.argv[2])

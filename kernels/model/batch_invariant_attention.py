@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_items import SAME_BITS_UNIT, list_items
+from .attention_items import BATCH_INVARIANT_UNIT, list_items
 from .attention_reference import KEY_BLOCK, paged_attention_reference, row_blocks
 from .paged_attention import paged_attention
 
@@ -59,7 +59,7 @@ def same_rows(
     max_len: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The pairs of tensors that `sums_alike` compares."""
-    num_tokens = min(2 * SAME_BITS_UNIT + 60, max_len)
+    num_tokens = min(2 * BATCH_INVARIANT_UNIT + 60, max_len)
     query, keys, values, sinks = _random(heads, num_tokens, dtype, cache_dtype, device)
     width = -(-max_len // _PAGE)
     table = torch.zeros(1, width, dtype=torch.int32, device=device)
@@ -75,7 +75,7 @@ def same_rows(
             heads.num_kv_heads,
             heads.num_heads // heads.num_kv_heads,
             width * _PAGE,
-            same_bits=True,
+            batch_invariant=True,
         )
         rows = torch.cat([query[end - num_rows : end] for end in ends])
         tables = table.expand(len(ends), -1).contiguous()
@@ -85,7 +85,7 @@ def same_rows(
         )
 
     whole = attended([num_tokens], num_tokens)
-    unit = SAME_BITS_UNIT
+    unit = BATCH_INVARIANT_UNIT
     for num_rows in (*_FEW_ROWS, _MANY_ROWS):
         ends = [17, unit - 1, unit, unit + 1, num_tokens - 9, num_tokens]
         ends = [end for end in ends if num_rows <= end <= num_tokens]

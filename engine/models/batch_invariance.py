@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.compiling import compile_together
+from outrider.kernels.model.batch_invariant_attention import rows_at_once, same_rows, sums_alike
 from outrider.kernels.model.packed_linear import has_products
-from outrider.kernels.model.same_bits_attention import rows_at_once, same_rows, sums_alike
 
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
 from .proof import CHECKED_LENGTHS
-from .weights import with_same_bits
+from .weights import as_batch_invariant
 
 # Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
 # verifications and prompts. A CPU's products were compared when they were packed, and are slow. On
@@ -23,7 +23,7 @@ _CPU_PASSES = (1, 3, 36)
 _GPU_PASSES = (1, 5, 20, 41, 91, 301)
 
 
-def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> None:
+def make_batch_invariant(network: Network, max_len: int, *, at_any_cost: bool = False) -> None:
     """Make the bits of a network's rows independent of the batch, and check that they are.
 
     `max_len` is the length of the longest sequence in tokens. Raises ValueError saying what makes
@@ -32,7 +32,7 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
     if isinstance(network, Decoder) and network.device.type == "cuda":
         # Experts and rounded inputs are summed in one order anyway.
         weights = [linear.weight for linear in network.linears]
-        formats = ", ".join(sorted({w.format for w in weights if not w.same_bits} - {""}))
+        formats = ", ".join(sorted({w.format for w in weights if not w.batch_invariant} - {""}))
         if formats and not at_any_cost:
             raise ValueError(
                 f"with weights in {formats} long prompts would take longer by half or more; set "
@@ -40,7 +40,7 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
             )
         blocks, head = list(network.blocks), network.head
         try:
-            network.change_linears(with_same_bits)
+            network.change_linears(as_batch_invariant)
             _prove(network, max_len)
         except Exception as reason:
             network.blocks, network.head = blocks, head
@@ -49,12 +49,12 @@ def keep_bits(network: Network, max_len: int, *, at_any_cost: bool = False) -> N
             raise
     else:
         _prove(network, max_len)
-    network.same_bits = True
+    network.batch_invariant = True
 
 
 @torch.inference_mode()
 def _prove(network: Network, max_len: int) -> None:
-    if not network.products_keep_bits:
+    if not network.products_are_batch_invariant:
         raise ValueError(_why_products_vary(network))
     device = network.device
     sizes = _CPU_PASSES if device.type == "cpu" else _GPU_PASSES
@@ -66,14 +66,14 @@ def _prove(network: Network, max_len: int) -> None:
     def logits(first: int, end: int) -> Tensor:
         # Overflow is no difference, though NaN does not equal itself.
         ids = input_ids[first:end]
-        part = one_prompt(ids, first, follows=True, max_len=max_len, same_bits=True)
+        part = one_prompt(ids, first, follows=True, max_len=max_len, batch_invariant=True)
         return network(part).logits.nan_to_num()
 
     try:
         network.bind_cache(num_pages_of(ends[-1]), PAGE)
         passes = [partial(logits, *rows) for rows in ((0, ends[-1]), *pairwise(ends))]
         compile_together([partial(_attend, network, max_len), *passes], device)
-        if not network.attention_keeps_bits:
+        if not network.attention_is_batch_invariant:
             _prove_attention(network, max_len)
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):

@@ -16,8 +16,8 @@ from outrider.kernels.model.attention_reference import (
     paged_attention_reference,
     row_blocks,
 )
+from outrider.kernels.model.batch_invariant_attention import Heads, rows_at_once
 from outrider.kernels.model.packed_linear import pack_weight, packed_linear
-from outrider.kernels.model.same_bits_attention import Heads, rows_at_once
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]

@@ -85,7 +85,7 @@ def _library_rows(
     )
 
 
-def same_bits_linear(
+def batch_invariant_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -110,7 +110,7 @@ def same_bits_linear(
     return out
 
 
-def add_same_bits_linear(
+def add_batch_invariant_linear(
     residual: Tensor,
     x: Tensor,
     weight: Tensor,

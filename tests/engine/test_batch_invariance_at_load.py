@@ -10,21 +10,23 @@ from tiny_models import Tiny
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.models import admission, attention, decoder, same_bits
+from outrider.engine.models import admission, attention, batch_invariance, decoder
 from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.batch_invariance import make_batch_invariant
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
-from outrider.engine.models.same_bits import keep_bits
 from outrider.kernels.model import packed_linear
 from outrider.kernels.model.attention_reference import RowBlock, row_blocks
 from outrider.kernels.model.packed_linear import has_products
 
-pytestmark = pytest.mark.skipif(HAS_KERNELS, reason="a CPU's own path; GPUs: test_same_bits")
+pytestmark = pytest.mark.skipif(
+    HAS_KERNELS, reason="a CPU's own path; GPUs: test_batch_invariant_answers"
+)
 
 
 def loaded(path: Path, wanted: bool | None, dtype: str = "auto") -> Network:
     config = ModelConfig(path=str(path), dtype=dtype)
-    return load_network(config, torch.device("cpu"), same_bits=wanted)[0]
+    return load_network(config, torch.device("cpu"), batch_invariant=wanted)[0]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "opt"])
@@ -35,8 +37,8 @@ def test_models_of_packed_products_keep_their_bits(
     if not has_products(getattr(torch, dtype)):
         pytest.skip(f"oneDNN has no {dtype} here")
     path = tiny_model(architecture)
-    assert loaded(path, None, dtype).same_bits
-    assert not loaded(path, False, dtype).same_bits  # nobody asked
+    assert loaded(path, None, dtype).batch_invariant
+    assert not loaded(path, False, dtype).batch_invariant  # nobody asked
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
@@ -58,11 +60,11 @@ def test_a_dtype_that_the_processor_does_not_multiply_is_named(
     monkeypatch.setattr(admission, "_cpu_has_bfloat16", lambda: False)
     caplog.set_level(logging.INFO)
     path = tiny_model(architecture)
-    assert not loaded(path, None, "bfloat16").same_bits
+    assert not loaded(path, None, "bfloat16").batch_invariant
     assert "depends on the batch: oneDNN multiplies no bfloat16 on this processor" in caplog.text
     with pytest.raises(UnsupportedModelError, match=r"batch_invariant.*no bfloat16.*target\.dtype"):
         loaded(path, True, "bfloat16")
-    assert loaded(path, True).same_bits
+    assert loaded(path, True).batch_invariant
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_oss"])
@@ -70,7 +72,7 @@ def test_models_with_products_of_the_librarys_own_are_named(
     architecture: str, tiny_model: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert not loaded(tiny_model(architecture), None).same_bits
+    assert not loaded(tiny_model(architecture), None).batch_invariant
     assert "depends on the batch: some of its products are the library's" in caplog.text
     with pytest.raises(UnsupportedModelError, match=r"batch_invariant.*library's own.*leave"):
         loaded(tiny_model(architecture), True)
@@ -85,10 +87,10 @@ def test_a_sum_in_another_order_is_found_out(
         return rms_norm(x, norm) * (1 + 2**-6 * (len(x) == 3))
 
     monkeypatch.setattr(decoder, "rms_norm", by_rows)
-    monkeypatch.setattr(same_bits, "_CPU_PASSES", (1, 3, 36))
+    monkeypatch.setattr(batch_invariance, "_CPU_PASSES", (1, 3, 36))
     caplog.set_level(logging.INFO)
     network = loaded(tiny_model("llama"), None)
-    assert not network.same_bits
+    assert not network.batch_invariant
     assert all(layer.pages is None for layer in network.attentions)
     assert "3 rows differ in bits from the same rows among 40" in caplog.text
     with pytest.raises(UnsupportedModelError, match="batch_invariant is on, but 3 rows"):
@@ -105,9 +107,9 @@ def test_attention_takes_rows_one_by_one_where_it_must(
         sizes.update(block.rows.stop - block.rows.start for block in blocks)
         return blocks
 
-    monkeypatch.setattr(same_bits, "rows_at_once", lambda *_: 1)
+    monkeypatch.setattr(batch_invariance, "rows_at_once", lambda *_: 1)
     network = loaded(tiny_model("llama"), None)
     monkeypatch.setattr(attention, "row_blocks", spied)
-    keep_bits(network, 99)
-    assert network.same_bits
+    make_batch_invariant(network, 99)
+    assert network.batch_invariant
     assert sizes == {1}
