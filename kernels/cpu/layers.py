@@ -22,6 +22,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from .._dispatch import uses_triton
 from .packing import PackedTiles
 
 # torch.backends.cpu's names of processors, and the builds that they can run, the best first.
@@ -160,6 +161,17 @@ def builds() -> dict[str, ctypes.CDLL]:
 def compiled() -> ctypes.CDLL | None:
     """The compiled layers for this processor; None if there are none."""
     return next(iter(builds().values()), None)
+
+
+def reads(logits: Tensor) -> bool:
+    """Whether compiled calls are to read these logits, and can. Shape: [..., V]."""
+    return (
+        logits.device.type == "cpu"
+        and not uses_triton(logits)
+        and logits.dtype in (torch.float32, torch.bfloat16)
+        and logits.stride(-1) == 1
+        and compiled() is not None
+    )
 
 
 _own_threads: int | None = None  # None: as many as torch

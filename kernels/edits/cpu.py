@@ -9,8 +9,7 @@ from ctypes import Structure, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from .._dispatch import uses_triton
-from ..cpu.layers import compiled
+from ..cpu import layers
 from .edit_rows import EditRows
 
 
@@ -28,13 +27,7 @@ class _Rows(Structure):  # mirrors edits.cpp
 
 def takes(logits: Tensor) -> bool:
     """Whether the calls below can edit these logits. Shape: [N, V']."""
-    return (
-        logits.device.type == "cpu"
-        and not uses_triton(logits)
-        and logits.dtype == torch.float32
-        and logits.stride(1) == 1
-        and compiled() is not None
-    )
+    return logits.dtype == torch.float32 and layers.reads(logits)
 
 
 def call(
@@ -45,7 +38,7 @@ def call(
     row, slot, position = (field.data_ptr() for field in rows)
     width = logits.shape[1]
     given = _Rows(logits.data_ptr(), logits.stride(0), width, len(rows.row), row, slot, position)
-    library = compiled()
+    library = layers.compiled()
     assert library is not None
     getattr(library, f"outrider_{name}")(
         ctypes.byref(given),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._dispatch import uses_triton
+from ..cpu import layers
 from ..cpu.layers import Batch, Decoder, Slots, compiled, num_threads, pointer
 from .drafts import DraftSample, Step, Verified
 from .philox import Purpose
@@ -60,17 +60,7 @@ class _Step(Structure):  # mirrors rows.h, which has the shapes
 
 def takes(logits: Tensor, draft_logits: Tensor | None = None) -> bool:
     """Whether the calls below can read these logits. Shape: [..., V]."""
-    return (
-        logits.device.type == "cpu"
-        and not uses_triton(logits)
-        and _is_readable(logits)
-        and (draft_logits is None or _is_readable(draft_logits))
-        and compiled() is not None
-    )
-
-
-def _is_readable(logits: Tensor) -> bool:
-    return logits.dtype in (torch.float32, torch.bfloat16) and logits.stride(-1) == 1
+    return layers.reads(logits) and (draft_logits is None or layers.reads(draft_logits))
 
 
 def verify(step: Step) -> Verified:

@@ -7,10 +7,8 @@ from fractions import Fraction
 import torch
 
 from outrider.kernels._dispatch import INTERPRET
-from outrider.kernels.cpu.layers import compiled
+from outrider.kernels.cpu import layers
 from outrider.kernels.edits import bad_words, bitmask, penalties, token_bias
-from outrider.kernels.edits import cpu as edits_on_cpu
-from outrider.kernels.verify import cpu
 from outrider.kernels.verify import logprobs as logprobs_module
 from outrider.kernels.verify import verify as verify_module
 from outrider.kernels.verify.sampling import Rule, Sampling
@@ -18,7 +16,7 @@ from outrider.kernels.verify.sampling import Rule, Sampling
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_KERNELS = INTERPRET or DEVICE.type == "cuda"
 ROADS = ["reference", "kernel"] if HAS_KERNELS else ["reference"]
-DRAWING_ROADS = [*ROADS, "compiled"] if DEVICE.type == "cpu" and compiled() else ROADS
+DRAWING_ROADS = [*ROADS, "compiled"] if DEVICE.type == "cpu" and layers.compiled() else ROADS
 MARGIN = 84  # steps of 2**-23: 1e-5, wider than float32 can err
 
 
@@ -27,24 +25,22 @@ def on_road(road: str) -> Iterator[None]:
     """Run on the kernels, on the references or on what was compiled, whatever the device."""
     modules = (
         verify_module,
-        cpu,
+        layers,
         logprobs_module,
-        edits_on_cpu,
         bad_words,
         bitmask,
         penalties,
         token_bias,
     )
     saved = [module.uses_triton for module in modules]
-    takes = cpu.takes, edits_on_cpu.takes
+    reads = layers.reads
     for module in modules:
         module.uses_triton = lambda tensor: road == "kernel"
-    cpu.takes = lambda *logits: road == "compiled" and takes[0](*logits)
-    edits_on_cpu.takes = lambda logits: road == "compiled" and takes[1](logits)
+    layers.reads = lambda logits: road == "compiled" and reads(logits)
     try:
         yield
     finally:
-        cpu.takes, edits_on_cpu.takes = takes
+        layers.reads = reads
         for module, dispatch in zip(modules, saved, strict=True):
             module.uses_triton = dispatch
 
