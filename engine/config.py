@@ -35,7 +35,7 @@ class SpeculationConfig:
     proposer: str = "draft_model"  # a name that engine.proposers knows
     num_speculative_tokens: int = 4  # k; 0 decodes plainly
     adaptive: bool = True  # draft fewer tokens, or none, when measurements say that this is faster
-    verification: Verification = "token"  # the rule for requests that name none
+    verification: Verification = "block"  # the rule for requests that name none
     ngram_min_tokens: int = 1  # shortest suffix the ngram proposer looks up
     ngram_max_tokens: int = 4  # longest suffix it tries first
 

@@ -30,7 +30,7 @@ class Slots:
         max_drafts: int,
         page_size: int,
         device: torch.device,
-        verification: Verification = "token",
+        verification: Verification,
     ) -> None:
         num_slots = max_num_seqs + 1
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len

@@ -59,7 +59,7 @@ def joint(path: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(
     ("proposer", "params"),
     [
-        ("draft_model", SamplingParams(max_tokens=LENGTH)),
+        ("draft_model", SamplingParams(max_tokens=LENGTH, verification="token")),
         ("draft_model", SamplingParams(max_tokens=LENGTH, verification="block")),
         ("draft_model", SamplingParams(max_tokens=LENGTH, verification="match", temperature=1.4)),
         ("ngram", SamplingParams(max_tokens=LENGTH, top_k=2, temperature=2.0)),

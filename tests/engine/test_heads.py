@@ -166,7 +166,7 @@ def check_drafts(engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch) 
 
 
 # So warm that about every number of drafts is accepted in some step.
-SAMPLED = SamplingParams(max_tokens=40, temperature=2.0, seed=5)
+SAMPLED = SamplingParams(max_tokens=40, temperature=2.0, seed=5, verification="token")
 MIXED = [
     SAMPLED,
     replace(SAMPLED, seed=6, num_speculative_tokens=1),

@@ -23,7 +23,7 @@ VOCAB = 4
 LENGTH = 4
 PROMPT = [2, 0, 3]
 PARAMS = {
-    "token": SamplingParams(max_tokens=LENGTH),
+    "token": SamplingParams(max_tokens=LENGTH, verification="token"),
     "block": SamplingParams(max_tokens=LENGTH, verification="block"),
     "match": SamplingParams(max_tokens=LENGTH, verification="match"),
     "top_k": SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=3),
