@@ -48,10 +48,10 @@ from outrider.engine.config import (
     SpeculationConfig,
 )
 from outrider.engine.engine import Engine
-from outrider.engine.models.block_head import BlockHead
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.eagle3 import Eagle3Head
-from outrider.engine.models.mtp import MtpHead
+from outrider.engine.models.heads.block_head import BlockHead
+from outrider.engine.models.heads.eagle3 import Eagle3Head
+from outrider.engine.models.heads.mtp import MtpHead
 from outrider.engine.models.paged_model import PagedModel
 
 PARTS = ("draft", "target", "verify")

@@ -3,7 +3,7 @@
 In step i of the training-time test, row t gets the gold token at t + i + 1 and, from the second
 step on, its own output of the step before. Its query stands at position t + i. It attends to the
 first step's rows up to t, and to its own rows of the later steps: just what a head sees that has
-drafted i tokens. The formulas are those of `engine/models/eagle3.py`.
+drafted i tokens. The formulas are those of `engine/models/heads/eagle3.py`.
 """
 
 import json

@@ -17,6 +17,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+# The types of RoPE that we compute; others depend on the length of the sequence.
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+
 
 class MiMoConfig(Qwen2Config):
     """A Qwen2 whose checkpoint also holds an MTP layer."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from .architectures import STATIC_ROPE
 from .attention import Rope
 from .checkpoint import AnyCheckpoint
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
-from .head_config import STATIC_ROPE
 from .llama import LlamaReader
 
 # The fields of a configuration that the code below implements.

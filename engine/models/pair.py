@@ -10,9 +10,9 @@ from outrider.kernels._dispatch import uses_triton
 from ..api import ReportProgress
 from ..config import EngineConfig
 from ..state.slots import Slots
-from .head import Head
-from .head_config import HeadError, head_kind
-from .head_loading import load_head
+from .heads.config import HeadError, head_kind
+from .heads.head import Head
+from .heads.loading import load_head
 from .paged_layers import PagedLayers
 from .paged_model import PagedModel
 

@@ -2,9 +2,9 @@
 
 from ..config import EngineConfig
 from ..logit_edits import LogitEdits
-from ..models.block_head import BlockHead
-from ..models.eagle3 import Eagle3Head
-from ..models.head import AutoregressiveHead
+from ..models.heads.block_head import BlockHead
+from ..models.heads.eagle3 import Eagle3Head
+from ..models.heads.head import AutoregressiveHead
 from ..models.pair import ModelPair
 from ..state.slots import Slots
 from .autoregressive import AutoregressiveProposer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models.attention import PassContext
-from ..models.head import AutoregressiveHead
+from ..models.heads.head import AutoregressiveHead
 from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.attention import PassContext
-from ..models.block_head import BlockHead, ConfidenceHead, MarkovHead
-from ..models.eagle3 import Eagle3Head
+from ..models.heads.block_head import BlockHead, ConfidenceHead, MarkovHead
+from ..models.heads.eagle3 import Eagle3Head
 from ..scheduling.plan import ScheduledRequest
 from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
 from ..state.host_copy import uploaded

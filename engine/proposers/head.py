@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
-from ..models.head import Head
+from ..models.heads.head import Head
 from ..models.network import Pass
 from ..models.paged_model import PagedModel
 from ..request import Request

@@ -12,7 +12,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from outrider.engine.models.head_config import head_kind
+from outrider.engine.models.heads.config import head_kind
 
 from .store import ModelError
 

@@ -18,7 +18,7 @@ from outrider.engine.config import (
     SpeculationConfig,
     TokenTable,
 )
-from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind, mtp_dialect
+from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind, mtp_dialect
 
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.tokenizer import Tokenizer, TokenizerData

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from outrider.engine.api import ReportProgress, ignore_progress
-from outrider.engine.models.head_config import head_kind
+from outrider.engine.models.heads.config import head_kind
 
 from . import builtin, hub, store
 from .convert import gguf_to_directory

@@ -18,8 +18,8 @@ from tiny_models import DEVICE, VOCAB, Tiny
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.families import window_of
-from outrider.engine.models.head_config import HeadConfig, HeadError, head_kind
-from outrider.engine.models.head_loading import load_head
+from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
+from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
 
 

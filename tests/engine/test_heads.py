@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.models.head_config import DIALECTS, head_kind
+from outrider.engine.models.heads.config import DIALECTS, head_kind
 from outrider.engine.proposers import block
 from outrider.engine.proposers.block import BlockProposer
 from outrider.engine.proposers.head import HeadProposer

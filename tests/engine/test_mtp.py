@@ -22,8 +22,8 @@ from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.head_config import HeadError
-from outrider.engine.models.head_loading import load_head
+from outrider.engine.models.heads.config import HeadError
+from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
 
 K = 3

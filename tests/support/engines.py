@@ -23,7 +23,7 @@ from outrider.engine.config import (
 )
 from outrider.engine.engine import Engine
 from outrider.engine.models.gguf_file import transformers_arguments
-from outrider.engine.models.head_config import DIALECTS
+from outrider.engine.models.heads.config import DIALECTS
 
 if importlib.util.find_spec("gguf"):  # `make gpu` does without it
     import gguf

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from torch import Tensor
 
-from outrider.engine.models.head_config import DIALECTS, MtpDialect
+from outrider.engine.models.heads.config import DIALECTS, MtpDialect
 
 # Another dialect than any that is known, over Qwen3's blocks.
 OTHER = MtpDialect(

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 
-from .attention import PassContext
-from .blocks import Block, Stack
-from .weights import Linear, StoredWeights
+from ..attention import PassContext
+from ..blocks import Block, Stack
+from ..weights import Linear, StoredWeights
 
 
 class Head(Stack):

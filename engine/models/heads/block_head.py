@@ -32,10 +32,10 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from .attention import PassContext
+from ..attention import PassContext
+from ..weights import Linear
+from .config import BlockConfig
 from .head import Head
-from .head_config import BlockConfig
-from .weights import Linear
 
 
 class MarkovHead(NamedTuple):

@@ -26,8 +26,6 @@ KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
-# Types of RoPE, also of models; others depend on the length of the sequence.
-STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
 _LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
@@ -135,7 +133,7 @@ def _layers(config: dict[str, Any]) -> "LlamaConfig":
     # These take seconds to import, and `head_kind` does not need them.
     from transformers import LlamaConfig
 
-    from .architectures import invalid_config_as_value_error
+    from ..architectures import STATIC_ROPE, invalid_config_as_value_error
 
     kept = {
         key: value for key, value in config.items() if key not in _LEFT_OUT and value is not None

@@ -13,23 +13,23 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 
-from ..api import ignore_progress
-from ..config import ModelConfig
-from .admission import DTYPES
-from .architectures import load_config
+from ...api import ignore_progress
+from ...config import ModelConfig
+from ..admission import DTYPES
+from ..architectures import load_config
+from ..blocks import Block
+from ..checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
+from ..families import window_of
+from ..llama import LlamaReader, check_shape
+from ..loading import quantised_format, rounds_weights
+from ..network import Network
+from ..weights import Dense, Linear, packed
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
-from .blocks import Block
-from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
+from .config import BlockConfig, HeadConfig, HeadError, MtpDialect, mtp_dialect
 from .eagle3 import Eagle3Head
-from .families import window_of
 from .head import Head
-from .head_config import BlockConfig, HeadConfig, HeadError, MtpDialect, mtp_dialect
-from .head_vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids
-from .llama import LlamaReader, check_shape
-from .loading import quantised_format, rounds_weights
 from .mtp import MtpHead
-from .network import Network
-from .weights import Dense, Linear, packed
+from .vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids
 
 
 def load_head(

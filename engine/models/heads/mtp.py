@@ -20,9 +20,9 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from .attention import PassContext
+from ..attention import PassContext
+from .config import MtpDialect
 from .head import AutoregressiveHead
-from .head_config import MtpDialect
 
 
 class MtpHead(AutoregressiveHead):

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint
-from .head_config import HeadConfig, HeadError
-from .llama import LlamaReader, check_shape
-from .network import Network
-from .weights import Linear
+from ..checkpoint import Checkpoint
+from ..llama import LlamaReader, check_shape
+from ..network import Network
+from ..weights import Linear
+from .config import HeadConfig, HeadError
 
 
 def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from .attention import PassContext
+from ..attention import PassContext
 from .head import AutoregressiveHead
 
 

@@ -1,0 +1,1 @@
+"""Heads that draft from the hidden states of a target: their formulas, and how they are read."""
