@@ -134,6 +134,13 @@ async def _grammar_of_strict_calls(
     return await service.grammars.check("tools", grammar)
 
 
+async def num_prompt_tokens(service: Service, body: ChatCompletionRequest) -> int:
+    """How many tokens the prompt of this conversation has; raises APIError."""
+    calls = choose(body.tool_choice, body.tools, parallel=body.parallel_tool_calls)
+    prompt = await chat_prompt(service, body, calls.shown, body.template_variables)
+    return len(prompt.token_ids)
+
+
 async def chat_prompt(
     service: Service,
     body: ChatFields,

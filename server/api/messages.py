@@ -8,14 +8,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..grammar.tool_choice import choose
 from ..http.errors import APIError
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
-from .chat_turn import ChatTurn, chat_prompt, prepare_turn
+from .chat_turn import ChatTurn, num_prompt_tokens, prepare_turn
 from .generation import Delta, Generation
 from .messages_protocol import (
     AnthropicAnswer,
@@ -60,10 +59,7 @@ async def count_tokens(
     """Count the tokens of the prompt that a messages request would make."""
     service.check_fields(body, body.model, http)
     with renamed_fields(FIELDS):
-        chat = body.as_chat()
-        calls = choose(chat.tool_choice, chat.tools, parallel=chat.parallel_tool_calls)
-        prompt = await chat_prompt(service, chat, calls.shown, chat.template_variables)
-    return CountTokensResponse(input_tokens=len(prompt.token_ids))
+        return CountTokensResponse(input_tokens=await num_prompt_tokens(service, body.as_chat()))
 
 
 class _MessagesAnswer(Answer):

@@ -15,12 +15,13 @@ from ..http.api_keys import request_key
 from ..http.errors import APIError, invalid_value
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
-from .chat_turn import ChatTurn, prepare_turn
+from .chat_turn import ChatTurn, num_prompt_tokens, prepare_turn
 from .generation import Delta, Generation
 from .input_items import InputItem, Item
 from .response_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
 from .responses_protocol import (
+    InputTokensCount,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseItemList,
@@ -52,11 +53,7 @@ async def create_response(
     """Answer a responses request, as a stream or as a whole."""
     service.check_fields(body, body.model, http)
     body = service.sampling_defaults.fill(body)  # the response reports them
-    earlier: list[Item] = []
-    if body.previous_response_id is not None:
-        earlier = _earlier(service, store, body.previous_response_id, request_key(http))
-    if not earlier and not body.items:
-        raise invalid_value("input", "The input is empty; it needs at least one item.")
+    earlier = _earlier(service, store, body, http)
     with renamed_fields(FIELDS):
         chat = body.as_chat(earlier)
         turn = await prepare_turn(service, chat, http)
@@ -65,7 +62,29 @@ async def create_response(
     return await answer.respond(http, turn.samples)
 
 
+async def count_input_tokens(
+    service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
+) -> InputTokensCount:
+    """Count the tokens of the prompt that a responses request would make."""
+    service.check_fields(body, body.model, http)
+    earlier = _earlier(service, store, body, http)
+    with renamed_fields(FIELDS):
+        count = await num_prompt_tokens(service, body.as_chat(earlier))
+    return InputTokensCount(object="response.input_tokens", input_tokens=count)
+
+
 def _earlier(
+    service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
+) -> list[Item]:
+    """The stored conversation that the input continues; raises APIError, also for no input."""
+    if body.previous_response_id is not None:
+        return _stored_items(service, store, body.previous_response_id, request_key(http))
+    if not body.items:
+        raise invalid_value("input", "The input is empty; it needs at least one item.")
+    return []
+
+
+def _stored_items(
     service: Service, store: ResponseStore, response_id: str, key: str | None
 ) -> list[Item]:
     """The conversation up to a stored response; raises APIError."""

@@ -245,6 +245,11 @@ class ResponseItemList(APIResponse):
     has_more: bool
 
 
+class InputTokensCount(APIResponse):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(APIResponse):
     id: str
     object: Literal["response"]

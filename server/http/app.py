@@ -37,6 +37,7 @@ from ..api.protocol import (
 )
 from ..api.response_store import ResponseStore
 from ..api.responses import (
+    count_input_tokens,
     create_response,
     delete_response,
     page_of_items,
@@ -45,6 +46,7 @@ from ..api.responses import (
 )
 from ..api.responses_protocol import (
     DeletedResponse,
+    InputTokensCount,
     ResponseItemList,
     ResponseObject,
     ResponsesRequest,
@@ -241,6 +243,11 @@ def _add_responses_routes(router: APIRouter, service: Service, store: ResponseSt
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation with a list of items; as a whole, or as server-sent events."""
         return await create_response(service, store, body, request)
+
+    @router.post("/responses/input_tokens")
+    async def input_tokens(body: ResponsesRequest, request: Request) -> InputTokensCount:
+        """Count the tokens of a conversation."""
+        return await count_input_tokens(service, store, body, request)
 
     @router.get("/responses/{response_id}", response_model=ResponseObject)
     async def response(response_id: str, request: Request) -> Response:

@@ -89,6 +89,7 @@ def test_any_messages_are_answered(served: Served, messages: list[Any], end: boo
     for path, body in (
         ("/v1/chat/completions", {"messages": messages, "continue_final_message": end}),
         ("/v1/responses", {"input": messages}),
+        ("/v1/responses/input_tokens", {"input": messages}),
         ("/v1/messages", {"messages": messages, "max_tokens": 9}),
         ("/v1/messages/count_tokens", {"messages": messages}),
     ):

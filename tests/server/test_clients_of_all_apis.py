@@ -81,6 +81,11 @@ def test_responses_say_what_chats_say(ours: openai.OpenAI, expected: str) -> Non
     turns: list[Any] = [*ASKED, {"role": "assistant", "content": expected}]
     turns.append({"role": "user", "content": "And of Italy?"})
     assert second.output_text == ours.responses.create(input=turns, **request).output_text
+    counted = ours.responses.input_tokens.count(
+        model=MODEL, input="And of Italy?", previous_response_id=whole.id
+    )
+    assert second.usage is not None
+    assert counted.input_tokens == second.usage.input_tokens > 20
     ours.responses.delete(whole.id)
     with pytest.raises(openai.BadRequestError) as gone:
         ours.responses.create(input="And?", previous_response_id=whole.id, **request)

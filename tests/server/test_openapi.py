@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 Serve = Callable[..., Served]
 
 WITH_BODY = [
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
 ]
 CASES = [

@@ -105,6 +105,18 @@ def test_answer_has_the_shape_of_openai(serve: Serve, tokenizer: Tokenizer) -> N
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
+def test_tokens_of_the_prompt_are_counted(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello")
+    body = {"input": "Hi", "instructions": "Be kind.", "tools": [WEATHER]}
+    path = "/v1/responses/input_tokens"
+    counted = post(served.app, body, path=path)
+    assert not served.client.submitted
+    usage = ask(served, **body).json()["usage"]
+    expected = {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
+    assert counted.json() == expected
+    assert post(served.app, {"input": []}, path=path).error["param"] == "input"
+
+
 @pytest.mark.parametrize("tools", [[], [WEATHER, NOTE]])
 def test_stream_tells_what_the_whole_answer_has(
     serve: Serve, tokenizer: Tokenizer, tools: list[Any]
