@@ -218,8 +218,7 @@ inline void softmax(float* scores, int start, int stop) {
         const F v = load(scores + j);
         highest = select(v > highest, v, highest);
     }
-    float most = highest[0];
-    for (int i = 1; i < LANES; i++) most = highest[i] > most ? highest[i] : most;
+    const float most = ::highest(highest);
     F total = {};
     for (int j = first; j < width; j += LANES) {
         const F p = exponential(load(scores + j) - splat(most));

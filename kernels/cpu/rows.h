@@ -49,23 +49,19 @@ constexpr int MAX = 0, LOG_Z = 1, THRESHOLD = 2, CUTOFF = 3;
 constexpr float ONE = 0x1p40f;  // fixed point
 constexpr int FIRST_CANDIDATES = 256, WIDER = 16;
 
-typedef int64_t L __attribute__((vector_size(64)));
-typedef float Half __attribute__((vector_size(32)));
-
-// Sums of numbers as multiples of 2**-40, which are exact in any order.
+// The sum of a block's numbers, at most 1 each, as multiples of 2**-40: exact in any order. In two
+// halves of 20 bits, as few processors make integers of 64 bits from floats.
 struct Mass {
-    L low = {}, high = {};
+    I high = {}, low = {};
     void add(F weight) {
-        Half half[2];
-        weight *= splat(ONE);
-        std::memcpy(half, &weight, sizeof weight);
-        low += __builtin_convertvector(half[0], L);
-        high += __builtin_convertvector(half[1], L);
+        weight *= splat(0x1p20f);
+        const I whole = converted<I>(weight);
+        high += whole;
+        low += converted<I>((weight - converted<F>(whole)) * splat(0x1p20f));
     }
     int64_t total() const {
-        const L both = low + high;
         int64_t all = 0;
-        for (int i = 0; i < 8; i++) all += both[i];
+        for (int i = 0; i < LANES; i++) all += ((int64_t)high[i] << 20) + low[i];
         return all;
     }
 };
@@ -194,9 +190,7 @@ struct Row {
                 const F v = load(&x[g * GROUP + i]);
                 most = select(v > most, v, most);
             }
-            float best = most[0];
-            for (int lane = 1; lane < LANES; lane++) best = std::max(best, most[lane]);
-            group_max[g] = best;
+            group_max[g] = ::highest(most);
         }
         for (int b = 0; b < blocks; b++) {
             const float* first = &group_max[b * (BLOCK / GROUP)];
@@ -219,6 +213,10 @@ struct Row {
     }
 
     void normalise(const Step& step, int64_t b) {
+        if (is_filtered(step, b) && (has_top_k(step, b) || step.top_p[b] >= 1.0f)) {
+            filter(step, b, 0.0);  // of the tokens that it keeps alone
+            return;
+        }
         block_total.resize(blocks);
         double z = 0.0;
         for (int block = 0; block < blocks; block++) {
@@ -235,8 +233,10 @@ struct Row {
     }
 
     bool is_filtered(const Step& step, int64_t b) const {
-        const bool by_k = step.top_k[b] > 0 && step.top_k[b] < vocab_size;
-        return by_k || step.top_p[b] < 1.0f || step.min_p[b] > 0.0f;
+        return has_top_k(step, b) || step.top_p[b] < 1.0f || step.min_p[b] > 0.0f;
+    }
+    bool has_top_k(const Step& step, int64_t b) const {
+        return step.top_k[b] > 0 && step.top_k[b] < vocab_size;
     }
 
     // The highest logits, in falling order.
@@ -264,10 +264,11 @@ struct Row {
         values.resize(count);
     }
 
+    // `z` is needed for top_p without top_k.
     void filter(const Step& step, int64_t b, double z) {
         thread_local std::vector<float> value;
         thread_local std::vector<int64_t> total;
-        const bool by_k = step.top_k[b] > 0 && step.top_k[b] < vocab_size;
+        const bool by_k = has_top_k(step, b);
         const int most = by_k ? step.top_k[b] : vocab_size;
         int count = by_k ? most : std::min(FIRST_CANDIDATES, vocab_size), kept;
         for (;; count = (int)std::min<int64_t>((int64_t)count * WIDER, vocab_size)) {
@@ -294,12 +295,13 @@ struct Row {
         int ties = 0;  // of those kept
         while (ties <= last && value[last - ties] == threshold) ties++;
         int cutoff = vocab_size, seen = 0;
-        for (int i = 0; i < vocab_size; i++)
-            if (x[i] == threshold && seen++ == ties) {  // one more than are kept
-                break;
-            } else if (x[i] == threshold) {
-                cutoff = i;
+        for (int i = 0; i < vocab_size && seen <= ties; i++) {
+            if (i % GROUP == 0 && group_max[i / GROUP] < threshold) {
+                i += GROUP - 1;
+            } else if (x[i] == threshold && seen++ < ties) {
+                cutoff = i;  // so far; the loop ends at one more than are kept
             }
+        }
         if (seen <= ties) cutoff = vocab_size;
         state[LOG_Z] = (float)std::log((double)total[last] / ONE);
         state[THRESHOLD] = threshold;
@@ -313,8 +315,8 @@ struct Distribution {
     const float* state;
     float inverse_t;
 
-    float log_probability(int64_t id) const {
-        const float value = x[id];
+    float log_probability(int64_t id) const { return log_probability(id, x[id]); }
+    float log_probability(int64_t id, float value) const {
         const bool kept = value > state[THRESHOLD] ||
                           (value == state[THRESHOLD] && (float)id <= state[CUTOFF]);
         if (!kept || !(value > -INFINITY)) return -INFINITY;
@@ -352,10 +354,12 @@ struct Weights {
         }
         return select(weight > F{}, weight, F{});
     }
-    int64_t masses(int blocks, std::vector<int64_t>& of_block) const {
-        of_block.resize(blocks);
+    // `row` is p's.
+    int64_t masses(const Row& row, std::vector<int64_t>& of_block) const {
+        of_block.assign(row.blocks, 0);
         int64_t total = 0;
-        for (int block = 0; block < blocks; block++) {
+        for (int block = 0; block < row.blocks; block++) {
+            if (row.block_max[block] < row.state[THRESHOLD]) continue;
             Mass mass;
             for (int i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES) mass.add((*this)(i));
             total += of_block[block] = mass.total();

@@ -162,6 +162,9 @@ INLINE float sum(F v) {
 INLINE int32_t sum(I v) {
     return folded<LANES, int32_t>(v, [](auto a, auto b) { return a + b; });
 }
+INLINE float highest(F v) {
+    return folded<LANES, float>(v, [](auto a, auto b) { return a > b ? a : b; });
+}
 INLINE int32_t highest(I v) {
     return folded<LANES, int32_t>(v, [](auto a, auto b) { return a > b ? a : b; });
 }

@@ -98,7 +98,7 @@ public:
             token = choice_of(step_, first_row_);
         else
             token = step_.rule[entry_] == MATCH_RULE ? own_token(0) : draw(0, 0.0f);
-        if (state != nullptr) std::memcpy(state, read(0).state, sizeof row_.state);
+        if (state != nullptr) std::memcpy(state, read(0).state, sizeof Row::state);
         step_.out[b_] = std::max<int64_t>(token, 0);
         if (step_.num_slots > 0) token_ids_[offset] = (int32_t)step_.out[b_];
     }
@@ -106,13 +106,17 @@ public:
 private:
     int64_t draft(int i) const { return token_ids_[i]; }
 
-    // The row after j drafts; the one that was read last is still there.
+    // The row after j drafts.
     const Row& read(int j) {
-        if (j != read_) row_.read(step_, entry_, first_row_ + j);
-        read_ = j;
-        return row_;
+        if (rows_.size() <= (size_t)k_) rows_.resize(k_ + 1);
+        if (!(read_ >> j & 1)) rows_[j].read(step_, entry_, first_row_ + j);
+        read_ |= (uint64_t)1 << j;
+        return rows_[j];
     }
-    Distribution target() const { return {row_.x.data(), row_.state, row_.inverse_t}; }
+    Distribution target(int j) {
+        const Row& row = read(j);
+        return {row.x.data(), row.state, row.inverse_t};
+    }
 
     float* draft_state(int i) const {
         return step_.draft_state + entry_ * step_.draft_state_stride + i * 4;
@@ -120,15 +124,24 @@ private:
     bool is_one_hot(int i) const {
         return step_.draft_logits == nullptr || std::isnan(draft_state(i)[LOG_Z]);
     }
+    const uint8_t* draft_logits(int i) const {
+        const int64_t at = entry_ * step_.draft_stride + i * step_.draft_column_stride;
+        return step_.draft_logits + at * (step_.draft_is_bf16 ? 2 : 4);
+    }
     Distribution drafted(int i) {
         if (i != draft_read_) {
-            const int64_t at = entry_ * step_.draft_stride + i * step_.draft_column_stride;
-            const uint8_t* from = step_.draft_logits + at * (step_.draft_is_bf16 ? 2 : 4);
             const int width = std::min(step_.draft_width, step_.vocab_size);
-            draft_row_.read(from, step_.draft_is_bf16, width, step_.vocab_size);
+            draft_row_.read(draft_logits(i), step_.draft_is_bf16, width, step_.vocab_size);
         }
         draft_read_ = i;
-        return {draft_row_.x.data(), draft_state(i), row_.inverse_t};
+        return {draft_row_.x.data(), draft_state(i), read(i).inverse_t};
+    }
+    float log_probability_of_draft(int i) {
+        const int64_t id = draft(i), width = step_.draft_width;
+        if (id >= width) return -INFINITY;
+        const uint8_t* from = draft_logits(i);
+        const float logit = step_.draft_is_bf16 ? RawRow<true>{from, width}[id] : RawRow<false>{from, width}[id];
+        return Distribution{nullptr, draft_state(i), read(i).inverse_t}.log_probability(id, logit);
     }
 
     float accept_uniform(int i) const {
@@ -146,8 +159,8 @@ private:
     float log_ratio(int i) {
         const int64_t id = draft(i);
         if (id < 0 || id >= step_.vocab_size || read(i).is_bad) return -INFINITY;
-        const float p = target().log_probability(id);
-        const float q = is_one_hot(i) ? 0.0f : drafted(i).log_probability(id);
+        const float p = target(i).log_probability(id);
+        const float q = is_one_hot(i) ? 0.0f : log_probability_of_draft(i);
         return p > -INFINITY && q > -INFINITY ? p - q : -INFINITY;
     }
 
@@ -170,8 +183,8 @@ private:
         int accepted = k_ - 1;
         for (; accepted > certain; accepted--) {
             if (!(std::log(u[accepted - 1]) <= scale[accepted])) continue;
-            read(accepted);
-            const float z = (float)weights(accepted, scale[accepted]).masses(row_.blocks, mass_) / ONE;
+            const Row& row = read(accepted);
+            const float z = (float)weights(accepted, scale[accepted]).masses(row, mass_) / ONE;
             const float h = z / (z + 1.0f - std::exp(scale[accepted]));
             if (u[accepted - 1] <= h || std::isnan(h)) break;
         }
@@ -180,7 +193,7 @@ private:
     }
 
     Weights weights(int j, float log_scale) {
-        Weights weights{target(), {}};
+        Weights weights{target(j), {}};
         if (j < k_) {
             weights.scale = std::exp(log_scale);
             weights.has_q = !is_one_hot(j);
@@ -216,10 +229,10 @@ private:
                 total += mass_[block] = (int64_t)(p * ONE);
             }
         } else {
-            total = weights.masses(row.blocks, mass_);
+            total = weights.masses(row, mass_);
             if (total == 0 && j < k_) {  // rounding rejected the draft although p = q
-                weights = Weights{target(), {}};
-                total = weights.masses(row.blocks, mass_);
+                weights = Weights{target(j), {}};
+                total = weights.masses(row, mass_);
             }
         }
         const int64_t block = choose(mass_.data(), row.blocks, pick(w[0], w[1], total));
@@ -247,7 +260,7 @@ private:
         thread_local std::vector<float> bounds;
         const uint32_t position = (uint32_t)(position_ + j);
         const int groups = (step_.vocab_size + GROUP - 1) / GROUP;
-        const Distribution p = target();
+        const Distribution p = target(j);
         bounds.resize(groups);
         int likeliest = 0;
         for (int g = 0; g < groups; g++) {
@@ -301,12 +314,15 @@ private:
     const int64_t first_row_, entry_, anchor_, position_;
     const bool is_greedy_;
     int32_t* token_ids_;  // from the first draft on
-    int read_ = -1, draft_read_ = -1;
-    static thread_local Row row_, draft_row_;
+    uint64_t read_ = 0;  // a bit for each of `rows_`
+    int draft_read_ = -1;
+    static thread_local std::vector<Row> rows_;  // of this request, by the drafts before them
+    static thread_local Row draft_row_;
     static thread_local std::vector<int64_t> mass_;
 };
 
-thread_local Row Request::row_, Request::draft_row_;
+thread_local std::vector<Row> Request::rows_;
+thread_local Row Request::draft_row_;
 thread_local std::vector<int64_t> Request::mass_;
 
 }  // namespace
