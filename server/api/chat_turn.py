@@ -48,11 +48,17 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
     prompt = prompt._replace(token_ids=kept)
     room_tokens = max(1, service.engine_info.max_model_len - len(kept))
     grammar = await _grammar(service, body, calls)
+    of_calls = None if grammar else await _grammar_of_strict_calls(service, prompt, calls)
     # Off the event loop, because a model's own response template reads the whole prompt.
     readers = await asyncio.to_thread(
-        _readers, service, body, prompt, calls, follows_grammar=grammar is not None
+        _readers,
+        service,
+        body,
+        prompt,
+        calls,
+        follows_grammar=grammar is not None,
+        calls_are_json=of_calls is not None,
     )
-    grammar = grammar or await _grammar_of_strict_calls(service, prompt, calls)
     samples = service.samples(
         body,
         [prompt.token_ids],
@@ -62,7 +68,7 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
         logprobs=body.top_logprobs if body.logprobs else None,
         key=request_key(http),
         told_of_prompts=[body.prompt_logprobs],
-        grammar=grammar,
+        grammar=grammar or of_calls,
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
@@ -76,6 +82,7 @@ def _readers(
     calls: Calls,
     *,
     follows_grammar: bool,
+    calls_are_json: bool,
 ) -> list[MessageReader]:
     """One reader for each answer."""
 
@@ -83,7 +90,11 @@ def _readers(
         if calls.input_grammar is not None:
             return RawCall(calls.tools[0]["function"]["name"])
         return service.message_format.parser(
-            prompt.text, calls.tools, must_call=calls.required, follows_grammar=follows_grammar
+            prompt.text,
+            calls.tools,
+            must_call=calls.required,
+            follows_grammar=follows_grammar,
+            calls_are_json=calls_are_json,
         )
 
     return [

@@ -57,6 +57,7 @@ class CallStream(ABC):
         self._skipped: list[str] = []  # text since it gave up
         self._gave_up = False
         self.begun = False  # whether a call has been reported
+        self.in_string = False  # whether the text ends within a string of JSON arguments
 
     def push(self, text: str) -> list[CallPart]:
         """What this text adds to the calls."""
@@ -101,7 +102,6 @@ class JSONCallStream(CallStream):
     """
 
     _depth = 0  # of braces within the arguments; 0: outside of them
-    _in_string = False
     _closes = False  # whether an object around the arguments is still open
 
     def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
@@ -128,14 +128,14 @@ class JSONCallStream(CallStream):
         """Reads up to the brace that closes the arguments, if it is there."""
         start = at
         while self._depth and (
-            mark := (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            mark := (_IN_STRING if self.in_string else _OUTSIDE).search(text, at)
         ):
             if mark[0] == "\\" and mark.end() == len(text):
                 at = mark.start()
                 break
             at = mark.end() + (mark[0] == "\\")
             if mark[0] == '"':
-                self._in_string = not self._in_string
+                self.in_string = not self.in_string
             elif mark[0] != "\\":
                 self._depth += 1 if mark[0] == "{" else -1
         else:

@@ -62,11 +62,13 @@ class MessageFormat:
         *,
         must_call: bool = False,
         follows_grammar: bool = False,
+        calls_are_json: bool = False,
     ) -> MessageParser | None:
         """A parser for one answer to this prompt; None if everything in the answer is content.
 
         An answer that must call tools is a JSON list of calls, whatever the model's own format. An
-        answer that follows a grammar contains no reasoning.
+        answer that follows a grammar contains no reasoning. If a grammar sees to it that
+        `calls_are_json`, a marker within a string of theirs is text.
         """
         reasoning = self.has_reasoning and not follows_grammar
         if must_call:
@@ -79,4 +81,6 @@ class MessageFormat:
         if form is None and not reasoning:
             return None
         begun = reasoning and self.has_begun_reasoning(prompt)
-        return MarkerParser(form, tools, reasoning=reasoning, begun=begun)
+        return MarkerParser(
+            form, tools, reasoning=reasoning, begun=begun, calls_are_json=calls_are_json
+        )

@@ -101,9 +101,11 @@ class MarkerParser(MessageParser):
         *,
         reasoning: bool = False,
         begun: bool = False,
+        calls_are_json: bool = False,
     ) -> None:
         super().__init__(tools, form.calls if form else calls_of_field)
         self._form = form
+        self._calls_are_json = calls_are_json
         self._open = form.open if form else ()
         self._close = (form.close if form else None) or ""
         self._may_call_within = form is not None and not form.at_start
@@ -147,6 +149,9 @@ class MarkerParser(MessageParser):
         for marker in self._pattern.finditer(text):
             if marker[0] in self._ends[self._state]:
                 parts += self._add(text[at : marker.start()])
+                if self._is_in_string():
+                    at = marker.start()
+                    continue
                 if self._state is _State.REASONING:
                     self._end_reasoning(self.num_read + marker.end())
                 elif marker[0] == THINK:
@@ -157,6 +162,10 @@ class MarkerParser(MessageParser):
         self._tail = text[end:]
         self.num_read += end
         return parts + self._add(text[at:end])
+
+    def _is_in_string(self) -> bool:
+        stream = self._stream if self._state is _State.CALL else None
+        return self._calls_are_json and stream is not None and stream.in_string
 
     def _begin(self, text: str, *, ended: bool) -> str:
         """Decide by the first characters; returns the text after leading blanks."""

@@ -123,8 +123,9 @@ class Tokenizer:
         return frozenset(i for i in self.special_ids if self.backend.id_to_token(i) in texts)
 
     def has_tokens(self, texts: Collection[str]) -> bool:
-        """Whether each of these texts is one token."""
-        return all(self.backend.token_to_id(text) is not None for text in texts)
+        """Whether each of these texts is one added token, which no other tokens spell."""
+        added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        return added.issuperset(texts)
 
     def token_table(self, size: int) -> TokenTable:
         """What the first `size` token ids stand for in the middle of a text."""

@@ -105,6 +105,20 @@ def test_answer_has_the_shape_of_openai(serve: Serve, tokenizer: Tokenizer) -> N
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_call_whose_arguments_are_no_json_is_answered(
+    serve: Serve, tokenizer: Tokenizer, stream: bool
+) -> None:
+    served = saying(serve, tokenizer, CALL_ROME.replace('"Rome"', "NaN"))
+    reply = ask(served, tools=[WEATHER], stream=stream)
+    answer = events(reply)[-1]["response"] if stream else reply.json()
+    (call,) = answer["output"]
+    assert (answer["status"], call["arguments"]) == ("completed", '{"city": NaN}')
+    # A chat template could not show it.
+    assert ask(served, previous_response_id=answer["id"]).status == 400
+    assert ask(served, input=[{"role": "user", "content": "Hi"}, call]).status == 400
+
+
 def test_tokens_of_the_prompt_are_counted(serve: Serve, tokenizer: Tokenizer) -> None:
     served = saying(serve, tokenizer, "Hello")
     body = {"input": "Hi", "instructions": "Be kind.", "tools": [WEATHER]}

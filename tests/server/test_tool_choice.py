@@ -4,12 +4,14 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
 from asgi import Reply, post
 from grammars import compile_grammar
 from message_parts import merged_calls
 from scripted_client import steps
 from served import Served
-from tokenizers_for_tests import byte_level_wrapper
+from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_wrapper
+from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.server.text.tokenizer import Tokenizer
@@ -391,6 +393,7 @@ def test_call_of_a_custom_tool_is_repeated_to_the_model(served: Served) -> None:
 
 
 STRICT_ADD = {"type": "function", "function": {**ADD["function"], "strict": True}}
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 WRONG_ADD = CALL_ADD.replace("1", '"1"')
 
 
@@ -416,7 +419,7 @@ def saying(
 def marking() -> Tokenizer:
     """Its model marks calls and thoughts with tokens, as Qwen's do."""
     wrapper = byte_level_wrapper()
-    wrapper.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    wrapper.add_tokens(MARKERS)
     return Tokenizer.of(wrapper)
 
 
@@ -439,6 +442,8 @@ def marking_compiler(marking: Tokenizer) -> GrammarCompiler:
         (None, f"<think>Hm.</think>{marked(WRONG_ADD)}", False),
         ("<think>\n", f"Hm.</think>{marked(CALL_ADD)}", True),
         ("<think>\n", f"Hm.</think>{marked(WRONG_ADD)}", False),
+        (None, f"so.</think>{marked(CALL_ADD)}", True),  # of a thought that the prompt begins
+        (None, f"so.</think>{marked(WRONG_ADD)}", False),
     ],
 )
 def test_call_of_a_strict_tool_follows_its_schema(
@@ -465,13 +470,56 @@ def test_reasoning_before_the_call_of_a_strict_tool_is_told_apart(
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 2}
 
 
+@pytest.mark.parametrize("sizes", [(1,), (100,), (7, 3, 5, 1)])
+def test_a_marker_spelled_in_a_string_of_a_strict_call_is_text(
+    marking: Tokenizer, marking_compiler: GrammarCompiler, sizes: tuple[int, ...]
+) -> None:
+    begin, string, end = '<tool_call>{"name": "add", "arguments": {"a": "', "</tool_call>!", '"}}'
+    ids = marking.encode(begin, add_special_tokens=False)
+    for character in string:  # as a model can that does not mean the token
+        ids += marking.encode(character, add_special_tokens=False)
+    ids += [*marking.encode(f"{end}</tool_call>", add_special_tokens=False), EOS]
+    for strict in (True, False):
+        served = Served(
+            lambda request: steps(request, ids, sizes=sizes, finish="stop"),
+            marking,
+            compiler=marking_compiler,
+            tool_call_format="hermes",
+        )
+        tool = {"name": "add", "strict": strict, "parameters": {"type": "object"}}
+        reply = chat(served, tools=[{"type": "function", "function": tool}])
+        message = reply.json()["choices"][0]["message"]
+        if strict:
+            assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": string}
+            assert not message["content"]
+        else:  # it may have ended in the middle of a string
+            assert message["content"]
+
+
+@pytest.fixture(scope="module")
+def wordy() -> Tokenizer:
+    """Its markers are words like others."""
+    backend = json.loads(byte_level_wrapper().backend_tokenizer.to_str())
+    vocab = backend["model"]["vocab"]
+    vocab |= {marker: len(vocab) + i for i, marker in enumerate(MARKERS)}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(backend))
+    return Tokenizer.of(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT_TEMPLATE
+        )
+    )
+
+
 def test_strict_tools_are_bound_only_where_markers_are_tokens(
     tokenizer: Tokenizer,
     compiler: GrammarCompiler,
     marking: Tokenizer,
     marking_compiler: GrammarCompiler,
+    wordy: Tokenizer,
 ) -> None:
+    size = wordy.backend.get_vocab_size()
     for served in (
+        saying("Hi", wordy, GrammarCompiler(wordy.token_table(size), (EOS,), size)),
         saying("Hi", tokenizer, compiler),
         saying("Hi", marking, None),
         saying("Hi", marking, marking_compiler, tool_call_format="mistral"),
