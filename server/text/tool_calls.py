@@ -62,7 +62,9 @@ def _call(given: Any) -> ToolCall:
             arguments = rest.get("arguments", rest.get("parameters", {}))
             arguments = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
             if isinstance(arguments, dict):
-                return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+                call = ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+                (call.name + call.arguments).encode()  # fails at half of a surrogate pair
+                return call
     raise ValueError("not a call")
 
 

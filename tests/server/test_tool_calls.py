@@ -98,6 +98,11 @@ CASES = [
     ("llama3_json", '{"name": "Ada", "born": 1815}', [Text('{"name": "Ada", "born": 1815}')]),
     ("llama3_json", '{"a": {', [Text('{"a": {')]),
     ("llama3_json", "It is {}.", [Text("It is {}.")]),
+    (
+        "llama3_json",
+        r'{"parameters": {"city": "\ud800"}, "name": "weather"}',
+        [Text(r'{"parameters": {"city": "\ud800"}, "name": "weather"}')],
+    ),
 ]
 
 
