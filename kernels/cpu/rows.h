@@ -97,12 +97,8 @@ struct RawRow {
             is_nan |= x != x;
             most = select(x > most, x, most);
         }
-        float best = -INFINITY;
-        bool bad = false;
-        for (int lane = 0; lane < LANES; lane++) {
-            bad |= is_nan[lane] != 0;
-            best = std::max(best, most[lane]);
-        }
+        float best = ::highest(most);
+        bool bad = any(is_nan);
         for (; i < width; i++) {
             bad |= std::isnan((*this)[i]);
             best = std::max(best, (*this)[i]);
@@ -112,13 +108,7 @@ struct RawRow {
     // The first token that has this logit.
     int64_t first_of(float value) const {
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            const I same = vector(i) == splat(value);
-            I any = same;
-            int found = 0;
-            for (int lane = 0; lane < LANES; lane++) found |= any[lane];
-            if (found) break;
-        }
+        while (i + LANES <= width && !any(vector(i) == splat(value))) i += LANES;
         while (i < width && (*this)[i] != value) i++;
         return i;
     }
@@ -168,17 +158,16 @@ struct Row {
             is_nan |= v != v;
             store(&x[i], v);
         }
-        bool any = false;
+        bool bad = any(is_nan);
         for (; i < width; i++) {
             uint32_t bits = 0;
             std::memcpy(is_bf16 ? (uint8_t*)&bits + 2 : (uint8_t*)&bits, from + i * (is_bf16 ? 2 : 4),
                         is_bf16 ? 2 : 4);
             std::memcpy(&x[i], &bits, 4);
-            any |= x[i] != x[i];
+            bad |= x[i] != x[i];
         }
         std::fill(x.begin() + width, x.end(), -INFINITY);
-        for (int lane = 0; lane < LANES; lane++) any |= is_nan[lane] != 0;
-        return !any;
+        return !bad;
     }
 
     void find_maxima() {

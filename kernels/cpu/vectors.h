@@ -165,6 +165,9 @@ INLINE int32_t sum(I v) {
 INLINE float highest(F v) {
     return folded<LANES, float>(v, [](auto a, auto b) { return a > b ? a : b; });
 }
+INLINE bool any(I mask) {
+    return folded<LANES, int32_t>(mask, [](auto a, auto b) { return a | b; }) != 0;
+}
 INLINE int32_t highest(I v) {
     return folded<LANES, int32_t>(v, [](auto a, auto b) { return a > b ? a : b; });
 }

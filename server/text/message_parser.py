@@ -164,8 +164,9 @@ class MarkerParser(MessageParser):
         return parts + self._add(text[at:end])
 
     def _is_in_string(self) -> bool:
-        stream = self._stream if self._state is _State.CALL else None
-        return self._calls_are_json and stream is not None and stream.in_string
+        if not self._calls_are_json or self._state is not _State.CALL:
+            return False
+        return self._stream is not None and self._stream.in_string
 
     def _begin(self, text: str, *, ended: bool) -> str:
         """Decide by the first characters; returns the text after leading blanks."""
