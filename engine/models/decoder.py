@@ -75,7 +75,7 @@ class Decoder(Stack, Network):
         num_layers = len(self.blocks)
         if num_layers in self.tapped_layers:
             self._tap(num_layers, rms_norm(x, self.norm), taps)
-        rows = rms_norm(x[batch.logits_rows], self.norm)
+        rows = rms_norm(x, self.norm, batch.logits_rows)
         logits = self.head(rows, out=self.place_of_logits(len(rows)))
         return Pass(self._widened(logits), taps)
 

@@ -39,11 +39,11 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
         """Compute the rows, and keep each sequence's last one, from which its drafts start."""
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
         y = self._head(self._head.fused(taps), batch.input_ids, self._context(batch))
-        # For a sequence with n known tokens, row n - 2; for an unfinished prompt, any row.
-        _, positions, _, slots, _, bounds = batch.rows
-        first, end = bounds[:-1].clamp_max(len(y) - 1), bounds[1:]
-        row = first + self._slots.num_tokens[slots] - 2 - positions[first]
-        self._last_rows[slots] = y[row.clamp_max(end - 1).clamp_min(first)]
+        # For a sequence with n known tokens, the row at n - 2; for an unfinished prompt, any row.
+        slots, seq_lens, bounds = batch.rows.slots, batch.rows.seq_lens, batch.rows.cu_seqlens_q
+        first, last = bounds[:-1], bounds[1:] - 1
+        row = last - 1 + self._slots.num_tokens[slots] - seq_lens
+        self._last_rows[slots] = y[row.clamp(first, last)]
         return y
 
     def _context(self, batch: ForwardBatch) -> PassContext:
@@ -115,8 +115,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
 
         Shape: y [N, hidden] -> [N, hidden].
         """
-        rows = ForwardBatch.unpack(packed, shape, self._slots).rows
-        batch = ForwardBatch.of_next_tokens(rows, self._slots)
+        batch = ForwardBatch.unpack(packed, shape, self._slots, ahead=1)
         return self._head(self._head.recycled(y), batch.input_ids, self._context(batch))
 
     def _logits(self, y: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         return self._wide[: len(logits)].index_copy_(1, self._head.target_ids, logits)
 
 
-_NOTHING = np.zeros(2, dtype=np.int64)
+_NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def _tensors(computed: Pass) -> tuple[Tensor, ...]:

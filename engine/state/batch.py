@@ -128,7 +128,8 @@ class ForwardBatch:
         return ForwardBatch(input_ids, rows, no_logits, slots.block_table, slots.page_size)
 
     @staticmethod
-    def unpack(packed: Tensor, shape: Shape, slots: Slots) -> "ForwardBatch":
+    def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
+        """The batch of `HostBatch.packed`; each row's input stands `ahead` after its own token."""
         lens = _packed_lens(shape)
         parts = packed.split([aligned(length) for length in lens])
         slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (
@@ -143,6 +144,7 @@ class ForwardBatch:
             slots.token_ids,
             slots.block_table,
             slots.page_size,
+            ahead,
         )
         rows = BatchRows(
             slot_of_row, read.positions, read.slot_mapping, slot, read.seq_lens, cu_seqlens_q

@@ -51,8 +51,9 @@ class Phase(Generic[Output]):
         captured = self.captured.get(shape)
         if captured is None:
             return self._body(uploaded(integers_np, self._device), shape, *tensors)
-        integers = staged(torch.from_numpy(integers_np), self._device)
-        captured.integers.copy_(integers, non_blocking=True)
+        if len(integers_np):
+            integers = staged(torch.from_numpy(integers_np), self._device)
+            captured.integers.copy_(integers, non_blocking=True)
         for given, fixed in zip(tensors, captured.tensors, strict=True):
             if given.data_ptr() != fixed.data_ptr():
                 fixed[: len(given)].copy_(given)

@@ -24,15 +24,22 @@ class Norm(NamedTuple):
     rounds: RowFormat | None = None  # what the layer behind it rounds its inputs to
 
 
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Shape: [T, K], rows dense -> [T, K]."""
+def rms_norm(
+    x: Tensor, norm: Norm, rows: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Normalise the given rows of x, or all, into `out`, if given.
+
+    Shape: x [N, K], each row dense; rows [T] int64 -> [T, K], each row dense.
+    """
+    num_rows, width = len(x if rows is None else rows), x.shape[1]
+    if out is None:
+        out = x.new_empty(num_rows, width)
     if not uses_triton(x):
-        return rms_norm_reference(x, norm)
-    num_rows, width = x.shape
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+        return out.copy_(rms_norm_reference(x if rows is None else x[rows], norm))
+    assert x.stride(1) == out.stride(1) == 1
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(num_rows,)](
-        out, x, norm.weight, norm.eps, x.stride(0), width, BLOCK=block,
+        out, x, rows, norm.weight, norm.eps, out.stride(0), x.stride(0), width, BLOCK=block,
         num_warps=max(1, min(8, block // 512)), **dependent_launch(x.device),
     )  # fmt: skip
     return out
@@ -51,13 +58,23 @@ def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
 
 @triton.jit
 def _rms_norm_kernel(
-    out_ptr, x_ptr, weight_ptr, eps, x_stride, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    out_ptr,  # [T, width]
+    x_ptr,  # [N, width]
+    rows_ptr,  # [T], or None for all
+    weight_ptr,  # [width]
+    eps,
+    out_stride,
+    x_stride,
+    width,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     start_next_kernel(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
+    out_row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + k, mask=k < width, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
+    row = out_row if rows_ptr is None else tl.load(rows_ptr + out_row)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
-    tl.store(out_ptr + row * width + k, y.to(out_ptr.dtype.element_ty), mask=k < width)
+    tl.store(out_ptr + out_row * out_stride + k, y.to(out_ptr.dtype.element_ty), mask=k < width)

@@ -25,11 +25,12 @@ def read_rows(
     token_ids: Tensor,
     block_table: Tensor,
     page_size: int,
+    ahead: int = 0,
 ) -> Rows:
     """Look up the rows of a batch, which must have at least as many rows as sequences.
 
     `positions` and `seq_lens` are relative to `num_tokens`: a sequence's last known token is at -1.
-    The result is absolute.
+    The result is absolute. Each row gets the token that stands `ahead` after its own.
 
     Shape:
         slot_of_row, positions: [T] int64
@@ -40,6 +41,7 @@ def read_rows(
     if not uses_triton(token_ids):
         return read_rows_reference(
             slot_of_row, positions, slots, seq_lens, num_tokens, token_ids, block_table, page_size,
+            ahead,
         )  # fmt: skip
     assert len(positions) >= len(seq_lens)
     rows = Rows(
@@ -60,6 +62,7 @@ def read_rows(
         len(positions),
         len(seq_lens),
         page_size,
+        ahead,
         token_ids.stride(0),
         block_table.stride(0),
         BLOCK=256,
@@ -76,18 +79,19 @@ def read_rows_reference(
     token_ids: Tensor,
     block_table: Tensor,
     page_size: int,
+    ahead: int = 0,
 ) -> Rows:
     positions = positions + num_tokens[slot_of_row]
     page = block_table[slot_of_row, positions // page_size].long()
     return Rows(
-        token_ids=token_ids[slot_of_row, positions].long(),
+        token_ids=token_ids[slot_of_row, positions + ahead].long(),
         positions=positions,
         slot_mapping=page * page_size + positions % page_size,
         seq_lens=seq_lens + num_tokens[slots],
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "ahead"])
 def _read_rows_kernel(
     out_ids_ptr,  # [num_rows]
     out_positions_ptr,  # [num_rows]
@@ -103,6 +107,7 @@ def _read_rows_kernel(
     num_rows,
     num_seqs,
     page_size,
+    ahead,
     token_ids_stride,
     block_table_stride,
     BLOCK: tl.constexpr,
@@ -118,7 +123,7 @@ def _read_rows_kernel(
     slot = tl.load(slot_of_row_ptr + row, mask=is_row, other=0)
     position = tl.load(position_ptr + row, mask=is_row, other=0)
     position += tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
-    token = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=is_row)
+    token = tl.load(token_ids_ptr + slot * token_ids_stride + position + ahead, mask=is_row)
     page = tl.load(block_table_ptr + slot * block_table_stride + position // page_size, mask=is_row)
     slot_mapping = page.to(tl.int64) * page_size + position % page_size
     tl.store(out_ids_ptr + row, token.to(tl.int64), mask=is_row)

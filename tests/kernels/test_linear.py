@@ -8,7 +8,7 @@ from random_tensors import normals
 from verification import HAS_KERNELS
 
 from outrider.kernels.model.linear import add_linear, linear, linear_reference
-from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -77,3 +77,15 @@ def test_a_product_is_added_to_the_residual_and_normalised(
     if normed is not None and norm is not None:
         expected = rms_norm_reference(residual.float(), Norm(norm.weight.float(), norm.eps))
         torch.testing.assert_close(normed, expected.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+def test_some_rows_are_normalised_into_a_part_of_a_row(device: torch.device) -> None:
+    randn = normals(5)
+    x, norm, rows = randn(9, 80), Norm(randn(80), 1e-5), torch.tensor([4, 0, 4], device=device)
+    out = randn(3, 200)
+    before = out.clone()
+    normed = rms_norm(x, norm, rows, out[:, 100:180])
+    torch.testing.assert_close(normed, rms_norm_reference(x[rows], norm))
+    assert torch.equal(out[:, 100:180], normed)
+    assert torch.equal(out[:, :100], before[:, :100])
+    assert torch.equal(out[:, 180:], before[:, 180:])

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
@@ -66,10 +65,12 @@ class Eagle3Head(AutoregressiveHead):
         return self.fc(taps.flatten(1))
 
     def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
-        e = rms_norm(F.embedding(next_ids, self.embedding), self.blocks[0].mixer.norm)
-        a = rms_norm(f, self.hidden_norm)
-        x = a if self.norm_before_residual else f
-        self.through_blocks(x, torch.cat((e, a), -1), context)
+        both = f.new_empty(len(f), 2 * self.hidden_size)
+        e, a = both.chunk(2, -1)
+        rms_norm(self.embedding, self.blocks[0].mixer.norm, next_ids, out=e)
+        rms_norm(f, self.hidden_norm, out=a)
+        x = a.contiguous() if self.norm_before_residual else f
+        self.through_blocks(x, both, context)
         return x
 
     def of_masks(self, context: PassContext) -> Tensor:
