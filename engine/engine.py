@@ -262,5 +262,5 @@ def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler
 
 
 def _dtype_name(layers: PagedLayers) -> str:
-    name = str(layers.dtype).removeprefix("torch.")
-    return f"{name}, weights in {layers.weight_formats}" if layers.weight_formats else name
+    name, formats = str(layers.dtype).removeprefix("torch."), layers.weight_formats
+    return f"{name}, weights in {formats}" if formats else name
