@@ -72,11 +72,17 @@ class Committer:
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
         request = scheduled.request
-        # A sequence preempted since then still needs these: its prompt is not scored twice.
-        if scheduled.is_void and request not in self._sequences.waiting:
+        # A sequence preempted since then still needs these: its prompt is not scored twice, unless
+        # it starts over.
+        counts = scheduled.end <= request.num_scored_tokens
+        if scheduled.is_void and not (counts and request in self._sequences.waiting):
             return None
         if scheduled.has_nan:
-            return self._commit_bad(request, may_be_its_edits=False)
+            if not request.speculates:
+                return self._commit_bad(request, may_be_its_edits=False)
+            request.num_scored_tokens = scheduled.end - scheduled.num_prompt_logits
+            self._start_over(request)
+            return None
         if scheduled.prompt_logprobs is None:
             return None
         return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
@@ -138,7 +144,8 @@ class Committer:
         """
         request.speculates = False
         self._kv_cache.forget(request)
-        self._sequences.preempt(request)
+        if request.slot is not None:
+            self._sequences.preempt(request)
 
     def _commit_bad(self, request: Request, *, may_be_its_edits: bool) -> RequestOutput:
         request.finish_reason = "error"

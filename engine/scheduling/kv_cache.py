@@ -166,9 +166,13 @@ class KVCacheManager:
         request.num_recorded_draft_pages = max(request.num_recorded_draft_pages, num_full)
 
     def forget(self, request: Request) -> None:
-        """Let nobody find the request's pages any more: their KV may be NaN."""
-        for page in request.pages:
-            self._forget(page)
+        """Let nobody find pages of the request's tokens any more: their KV may be NaN.
+
+        That holds for pages that it has given back, too.
+        """
+        for page_hash in request.page_hashes:
+            if (page := self._page_of_hash.get(page_hash)) is not None:
+                self._forget(page)
 
     def release(self, request: Request) -> None:
         """Give back all pages of a request; recorded ones can still be found until reused."""

@@ -39,6 +39,18 @@ def test_a_prefix_is_shared_without_a_copy() -> None:
     cache.check_integrity([first, second])
 
 
+def test_forgotten_pages_are_found_no_more_even_if_given_back() -> None:
+    for is_given_back in (False, True):
+        cache = KVCacheManager(num_pages=10, page_size=PAGE)
+        first = request(list(range(10)))
+        compute(cache, first)
+        if is_given_back:
+            cache.release(first)
+        cache.forget(first)
+        assert cache.attach_prefix(request(list(range(10)))) == 0
+        cache.check_integrity([] if is_given_back else [first])
+
+
 def test_a_page_that_is_filled_in_part_is_allocated() -> None:
     cache = KVCacheManager(num_pages=10, page_size=PAGE)
     for num_tokens, num_pages in ((1, 1), (4, 1), (5, 2)):

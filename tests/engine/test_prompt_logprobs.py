@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import GREEDY, engine_config, prompts, run, tokens
+from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.api import RequestOutput, TokenLogprobs
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
 from outrider.engine.engine import Engine
 from outrider.engine.models.network import Pass
+from outrider.engine.request import Request
 from outrider.engine.scheduling import scheduler
+from outrider.engine.scheduling.plan import Plan
 from outrider.engine.state.batch import HostBatch
 
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
@@ -122,6 +124,62 @@ def test_a_nan_among_the_logits_of_a_prompt_fails_that_request_only(
     assert bad[-1].finish_reason == "error"
     assert not told(bad)
     assert tokens(good) == plain[1]
+
+
+@pytest.mark.parametrize("meanwhile", ["runs", "preempted again", "overtaken"])
+def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
+    tiny_model: Tiny, tmp_path: Path, meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that makes the target NaN spoils a page. Before the host knows, a prompt that was
+    preempted after its first chunk finds it.
+    """
+    sound, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=0, num_hidden_layers=1)
+    begin, rest = prompts([43, 100], VOCAB, seed=3)
+    prompt = [*begin, *generate(sound, begin, 1), *rest]  # the first 44 fill 11 pages
+    poison = next(t for t in range(VOCAB) if t not in prompt)
+    poisoned = AutoModelForCausalLM.from_pretrained(sound)
+    with torch.no_grad():
+        poisoned.get_input_embeddings().weight[poison] = float("nan")
+    poisoned.save_pretrained(tmp_path)
+    options = {"max_num_batched_tokens": 46, "max_num_seqs": 2}
+    engine = Engine(engine_config(tmp_path, draft, k=1, **options))
+    engine.scheduler.lag = 1
+    slots, sequences = engine.worker.slots, engine.sequences
+
+    def propose(plan: Plan) -> None:
+        for each in plan.sampled:
+            if each.num_drafts:
+                slots.token_ids[each.slot, slots.num_tokens[each.slot]] = poison
+
+    monkeypatch.setattr(engine.worker.proposer, "_propose", propose)
+
+    def submit(name: str, prompt: list[int], params: SamplingParams, priority: int) -> Request:
+        new = NewRequest(request_id=name, prompt_token_ids=prompt, params=params, priority=priority)
+        engine.submit([new])
+        return sequences.by_id[name]
+
+    scored = submit("scored", prompt, replace(SCORED, max_tokens=1), 1)
+    outputs = engine.step()
+    sequences.kv_cache.forget(scored)  # as if others had taken its pages
+    sequences.preempt(scored)
+    submit("spoils", begin, replace(GREEDY, max_tokens=4), 0)
+    submit("has the other slot until then", [1], replace(GREEDY, max_tokens=1), 0)
+    outputs += [output for _ in range(3) for output in engine.step()]
+    assert scored.num_cached_tokens == 0
+    if meanwhile == "preempted again":
+        sequences.preempt(scored)
+        outputs += engine._commit()
+    elif meanwhile == "overtaken":  # it waits while a chunk is read that was launched before
+        outputs += engine.step()
+        submit("overtakes", [2], GREEDY, 0)
+    while engine.has_work():
+        outputs += engine.step()
+    engine.check_integrity()
+    by_name = {name: [o for o in outputs if o.request_id == name] for name in ("scored", "spoils")}
+    assert_are_the_targets_own(tmp_path, prompt, told(by_name["scored"]))
+    assert tokens(by_name["scored"]) == generate(sound, prompt, 1)
+    assert tokens(by_name["spoils"]) == generate(sound, begin, 4)
+    assert not scored.speculates  # it did start over
 
 
 def test_a_prompt_is_scored_even_if_its_first_drafts_come_to_nothing(
