@@ -76,13 +76,7 @@ def edit_calls(
     width = prompt_len + OUTPUT_TOKENS + k + 1
     tokens_np = rng.zipf(1.3, (batch + 1, width)).clip(max=vocab) - 1
     token_ids = torch.from_numpy(tokens_np).to(DEVICE, torch.int32)
-    slots_np = np.arange(batch)
-    rows = RequestRows(
-        slots_np,
-        slots_np * (k + 1),
-        np.full(batch, k + 1),
-        np.zeros(batch, dtype=np.int64),
-    )
+    rows = RequestRows.in_turn(np.arange(batch), np.full(batch, k + 1))
     num_tokens = torch.full((batch + 1,), prompt_len + OUTPUT_TOKENS, device=DEVICE)
     calls: dict[str, Callable[[], object]] = {}
     for name, asked in FEATURES.items():
@@ -93,7 +87,7 @@ def edit_calls(
                 made = request(slot, prompt, asked)
                 made.token_ids += tokens_np[slot, prompt_len : prompt_len + OUTPUT_TOKENS].tolist()
                 edits.seat(made)
-            asking = rows.take(slots_np < num_asking)
+            asking = rows.take(rows.slot_np < num_asking)
             calls[f"{name}|{kind}"] = lambda edits=edits, asking=asking: edits.apply(logits, asking)
     return calls
 

@@ -73,8 +73,7 @@ class LogitEdits:
     def rehearse(self, logits: Tensor) -> Tensor:
         """Run every edit's kernel on rows of the dummy slot, which no edit changes."""
         dummy, num_rows = len(self._any_asked_np) - 1, len(logits)
-        slots_np, none_np = np.full(num_rows, dummy), np.zeros(num_rows, dtype=np.int64)
-        rows = RequestRows.one_each(slots_np, none_np)
+        rows = RequestRows.in_turn(np.full(num_rows, dummy), np.ones(num_rows, dtype=np.int64))
         edited, at = self._copied(logits, rows)
         for edit in self._chain:
             if not edit.needs_host:
@@ -86,11 +85,11 @@ class LogitEdits:
 
         A copy, because logprobs report the raw logits. In float32, because bfloat16 would round
         away a small penalty on a large logit.
-        Shape: [N, V'] -> [sum(num_rows), V'].
+        Shape: [N, V'] -> [M, V'].
         """
         edited, at = self._copied(logits, rows)
-        rows = rows.packed()
-        for edit, of_np in zip(self._chain, self._asked_np[:, rows.slots_np], strict=True):
+        rows = rows._replace(row_np=np.arange(len(edited)))
+        for edit, of_np in zip(self._chain, self._asked_np[:, rows.slot_np], strict=True):
             if of_np.all():
                 edit.apply(edited, rows, at)
             elif of_np.any():

@@ -13,57 +13,33 @@ from outrider.kernels.edits.edit_rows import EditRows
 from ..api import SamplingParams
 from ..request import Request
 from ..state.host_copy import uploaded
-from ..state.ragged import aligned
+from ..state.ragged import aligned, ragged_arange
 
 
 class RequestRows(NamedTuple):
-    """Rows of logits of B requests. All fields: [B].
+    """M rows of logits, as the host knows them. Those of a request come in order. All: [M]."""
 
-    Request i has `num_rows[i]` consecutive rows, the first at row `first_rows[i]`, after
-    `first_drafts[i]` drafts; each following row comes after one more draft.
-    """
-
-    slots_np: np.ndarray
-    first_rows_np: np.ndarray
-    num_rows_np: np.ndarray
-    first_drafts_np: np.ndarray
-
-    @staticmethod
-    def one_each(slots_np: np.ndarray, drafts_np: np.ndarray) -> "RequestRows":
-        """One row a request: row i follows `drafts_np[i]` drafts."""
-        return RequestRows(slots_np, np.arange(len(slots_np)), np.ones_like(slots_np), drafts_np)
+    row_np: np.ndarray  # row of the logits
+    slot_np: np.ndarray  # slot of its request
+    drafts_np: np.ndarray  # how many drafts come before it
 
     @staticmethod
     def in_turn(slots_np: np.ndarray, num_rows_np: np.ndarray) -> "RequestRows":
-        """Rows that follow each other, each request's first one after no draft."""
-        none_np = np.zeros_like(num_rows_np)
-        return RequestRows(slots_np, none_np, num_rows_np, none_np).packed()
+        """All rows of requests that follow each other, each one's first after no draft: [B]."""
+        drafts_np = ragged_arange(np.zeros_like(num_rows_np), num_rows_np)
+        return RequestRows(np.arange(len(drafts_np)), slots_np.repeat(num_rows_np), drafts_np)
 
     def take(self, index_np: np.ndarray) -> "RequestRows":
         return RequestRows(*(of_each[index_np] for of_each in self))
-
-    def packed(self) -> "RequestRows":
-        """The same rows in a tensor that holds no others."""
-        ends_np = np.cumsum(self.num_rows_np)
-        return self._replace(first_rows_np=ends_np - self.num_rows_np)
-
-    def each_np(self) -> np.ndarray:
-        """For each row: its number, its slot, and how many drafts come before it. Shape: [3, M]."""
-        begins_np = self.num_rows_np.cumsum() - self.num_rows_np
-        of_first = self.first_rows_np - begins_np, self.slots_np, self.first_drafts_np - begins_np
-        each_np: np.ndarray = np.array(of_first).repeat(self.num_rows_np, axis=1)
-        each_np[::2] += np.arange(each_np.shape[1])
-        return each_np
 
     def behind(self, num_tokens: Tensor) -> EditRows:
         """The rows as kernels take them, counted from the device's own `num_tokens`.
 
         Shape: num_tokens [num_slots].
         """
-        each_np = self.each_np()
-        num_rows = each_np.shape[1]
+        num_rows = len(self.row_np)
         packed_np = np.zeros((3, aligned(num_rows)), dtype=np.int64)
-        packed_np[:, :num_rows] = each_np
+        packed_np[:, :num_rows] = self
         row, slot, drafts = uploaded(packed_np, num_tokens.device)[:, :num_rows]
         return EditRows(row, slot, num_tokens[slot] + drafts)
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ class CustomProcessors(LogitEdit):
         return len(params.logits_processors) > 0
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        for row, slot, num_drafts in zip(*rows.each_np().tolist(), strict=True):
+        for row, slot, num_drafts in np.stack(rows, axis=1).tolist():
             request = self._requests[slot]
             prefix = self._token_ids[None, slot, : request.num_tokens + num_drafts].long()
             # Ids beyond the vocabulary are padding with arbitrary logits: processors never see it.

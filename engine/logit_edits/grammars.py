@@ -31,21 +31,20 @@ class Grammars(LogitEdit):
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
         from ..grammars.grammar import compute_masks  # needs msgspec
 
-        requests = [self._requests[slot] for slot in rows.slots_np.tolist()]
+        last = rows.take(np.append(np.diff(rows.slot_np) != 0, True))  # row of each request
+        requests = [self._requests[slot] for slot in last.slot_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]
         known_np = np.array([request.num_tokens for request in requests])
-        first_np = rows.first_drafts_np
-        last_np = first_np + rows.num_rows_np - 1
-        self._learn_drafts(grammars, rows.slots_np, known_np, last_np)
-        for num_drafts in range(int(last_np.max()) + 1):
-            behind = zip(grammars, last_np, strict=True)
-            compute_masks([g for g, last in behind if len(g.masks) == num_drafts <= last])
+        self._learn_drafts(grammars, last, known_np)
+        for num_drafts in range(int(last.drafts_np.max()) + 1):
+            behind = zip(grammars, last.drafts_np, strict=True)
+            compute_masks([g for g, most in behind if len(g.masks) == num_drafts <= most])
         for request, grammar in zip(requests, grammars, strict=True):
             if grammar.error is not None:
                 request.edit_error = f"grammar: {grammar.error}"
-        masks_np = np.concatenate(
-            [g.masks[i : j + 1] for g, i, j in zip(grammars, first_np, last_np, strict=True)]
-        )
+        masks_of = {request.slot: g.masks for request, g in zip(requests, grammars, strict=True)}
+        each = zip(rows.slot_np.tolist(), rows.drafts_np.tolist(), strict=True)
+        masks_np = np.stack([masks_of[slot][num_drafts] for slot, num_drafts in each])
         apply_bitmask(
             logits,
             at.row,
@@ -55,17 +54,13 @@ class Grammars(LogitEdit):
         )
 
     def _learn_drafts(
-        self,
-        grammars: "list[Grammar]",
-        slots_np: np.ndarray,
-        known_np: np.ndarray,
-        num_drafts_np: np.ndarray,
+        self, grammars: "list[Grammar]", last: RequestRows, known_np: np.ndarray
     ) -> None:
-        """Copy to the host the drafts that it does not know yet. All: [B]."""
-        if all(len(g.drafts) >= n for g, n in zip(grammars, num_drafts_np, strict=True)):
+        """Copy to the host the drafts before the last rows that it does not know yet. All: [B]."""
+        if all(len(g.drafts) >= n for g, n in zip(grammars, last.drafts_np, strict=True)):
             return
-        slot = uploaded(slots_np[:, None], self._device)
-        position = uploaded(known_np[:, None] + np.arange(num_drafts_np.max()), self._device)
+        slot = uploaded(last.slot_np[:, None], self._device)
+        position = uploaded(known_np[:, None] + np.arange(last.drafts_np.max()), self._device)
         drafts = self._token_ids[slot, position].tolist()
-        for grammar, drawn, num_drafts in zip(grammars, drafts, num_drafts_np, strict=True):
+        for grammar, drawn, num_drafts in zip(grammars, drafts, last.drafts_np, strict=True):
             grammar.drafts = drawn[:num_drafts]

@@ -48,7 +48,7 @@ class Penalties(LogitEdit):
         self._count(np.array([slot]))
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        self._count(rows.slots_np)
+        self._count(np.unique(rows.slot_np))
         apply_penalties(logits, at, self._state, self._token_ids)
 
     def _count(self, slots_np: np.ndarray) -> None:

@@ -161,6 +161,7 @@ class DrawingProposer(Proposer):
         edited_np = self._edits.asked_by(slots_np)
         if not edited_np.any():
             return logits
-        rows = RequestRows.one_each(slots_np, np.full_like(slots_np, j)).take(edited_np)
+        row_np = edited_np.nonzero()[0]
+        rows = RequestRows(row_np, slots_np[row_np], np.full_like(row_np, j))
         edited = self._edits.apply(logits, rows).to(logits.dtype)
-        return logits.index_copy(0, uploaded(rows.first_rows_np, logits.device), edited)
+        return logits.index_copy(0, uploaded(row_np, logits.device), edited)

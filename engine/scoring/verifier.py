@@ -118,10 +118,10 @@ class Verifier:
         Uncaptured: the edited logits are float32, and the host launches this while the GPU still
         scores. Shape: slots_np, num_drafts_np, edited_np (bool) [B], of all requests.
         """
-        rows = RequestRows.in_turn(slots_np, num_drafts_np + 1).take(edited_np)
-        edited = self._edits.apply(logits, rows)
+        rows = RequestRows.in_turn(slots_np, num_drafts_np + 1)
+        edited = self._edits.apply(logits, rows.take(edited_np.repeat(num_drafts_np + 1)))
         return self._verify_slots(
-            rows.slots_np, num_drafts_np[edited_np], kind, edited, is_captured=False
+            slots_np[edited_np], num_drafts_np[edited_np], kind, edited, is_captured=False
         )
 
     def _verify_slots(
@@ -227,11 +227,10 @@ class Verifier:
         next pass overwrites the logits. Shape: drawn [B, K + 2], asking_np [B].
         """
         num_rows_np = plan.num_drafts_np + 1
-        asking = RequestRows.in_turn(slots_of(plan.sampled), num_rows_np).take(asking_np)
-        row_np = asking.each_np()[0]
-        column_np = row_np - np.repeat(asking.first_rows_np, asking.num_rows_np)
-        seq_np = np.repeat(asking_np.nonzero()[0], asking.num_rows_np)
-        row, seq, column = uploaded(np.stack((row_np, seq_np, column_np)), drawn.device)
+        # In `drawn`, a sequence's row takes the place of its slot.
+        rows = RequestRows.in_turn(np.arange(len(drawn)), num_rows_np)
+        asking = rows.take(asking_np.repeat(num_rows_np))
+        row, seq, column = uploaded(np.stack(asking), drawn.device)
         num_top = max(s.request.params.logprobs or 0 for s in plan.sampled)
         num_top = min(num_top, self._vocab_size)
         return gather_logprobs(logits[row], drawn[seq, column], num_top, self._vocab_size)

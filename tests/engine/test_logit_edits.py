@@ -192,7 +192,7 @@ def test_bfloat16_rounds_no_penalty_away() -> None:
     edits.seat(request)
     assert edits.asked_by(np.array([0, 1])).tolist() == [False, True]
     logits = torch.full((3, VOCAB), 40.0, dtype=torch.bfloat16)
-    rows = RequestRows(*(np.array([n]) for n in (1, 2, 1, 0)))
+    rows = RequestRows(*(np.array([n]) for n in (2, 1, 0)))
     found = edits.apply(logits, rows)  # only the last of three rows
     assert found.shape == (1, VOCAB)
     assert found[0, 3:5].tolist() == pytest.approx([40, 39.95])
