@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from outrider.kernels.compiling import compile_together
@@ -24,7 +25,6 @@ from .request import Request
 from .scheduling.plan import Plan
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
-from .state.host_copy import HostCopy
 from .state.phase import padded_sizes
 from .state.slots import Slots
 
@@ -40,7 +40,7 @@ class LaunchedStep:
     launch_s: float  # host time to launch it
     begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
-    drawn: HostCopy | None = None
+    drawn: list[np.ndarray] | None = None  # see `Verifier.verify`
 
     @property
     def device_s(self) -> float | None:

@@ -7,7 +7,6 @@ import numpy as np
 
 from ..api import TokenLogprobs
 from ..request import Request
-from ..state.host_copy import HostCopy
 
 # Rows of one step that may go through the LM head for prompt logprobs. Logits take up to 150,000
 # numbers a row, too much for a whole chunk.
@@ -25,7 +24,7 @@ class ScheduledRequest:
     least_chance: float = 0.0
     is_drafted_for: bool = False  # drafted for in this step or, if its prompt goes on, later
     # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.
-    prompt_scores: HostCopy | None = None
+    prompt_scores: list[np.ndarray] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     # What the step drew, once the host has read it. The tokens are accepted drafts, then one
     # recovered or bonus token.

@@ -8,7 +8,7 @@ from outrider.kernels.verify.logprobs import gather_logprobs
 
 from ..api import TokenLogprobs
 from ..scheduling.plan import Plan, ScheduledRequest
-from ..state.host_copy import HostCopy, uploaded
+from ..state.host_copy import on_host, uploaded
 from ..state.ragged import ragged_arange
 
 ROWS_AT_ONCE = 64  # bounds the temporary memory
@@ -36,10 +36,10 @@ def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_s
 
 
 def read_prompt_logprobs(plan: Plan) -> None:
-    """Wait for the copies that `score_prompts` started, and store the logprobs in the plan."""
+    """Enter in the plan what `score_prompts` copied; the device must be done with it."""
     for scheduled in plan.scheduled:
         if scheduled.prompt_scores is not None:
-            scheduled.prompt_logprobs = to_entries(*scheduled.prompt_scores.arrays())
+            scheduled.prompt_logprobs = to_entries(*scheduled.prompt_scores)
 
 
 def to_entries(
@@ -62,13 +62,13 @@ def to_entries(
     ]
 
 
-def _score(scheduled: ScheduledRequest, logits: Tensor) -> HostCopy:
+def _score(scheduled: ScheduledRequest, logits: Tensor) -> list[np.ndarray]:
     """Logprobs and ranks of the prompt tokens that follow these rows; logits: [N, V]."""
     request = scheduled.request
     first = max(request.num_computed_tokens, request.num_scored_tokens) + 1
     token_ids_np = np.array(request.token_ids[first : first + len(logits)])
     num_top = min(request.params.prompt_logprobs or 0, logits.shape[1])
-    return HostCopy(*gather(logits, uploaded(token_ids_np, logits.device), num_top))
+    return on_host(*gather(logits, uploaded(token_ids_np, logits.device), num_top))
 
 
 def gather(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Tensor]:

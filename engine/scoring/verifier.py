@@ -17,7 +17,7 @@ from ..api import MAX_LOGPROBS
 from ..logit_edits import LogitEdits, RequestRows
 from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
 from ..scheduling.plan import Plan, slots_of
-from ..state.host_copy import HostCopy, uploaded
+from ..state.host_copy import on_host, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
 from ..state.slots import Slots
@@ -74,7 +74,7 @@ class Verifier:
                 tensors = (logits[: size * (self._slots.max_drafts + 1)],)
                 self._phase.capture(self._dummies(size), (size, *kind), tensors)
 
-    def verify(self, plan: Plan, logits: Tensor) -> HostCopy | None:
+    def verify(self, plan: Plan, logits: Tensor) -> list[np.ndarray] | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         Writes the drawn tokens into the slots, after each sequence's known tokens, and starts
@@ -103,7 +103,7 @@ class Verifier:
             drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         asks = [s.request.params.logprobs is not None for s in sampled]
         logprobs = self._gather(plan, logits, drawn, np.array(asks)) if any(asks) else ()
-        return HostCopy(drawn, *drafts, *logprobs)  # the only copy that every step makes
+        return on_host(drawn, *drafts, *logprobs)  # the only copy that every step makes
 
     def _verify_edited(
         self,
@@ -155,12 +155,12 @@ class Verifier:
             return self._phase(packed_np, (size, *kind), logits)[:count]
         return self._run(uploaded(packed_np, self._slots.device), (size, *kind), logits)
 
-    def read(self, plan: Plan, drawn: HostCopy | None) -> None:
-        """Wait for what `verify` drew and for the step's prompt logprobs; enter it in the plan."""
+    def read(self, plan: Plan, drawn: list[np.ndarray] | None) -> None:
+        """Enter what `verify` drew, and prompt logprobs, in the plan of a step that has ended."""
         read_prompt_logprobs(plan)
         if drawn is None:
             return
-        drawn_np, *others_np = drawn.arrays()
+        drawn_np, *others_np = drawn
         drafts_np = others_np.pop(0) if plan.tells_drafts else None
         first = 0  # row of the next sequence that wants logprobs
         rows = drawn_np.tolist()

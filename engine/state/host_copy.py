@@ -5,26 +5,12 @@ import torch
 from torch import Tensor
 
 
-class HostCopy:
-    """Copies tensors of one device to the host, after everything launched before."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._done = None
-        self._host = tensors
-        if tensors[0].is_cuda:
-            self._host = tuple(
-                torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors
-            )
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-    def arrays(self) -> list[np.ndarray]:
-        """Wait for the copies, but not for anything launched after them."""
-        if self._done is not None:
-            self._done.synchronize()
-        return [tensor.numpy() for tensor in self._host]
+def on_host(*tensors: Tensor) -> list[np.ndarray]:
+    """Copies on the host, to be read once the device has done all that was launched before."""
+    copies = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    return [copy.numpy() for copy in copies]
 
 
 def uploaded(array_np: np.ndarray, device: torch.device) -> Tensor:

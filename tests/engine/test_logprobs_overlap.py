@@ -12,7 +12,6 @@ from tiny_models import DEVICE, VOCAB
 
 from outrider.engine.engine import Engine
 from outrider.engine.scoring import prompt_logprobs, verifier
-from outrider.engine.state.host_copy import HostCopy
 
 ASKS = [
     GREEDY,
@@ -44,9 +43,8 @@ def test_all_is_gathered_before_the_next_step_is_launched_and_read_behind_it(
     for module in (verifier, prompt_logprobs):
         gather = noted("gather", module.gather_logprobs)
         monkeypatch.setattr(module, "gather_logprobs", gather)
-    monkeypatch.setattr(HostCopy, "arrays", noted("read", HostCopy.arrays))
-    monkeypatch.setattr(engine.worker, "verify", noted("verify", engine.worker.verify))
-    monkeypatch.setattr(engine.worker, "launch", noted("launch", engine.worker.launch))
+    for name in ("launch", "verify", "read"):
+        monkeypatch.setattr(engine.worker, name, noted(name, getattr(engine.worker, name)))
 
     run(engine, prompts([20, 30, 25, 8], VOCAB), ASKS)
     # A step: launched; the one before it read; verified, with all that it gathers.
