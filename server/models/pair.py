@@ -124,7 +124,6 @@ def engine_config(pair: Pair) -> EngineConfig:
     settings = pair.settings
     dtype = settings.target.dtype
     device = resolve_device(settings.target.device)
-    speculates = settings.speculation.proposer != "none"
     return EngineConfig(
         target=_model_config(pair.target, dtype, settings.target),
         draft=(
@@ -142,14 +141,7 @@ def engine_config(pair: Pair) -> EngineConfig:
         batch_invariant=settings.engine.batch_invariant,
         enforce_eager=settings.engine.enforce_eager,
         num_threads=settings.engine.num_threads,
-        speculation=SpeculationConfig(
-            proposer=settings.speculation.proposer if speculates else "draft_model",
-            num_speculative_tokens=settings.speculation.num_speculative_tokens * speculates,
-            adaptive=settings.speculation.adaptive,
-            verification=settings.speculation.verification,
-            ngram_min_tokens=settings.speculation.ngram_min_tokens,
-            ngram_max_tokens=settings.speculation.ngram_max_tokens,
-        ),
+        speculation=SpeculationConfig(**settings.speculation.model_dump()),
         cache=CacheConfig(**settings.cache.model_dump()),
         scheduler=SchedulerConfig(
             max_num_seqs=settings.scheduler.max_num_seqs,
