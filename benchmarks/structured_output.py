@@ -138,7 +138,6 @@ def run(
     after = engine.stats()
     accepted = sum(after.accepted_per_position) - sum(before.accepted_per_position)
     drafted = sum(after.drafted_per_position) - sum(before.drafted_per_position)
-    vars(engine.worker.proposer).pop("_edit", None)
     return [
         f"{accepted / max(drafted, 1):.3f}",
         f"{num_tokens / num_steps:.2f}",

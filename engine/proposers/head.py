@@ -124,7 +124,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         one_by_one: list[ScheduledRequest] = []
         edited_np = self._edits.asked_by(slots_of(plan.scheduled))
         for scheduled, is_edited in zip(plan.scheduled, edited_np.tolist(), strict=True):
-            if self._holders[scheduled.slot or 0] != (scheduled.request, scheduled.epoch):
+            if self._holders[scheduled.slot] != (scheduled.request, scheduled.epoch):
                 scheduled.num_drafts = 0
             if scheduled.num_drafts > 0:
                 alone = is_edited or (self.stops_early and scheduled.least_chance > 0)
@@ -141,7 +141,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         self._read_pass(scored)
         for scheduled in plan.scheduled:
             holder = (scheduled.request, scheduled.epoch) if scheduled.samples else None
-            self._holders[scheduled.slot or 0] = holder
+            self._holders[scheduled.slot] = holder
 
     def _read_pass(self, scored: Pass) -> None:
         assert scored.shape is not None

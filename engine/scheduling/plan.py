@@ -32,7 +32,7 @@ class ScheduledRequest:
     is_bad: bool = False  # its logits have a NaN, or none that is finite
     logprobs: list[TokenLogprobs] | None = None  # those of `token_ids`, if the request wants them
     draft_token_ids: list[int] | None = None  # None unless the request `tells_drafts`
-    slot: int | None = field(init=False)
+    slot: int = field(init=False)
     epoch: int = field(init=False)
     # First token to compute, relative to the end of the known tokens: the last one is at -1.
     start: int = field(init=False)
@@ -44,6 +44,7 @@ class ScheduledRequest:
 
     def __post_init__(self) -> None:
         request = self.request
+        assert request.slot is not None
         self.slot, self.epoch = request.slot, request.epoch
         self.start = (
             -1 if request.is_in_flight else request.num_computed_tokens - request.num_tokens
