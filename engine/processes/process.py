@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 TEXT_LINE = "%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s"
 
+_MOST_MESSAGES = 1000  # taken between two steps
+
 log = logging.getLogger("outrider.engine.processes.process")
 
 
@@ -86,11 +88,12 @@ class Channel:
     def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
         """The messages that arrive within `wait_s`, in order, each with the name of its sender.
 
-        None: wait for the first message.
+        None: wait for the first message. Of very many, the last are left for the next call, so that
+        whoever sends faster than they are taken does not keep the engine from its steps.
         """
         end_s = time.perf_counter() + (wait_s or 0.0)
         messages: list[tuple[bytes, ToEngine]] = []
-        while True:
+        while len(messages) < _MOST_MESSAGES:
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -104,6 +107,7 @@ class Channel:
                 messages.append((client, self._decoder.decode(data)))
             except Exception as error:  # bytes that cannot be decoded, for any reason
                 log.warning("ignored %d bytes that are no message: %s", len(data), error)
+        return messages
 
     def send(self, client: bytes, message: FromEngine) -> bool:
         """Send without waiting for the client to read; returns False if the client has gone."""

@@ -23,9 +23,9 @@ from engine_clients import ScriptedProcessEngine, collect, scripted_config, stat
 from engine_clients import scripted_request as request
 
 from outrider.engine.config import EngineConfig
-from outrider.engine.processes import child_process, process_engine
+from outrider.engine.processes import child_process, process, process_engine
 from outrider.engine.processes.client import EngineUnavailableError
-from outrider.engine.processes.messages import Submit
+from outrider.engine.processes.messages import Abort, Submit
 
 pytestmark = pytest.mark.anyio
 
@@ -259,6 +259,25 @@ async def test_bytes_that_are_no_message_do_not_end_the_engine(
     assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}
     await client.stop()
     assert f"ignored {len(deeply_nested)} bytes that are no message" in capfd.readouterr().err
+
+
+async def test_a_flood_of_messages_leaves_the_engine_its_steps() -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as socket,
+        context.socket(zmq.DEALER) as sender,
+    ):
+        for each in (socket, sender):
+            each.set_hwm(0)
+        socket.bind("inproc://flood")
+        sender.connect("inproc://flood")
+        sent = [Abort([str(i)]) for i in range(2500)]
+        for message in sent:
+            sender.send(msgspec.msgpack.encode(message))
+        channel = process.Channel(socket)
+        taken = [[message for _, message in channel.receive(wait_s)] for wait_s in (None, 0, 1e-3)]
+        assert [len(messages) for messages in taken] == [1000, 1000, 500]
+        assert [message for messages in taken for message in messages] == sent
 
 
 async def test_an_answer_to_nobody_does_not_disturb_the_client(
