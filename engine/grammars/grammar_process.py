@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import select
 import socket
 import subprocess
@@ -50,9 +49,8 @@ class GrammarProcess:
         self.error: str | None = None
         self._zygote = zygote
         self._connection: socket.socket | None = None
-        self._lifeline_fd: int | None = None
+        self._lifeline: socket.socket | None = None
         self._is_closed = False
-        self._lock = Lock()
         self._numbers = itertools.count()
         self._sequences: set[int] = set()  # those that have not ended
         self._ended: list[int] = []  # those that the process has not been told of
@@ -62,10 +60,9 @@ class GrammarProcess:
         """Compile; raises OSError if no process can be started."""
         if self._is_closed:
             return Verdict("", "it was given up before it was compiled")
-        connection, lifeline_fd = self._zygote.fork()
-        with self._lock:
-            self._connection, self._lifeline_fd = connection, lifeline_fd
-        if self._is_closed:
+        connection, self._lifeline = self._zygote.fork()
+        self._connection = connection
+        if self._is_closed:  # by a thread that may have found neither
             self.close()
         start_s = time.monotonic()
         connection.settimeout(timeout_s + _GRACE_S)
@@ -132,14 +129,11 @@ class GrammarProcess:
 
     def close(self) -> None:
         """End the process, whatever it is doing. May be called from any thread, and twice."""
-        with self._lock:
-            self._is_closed = True
-            if self._lifeline_fd is not None:
-                os.close(self._lifeline_fd)
-                self._lifeline_fd = None
-            if self._connection is not None:
+        self._is_closed = True
+        for end in (self._lifeline, self._connection):
+            if end is not None:
                 with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
+                    end.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
 
     def _fail(self) -> None:
         self.error = _TOO_MUCH
@@ -147,8 +141,9 @@ class GrammarProcess:
 
     def __del__(self) -> None:
         self.close()
-        if self._connection is not None:
-            self._connection.close()
+        for end in (self._lifeline, self._connection):
+            if end is not None:
+                end.close()
 
 
 class Zygote:
@@ -160,26 +155,26 @@ class Zygote:
         self.process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Any] | None = None
 
-    def fork(self) -> tuple[socket.socket, int]:
-        """A connection to a new fork, and the write end of a pipe whose closing ends the fork."""
-        connection, theirs = socket.socketpair()
-        broken_fd, lifeline_fd = os.pipe()
+    def fork(self) -> tuple[socket.socket, socket.socket]:
+        """A connection to a new fork, and its lifeline: a socket whose closing ends the fork."""
+        connection, its = socket.socketpair()
+        lifeline, its_lifeline = socket.socketpair()
         try:
             self.start()
             with self._lock:
                 try:
-                    self._hand_over(theirs.fileno(), broken_fd)
+                    self._hand_over(its, its_lifeline)
                 except OSError:  # it reads no grammars, so it was killed from outside
                     self._start()
-                    self._hand_over(theirs.fileno(), broken_fd)
+                    self._hand_over(its, its_lifeline)
         except BaseException:
             connection.close()
-            os.close(lifeline_fd)
+            lifeline.close()
             raise
         finally:
-            theirs.close()
-            os.close(broken_fd)
-        return connection, lifeline_fd
+            its.close()
+            its_lifeline.close()
+        return connection, lifeline
 
     def start(self) -> None:
         """Start the process, unless that was done before."""
@@ -187,8 +182,8 @@ class Zygote:
             if self._end is None:
                 self._start()
 
-    def _hand_over(self, *fds: int) -> None:
-        socket.send_fds(self._control, [b"f"], fds)
+    def _hand_over(self, *ends: socket.socket) -> None:
+        socket.send_fds(self._control, [b"f"], [end.fileno() for end in ends])
 
     def _start(self) -> None:
         if self._end is not None:

@@ -7,8 +7,8 @@ processor time, by a timer, or when the engine's end of the connection is closed
 
 `Zygote` starts `python -P -m outrider.engine.grammars.grammar_server CONTROL_FD`, with the token
 table on stdin. That process reads no grammar itself: it always keeps one fork waiting. CONTROL_FD
-sends the fork two descriptors: its connection to the engine, and the read end of a pipe. The fork
-dies when the write end of that pipe is closed.
+sends the fork two sockets: its connection to the engine, and a lifeline. The fork dies when the
+other end of the lifeline is closed.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import gc
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import sys
@@ -241,12 +242,22 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
         send(connection, answers)
 
 
-def _live(
-    connection: socket.socket, lifeline_fd: int, tokenizer: LLTokenizer, limits: LLParserLimits
-) -> None:
+def _end_with(lifeline: socket.socket) -> None:
+    """End this process, whatever it is doing, once the other end of this socket is closed.
+
+    Nothing is ever sent on it. On the connection, the wake-up for a message may come after the
+    message was read, and would be taken for the end.
+    """
+    # SIGIO ends a process on Linux. macOS ignores it: there only the limits on time end what nobody
+    # waits for.
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it was closed before that
+        os._exit(0)
+
+
+def _live(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
     """Serve one grammar, on a stack of known size. Default signal handlers end the process."""
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO once the other end is closed
     if sys.platform == "linux":
         with open("/proc/self/statm") as statm:
             num_pages = int(statm.read().split()[5])  # private and writable
@@ -280,7 +291,9 @@ def _fork_for(control: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
         os.close(tell_fd)
         control.close()
         try:
-            _live(socket.socket(fileno=fds[0]), fds[1], tokenizer, limits)
+            connection, lifeline = (socket.socket(fileno=fd) for fd in fds)
+            _end_with(lifeline)
+            _live(connection, tokenizer, limits)
         finally:
             os._exit(1)
     os.close(tell_fd)

@@ -3,8 +3,10 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from grammars import allowed, compile_grammar
 
 from outrider.engine.config import TokenTable
+from outrider.engine.grammars import grammar_messages, grammar_process
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 
 A, B, X, MANY_A, EOS = range(5)
@@ -50,8 +53,8 @@ def forks(compiler: GrammarCompiler) -> set[int]:
     return {child.pid for child in zygote.children()}
 
 
-def becomes_true(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
+def becomes_true(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -148,10 +151,34 @@ def test_giving_up_ends_the_compilation() -> None:
     assert process.is_usable()  # the second waits for it still
     second.leave()
     process.begun.result(timeout=5)  # not the ten seconds that it may take
+    becomes_true(lambda: len(forks(compiler)) == 2, within_s=5)
     assert not process.is_usable()
     third = compiler.start(SLOW)
     assert third.process is not process
     third.leave()
+
+
+def test_a_process_that_runs_only_after_all_gave_up_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = make()
+    compiler.warm_up()
+    becomes_true(lambda: len(forks(compiler)) == 1)
+    (waiting,) = forks(compiler)
+    has_asked = threading.Event()
+
+    def receive(connection: socket.socket) -> bytes:
+        has_asked.set()
+        return grammar_messages.receive(connection)
+
+    monkeypatch.setattr(grammar_process, "receive", receive)
+    os.kill(waiting, signal.SIGSTOP)
+    grammar = compiler.start(SLOW)
+    assert has_asked.wait(20)
+    grammar.leave()
+    grammar.process.begun.result(timeout=5)
+    os.kill(waiting, signal.SIGCONT)
+    becomes_true(lambda: is_gone(waiting), within_s=5)  # not the ten seconds that it may take
 
 
 def test_nothing_is_left_of_what_was_used() -> None:
