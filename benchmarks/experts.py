@@ -14,11 +14,12 @@ from torch import Tensor
 
 from kernels import DEVICE, time_us
 from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts
-from outrider.kernels.model.experts import add_experts, combine
+from outrider.kernels.model.experts import add_experts
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_matrix import NarrowMatrix
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import route
+from outrider.kernels.model.split_product import add_parts
 
 ROWS = (1, 8, 32, 64, 256, 4096)
 PARTS = ("route", "gate and up", "down", "sum, norm", "in all")
@@ -63,12 +64,12 @@ def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> 
     norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
     routings = [route(each, top_k) for each in logits]
     gated = experts_product(x, routings[0], experts.gate_up, experts)
-    outputs = experts_product(gated, routings[0], experts.down, None)
+    parts = experts_product(gated, routings[0], experts.down, None)
     calls = (
         [partial(route, each, top_k) for each in logits],
         [partial(experts_product, x, each, experts.gate_up, experts) for each in routings],
         [partial(experts_product, gated, each, experts.down, None) for each in routings],
-        [partial(combine, residual, outputs, each, experts.down, norm) for each in routings],
+        [partial(add_parts, residual, parts, norm)],
         [partial(run_layer, residual, x, each, top_k, experts, norm) for each in logits],
     )
     num_taken = sum(len(each.ids.unique()) for each in routings) / len(routings)

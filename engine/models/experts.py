@@ -43,7 +43,7 @@ class ExpertMLP(Part):
 
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
-    ) -> Tensor | None:
+    ) -> Normed | None:
         if normed is None:
             normed = rms_norm(x, self.norm)
         assert isinstance(normed, Tensor)
@@ -52,6 +52,6 @@ class ExpertMLP(Part):
 
     def add(
         self, x: Tensor, normed: Tensor, routing: Routing, next_norm: Norm | None = None
-    ) -> Tensor | None:
+    ) -> Normed | None:
         """Add the output of experts that are chosen already."""
         return add_experts(x, normed, routing, self.experts.matrices, next_norm)

@@ -35,12 +35,14 @@ def _tiling(size: int, num_steps: int) -> dict[str, int]:
 def experts_product(
     x: Tensor, routing: Routing, layer: ExpertMatrix, gate: Experts | None
 ) -> Tensor:
-    """With a gate, the gated outputs of each pair; else its outputs in float32, without the bias.
+    """With a gate, the gated outputs of each pair; else its outputs times its weight, which are the
+    parts of each row's sum.
 
     Sums are not split over K: that was slower on an H200 from a few rows on.
-    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [T * k, N] float32
+    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [k, T, N] float32
     """
-    num_pairs = routing.ids.numel()
+    num_rows, top_k = routing.ids.shape
+    num_pairs = num_rows * top_k
     matrix, num_out = layer.matrix, layer.num_out
     assert matrix.kind == "fp4"
     assert matrix.group == GROUP
@@ -55,21 +57,22 @@ def experts_product(
     if gate:
         out = x.new_empty(num_pairs, num_out // 2)
     else:
-        out = x.new_empty(num_pairs, num_out, dtype=torch.float32)
+        out = x.new_empty(top_k, num_rows, num_out, dtype=torch.float32)
     _experts_kernel[(num_tiles,)](
         out,
         x,
+        routing.weights,
         *routing.tiles,
         matrix.codes.view(torch.int32),
         matrix.scale.view(torch.uint8),
         layer.bias,
         gate.alpha if gate else 0.0,
         gate.limit if gate else 0.0,
-        num_pairs,
+        num_rows,
         num_out // 2 if gate else num_out,
         x.stride(0),
         layer.num_experts,
-        PAIRS_PER_ROW=num_pairs // len(x),
+        TOP_K=top_k,
         NUM_ROWS=matrix.shape[0],
         WIDTH=matrix.codes.shape[1],
         GATED=gate is not None,
@@ -83,10 +86,11 @@ def experts_product(
     return out
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _experts_kernel(
-    out_ptr,  # [num_pairs, num_out], float32 if not GATED
-    x_ptr,  # [num_pairs / PAIRS_PER_ROW, inputs]
+    out_ptr,  # [num_rows * TOP_K, num_out] or, not GATED, [TOP_K, num_rows, num_out] float32
+    x_ptr,  # [num_rows, inputs] or, not GATED, [num_rows * TOP_K, inputs]
+    weights_ptr,  # [num_rows * TOP_K]
     experts_ptr,  # [tiles]
     pairs_ptr,  # [tiles, BLOCK_M]
     codes_ptr,  # [experts * outputs, WIDTH / 4] words; outputs: num_out or, GATED, 2 * num_out
@@ -94,11 +98,11 @@ def _experts_kernel(
     bias_ptr,  # [experts * outputs]
     alpha,
     limit,
-    num_pairs,
+    num_rows,
     num_out,
     x_stride,
     num_experts,
-    PAIRS_PER_ROW: tl.constexpr,
+    TOP_K: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
@@ -128,33 +132,35 @@ def _experts_kernel(
     start_next_kernel(DEPENDENT)
     expert = tl.load(experts_ptr + tile, cache_modifier=".cg")
     if expert < num_experts:
-        pair = tl.load(
-            pairs_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M)[None, :], cache_modifier=".cg"
-        )
-        is_pair = pair < num_pairs
-        pair = tl.where(is_pair, pair, 0)
+        pairs_at = pairs_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        pair = tl.load(pairs_at, cache_modifier=".cg")
+        is_pair = pair < num_rows * TOP_K
         weight_row = expert * num_weight_rows + in_expert
         read_row = expert * num_weight_rows + read_in_expert
-        x_at = x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64) * x_stride
+        x_row = pair // TOP_K if GATED else pair
+        x_at = x_ptr + tl.where(is_pair, x_row, 0).to(tl.int64) * x_stride
         codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
         scale_at = scale_ptr + read_row
         total = _sums(
             x_at, codes_at, scale_at, is_pair, is_read,
             NUM_ROWS, WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
         )  # fmt: skip
+        pair = tl.load(pairs_at, cache_modifier=".cg")  # again: kept, it would spill registers
+        is_pair = pair < num_rows * TOP_K
+        bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
+        total += bias[:, None]
         if GATED:
-            bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
-            total += bias[:, None]
             gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTS, BLOCK_M]), (1, 2, 0)))
             # Comparisons keep what is not a number, which tl.minimum would not.
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
             y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
         else:
-            y = total
+            y = total * tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
+        out_row = pair if GATED else pair % TOP_K * num_rows + pair // TOP_K
         outs = tile_n * OUTS + tl.arange(0, OUTS)
         tl.store(
-            out_ptr + pair.to(tl.int64) * num_out + outs[:, None],
+            out_ptr + out_row.to(tl.int64) * num_out + outs[:, None],
             y.to(out_ptr.dtype.element_ty),
             mask=is_pair & (outs < num_out)[:, None],
         )

@@ -119,7 +119,6 @@ def _add_parts_kernel(
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     mask = n < width
-    norm = None
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
     at = row * width + n
@@ -129,20 +128,13 @@ def _add_parts_kernel(
         y += tl.load(parts_ptr + split * (num_rows.to(tl.int64) * width) + at, mask=mask, other=0.0)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    z = store_and_normalise(residual_ptr, y, at, mask, norm, eps, width)
-    if codes_ptr is not None:
-        z = z.to(tl.float32)
-        store_codes(z, row, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
-    elif out_ptr is not None:
-        tl.store(out_ptr + at, z, mask=mask)
-
-
-@triton.jit
-def store_and_normalise(residual_ptr, y, at, mask, norm, eps, width):
-    """Store a row of a residual; returns it normalised if there is a norm (float32)."""
     stored = y.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, stored, mask=mask)
-    if norm is not None:
+    if norm_ptr is not None:
         y = stored.to(tl.float32)  # normalise what was stored
-        stored = (y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm).to(stored.dtype)
-    return stored
+        z = (y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm).to(stored.dtype)
+        if codes_ptr is not None:
+            z = z.to(tl.float32)
+            store_codes(z, row, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
+        else:
+            tl.store(out_ptr + at, z, mask=mask)
