@@ -37,7 +37,6 @@ _CALLS = (
     "outrider_draw",
     "outrider_draft",
     "outrider_probabilities",
-    "outrider_philox",
     "outrider_bitmask",
     "outrider_token_bias",
     "outrider_bad_words",

@@ -401,16 +401,4 @@ PUBLIC void outrider_probabilities(
         out[n] = probability(row, is_bf16, width, token_ids[n]);
     }
 }
-
-// Counters that fit 32 bits, [4][count], and words likewise.
-PUBLIC void outrider_philox(
-    int32_t count, const int64_t* seeds, const int64_t* counters, int64_t* words
-) {
-    for (int n = 0; n < count; n++) {
-        uint32_t counter[4], drawn[4];
-        for (int i = 0; i < 4; i++) counter[i] = (uint32_t)counters[(int64_t)i * count + n];
-        philox((uint64_t)seeds[n], counter, drawn);
-        for (int i = 0; i < 4; i++) words[(int64_t)i * count + n] = drawn[i];
-    }
-}
 }

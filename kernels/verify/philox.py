@@ -8,15 +8,12 @@ within a request; with the position alone, `block` would not be lossless over se
 row, slot, padding and k are never part of a counter.
 """
 
-import ctypes
-from ctypes import c_void_p
 from enum import IntEnum
 
 import numpy as np
 import torch
 
 from .._dispatch import INTERPRET
-from ..cpu.layers import compiled
 from ..triton_or_none import tl, triton
 
 MASK32 = 0xFFFFFFFF
@@ -47,22 +44,8 @@ def philox_reference(
 ) -> Words:
     """Four 32-bit words, held in int64, for int64 tensors that broadcast together."""
     inputs = np.broadcast_arrays(*(x.numpy(force=True) for x in (seed, c0, c1, c2, c3)))
-    library = compiled()
-    words_np = _compiled_words(library, *inputs) if library else _words(*inputs)
-    w0, w1, w2, w3 = torch.from_numpy(words_np).to(seed.device).unbind()
+    w0, w1, w2, w3 = torch.from_numpy(_words(*inputs)).to(seed.device).unbind()
     return w0, w1, w2, w3
-
-
-def _compiled_words(library: ctypes.CDLL, key: np.ndarray, *counter: np.ndarray) -> np.ndarray:
-    """In one call. Shape: [...] int64 each -> [4, ...] int64."""
-    # Stacked, broadcast arrays keep the order of their strides.
-    keys_np = np.ascontiguousarray(key, np.int64)
-    counters_np = np.ascontiguousarray(np.stack(counter), np.int64)
-    words_np = np.empty((4, *key.shape), np.int64)
-    library.outrider_philox(
-        keys_np.size, *(c_void_p(x.ctypes.data) for x in (keys_np, counters_np, words_np))
-    )
-    return words_np
 
 
 def _words(key: np.ndarray, *counter: np.ndarray) -> np.ndarray:
