@@ -17,7 +17,7 @@ from .._dispatch import uses_triton
 from . import cpu
 from .bisection import bisect_rows
 from .decide import decide_reference
-from .drafts import Drafts, DraftSample, Step, Verified, emit_reference, row_index_reference
+from .drafts import Drafts, DraftSample, Step, Verified
 from .draw import draw_reference
 from .finish import finish
 from .philox import Purpose
@@ -69,8 +69,6 @@ def draft_sample(
     step = Step(logits, None, drafts, sampling, anchor, position, Purpose.DRAFT, vocab_size, words)
     if cpu.takes(logits):
         return cpu.draw(step)
-    if not samples and not uses_triton(logits):
-        return _greedy_drafts(logits[:, :vocab_size])
     verified, state = _sample(step, filters, samples)
     return DraftSample(verified.token_ids[:, 0], state)
 
@@ -140,8 +138,6 @@ def verify(
     )  # fmt: skip
     if cpu.takes(target_logits, draft_logits):
         return cpu.verify(step)
-    if not samples and not uses_triton(target_logits):
-        return _verify_greedy(step)
     return _sample(step, filters, samples)[0]
 
 
@@ -177,31 +173,6 @@ def _sample(step: Step, filters: bool, samples: bool) -> tuple[Verified, torch.T
     if samples and (filters or k_max > 0):
         finish(step, stats.max.shape[1], rows, verified)
     return verified, rows.state
-
-
-def _greedy_drafts(logits: torch.Tensor) -> DraftSample:
-    """Each row's argmax, without states, which greedy requests do not need: on a CPU they would
-    take as long as a layer of a small draft."""
-    best, token_ids = logits.max(dim=1)
-    token_ids = token_ids.where(best.isfinite(), 0)
-    return DraftSample(
-        token_ids, logits.new_full((len(logits), STATE_WIDTH), torch.nan, dtype=torch.float32)
-    )
-
-
-def _verify_greedy(step: Step) -> Verified:
-    """Verify by each row's argmax, without states."""
-    drafts = step.drafts
-    best, token_ids = step.logits[:, : step.vocab_size].max(dim=1)
-    bad = ~best.isfinite()
-    row_index = row_index_reference(step)
-    own = token_ids.where(~bad, -1)[row_index]
-    offset = torch.arange(drafts.token_ids.shape[1], device=own.device)
-    stands = (own[:, :-1] == drafts.token_ids) & (own[:, :-1] >= 0)
-    stands &= offset < drafts.num_drafts[:, None]
-    accepted = stands.long().cumprod(-1).sum(-1)
-    last = own.gather(1, accepted[:, None]).squeeze(1)
-    return emit_reference(drafts, accepted, last, bad[row_index])
 
 
 def _sample_reference(step: Step) -> tuple[Verified, torch.Tensor]:
