@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from outrider.kernels.model.packed_linear import pack_weight
 from outrider.kernels.model.rope import store
 
 from ..config import ModelConfig
@@ -27,7 +26,7 @@ from .attention import PagedAttention, PassContext
 from .checkpoint import Progress
 from .gguf_file import transformers_arguments
 from .network import Network, Pass
-from .weights import Dense, Linear, Packed
+from .weights import Dense, Linear, packed
 
 # Must not contain "flash", "sdpa", "flex", "paged|" or "/", which mean something to transformers.
 _NAME = "outrider_{}"
@@ -209,25 +208,22 @@ class PackedLinear(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        y: Tensor = self.linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return y
 
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module, *, rounds: bool = False) -> None:
-    """Replace each plain linear layer by a packed one that computes the same.
-
-    With `rounds`, weights may be rounded to 8 bits. No layer is replaced if oneDNN lacks the dtype
-    or this torch the operator.
-    """
+    """Replace each plain linear layer by what `packed` makes of it, if it makes anything."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # A subclass may have another forward.
             if type(child) is not nn.Linear:
                 continue
-            matrix = pack_weight(child.weight, rounds=rounds)
-            if matrix is not None:
-                weight = Packed(matrix, (child.out_features, child.in_features))
-                setattr(parent, name, PackedLinear(Linear(weight, child.bias)))
+            plain = Linear(Dense(child.weight), child.bias)
+            fast = packed(plain, rounds=rounds)
+            if fast is not plain:
+                setattr(parent, name, PackedLinear(fast))
 
 
 @contextmanager

@@ -151,13 +151,14 @@ class Dense(Weight):
 
 
 class Packed(Unfused):
-    """A matrix that oneDNN has reordered for a CPU, and perhaps rounded to 8 bits."""
+    """A matrix that oneDNN has reordered for a CPU."""
+
+    batch_invariant = True
 
     def __init__(self, matrix: PackedWeight, shape: tuple[int, int]) -> None:
         self._matrix = matrix
         self.shape = shape
-        self.num_bytes = (matrix.reordered if matrix.rounded is None else matrix.rounded).nbytes
-        self.batch_invariant = bool(matrix.blocks)
+        self.num_bytes = matrix.reordered.nbytes
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return packed_linear(x, self._matrix, bias)
@@ -297,5 +298,5 @@ def packed(linear: Linear, *, rounds: bool) -> Linear:
         tiles = Tiles.rounded(weight.matrix)
         if tiles is not None:
             return Linear(tiles, linear.bias)
-    matrix = pack_weight(weight.matrix, rounds=rounds)
+    matrix = pack_weight(weight.matrix)
     return linear if matrix is None else Linear(Packed(matrix, weight.shape), linear.bias)

@@ -7,9 +7,6 @@ at load, the same product takes half the time at one row, and 0.2 to 0.5 of it a
 oneDNN's order of summation can depend on the number of rows: on some machines one row, or more than
 32, are summed differently from the rest. At load we find out which numbers of rows sum alike, and
 then pass rows in blocks of these sizes only. So the bits of a row do not depend on the batch.
-
-A draft's weights may be rounded, since the target decides anyway. With 8 bits and a scale for each
-row, a weight has half the bytes, and takes a third of the time at one row of a narrow layer.
 """
 
 from typing import NamedTuple
@@ -19,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHEAPEST_ROWS, _EXACT_ROWS = 4, 16
-# Measured: for more or longer rows, torch's product of 8-bit weights is slower than oneDNN's.
-_MAX_ROUNDED_ROWS = 4
-_MAX_ROUNDED_INPUTS = 1024
 # Block sizes to use if they sum as _CHEAPEST_ROWS rows do.
 _BLOCKS = (512, 128, 64, 32, 28, 24, 20, *range(16, 3, -1))
 _COMPARED = 100_000  # outputs: summed in another order, about one in 10,000 differs
@@ -30,34 +24,17 @@ _INPUT_MULTIPLE = 32
 
 
 class PackedWeight(NamedTuple):
-    """The weight of a linear layer, [N, K]; with `scale`, it is rounded * scale[:, None]."""
+    """The weight of a linear layer, [N, K]."""
 
-    reordered: Tensor  # in oneDNN's layout; if rounded, the integers, which bfloat16 holds exactly
-    rounded: Tensor | None  # [N, K] int8
-    scale: Tensor | None  # [N]
-    blocks: tuple[int, ...] = ()  # block sizes that sum alike, descending; (): bits may vary
+    reordered: Tensor  # in oneDNN's layout
+    blocks: tuple[int, ...]  # sizes of blocks of rows that sum alike, descending
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` over a packed weight. Shape: x [..., T, K] -> [..., T, N]."""
-    rows = x.flatten(0, -2)
-    if weight.rounded is None or weight.scale is None:
-        out = _reordered_linear(rows, weight, bias)
-        return out.view(*x.shape[:-1], out.shape[-1])
-    if 0 < len(rows) <= _MAX_ROUNDED_ROWS:
-        out = torch._weight_int8pack_mm(rows, weight.rounded, weight.scale)
-    else:
-        out = _reordered_linear(rows, weight, None).mul_(weight.scale)
-    out = out.view(*x.shape[:-1], out.shape[-1])
-    return out if bias is None else out.add_(bias)
-
-
-def _reordered_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    num_rows = padded = len(rows)
-    # For few rows, copying them to pad them would take as long as padding saves.
-    if weight.blocks or num_rows > _EXACT_ROWS:
-        padded = padded_rows(num_rows)
-    is_whole = not weight.blocks or padded in weight.blocks
+def packed_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` over a packed weight. Shape: [T, K] -> [T, N]."""
+    num_rows = len(rows)
+    padded = padded_rows(num_rows)
+    is_whole = padded in weight.blocks
     if not is_whole:
         padded = -(-padded // _CHEAPEST_ROWS) * _CHEAPEST_ROWS
     num_missing = weight.reordered.shape[1] - rows.shape[1]
@@ -94,20 +71,15 @@ def padded_rows(num_rows: int) -> int:
 
 
 @torch.inference_mode()
-def pack_weight(weight: Tensor, *, rounds: bool = False) -> PackedWeight | None:
-    """Reorder the weight of a linear layer; with `rounds`, round it to 8 bits if that is faster.
+def pack_weight(weight: Tensor) -> PackedWeight | None:
+    """Reorder the weight of a linear layer.
 
-    None if oneDNN lacks the dtype, this torch the operator, or the results disagree. Only without
-    `rounds` are the bits of a row independent of the batch. Shape: [N, K].
+    None if oneDNN lacks the dtype, this torch the operator, or the results disagree. Shape: [N, K].
     """
     try:
-        if rounds and weight.shape[1] <= _MAX_ROUNDED_INPUTS:
-            packed, weight = _round(weight)
-        else:
-            packed = PackedWeight(_reorder(weight), None, None)
-        if not all(_agrees(packed, weight, num_rows) for num_rows in (3, 5)):
-            return None
-        return packed if rounds else packed._replace(blocks=_alike(packed.reordered))
+        reordered = _reorder(weight)
+        packed = PackedWeight(reordered, _alike(reordered))
+        return packed if all(_agrees(packed, weight, num_rows) for num_rows in (3, 5)) else None
     except (RuntimeError, AttributeError):  # torch lacks oneDNN, or oneDNN this dtype
         return None
 
@@ -154,14 +126,6 @@ def _alike(reordered: Tensor) -> tuple[int, ...]:
 
 def _in_blocks(rows: Tensor, reordered: Tensor, size: int) -> Tensor:
     return torch.cat([_product(block, reordered, None) for block in rows.split(size)])
-
-
-def _round(weight: Tensor) -> tuple[PackedWeight, Tensor]:
-    """The weight rounded to 8 bits, and the plain weight that this equals."""
-    scale = (weight.float().abs().amax(1) / 127).clamp_min(1e-12).to(weight.dtype)
-    rounded = (weight.float() / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-    integers = rounded.to(weight.dtype)
-    return PackedWeight(_reorder(integers), rounded, scale), integers * scale[:, None]
 
 
 def _agrees(packed: PackedWeight, weight: Tensor, num_rows: int) -> bool:
