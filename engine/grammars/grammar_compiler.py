@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from functools import partial
 from threading import Lock, Semaphore, Thread
 
-import numpy as np
+from outrider.kernels.edits.token_mask import token_mask
 
 from ..config import TokenTable
 from .grammar import Grammar
@@ -41,7 +41,7 @@ class GrammarCompiler:
             )
         self._vocab_size = vocab_size
         eos_token_ids = [i for i in eos_token_ids if i < vocab_size]
-        self._eos_mask = self._mask_of(eos_token_ids)
+        self._eos_mask = token_mask(eos_token_ids, vocab_size)
         table = Table(
             list(tokens.token_bytes),
             list(tokens.special_token_ids),
@@ -94,7 +94,8 @@ class GrammarCompiler:
             self._processes.move_to_end(text)
             if len(self._processes) > _MAX_KEPT:
                 self._processes.popitem(last=False)
-        return Grammar(process, self._eos_mask, self._eos_mask | self._mask_of(stop_token_ids))
+        end_mask = self._eos_mask | token_mask(stop_token_ids, self._vocab_size)
+        return Grammar(process, self._eos_mask, end_mask)
 
     def _run(self, work: Callable[[], Verdict]) -> "Future[Verdict]":
         """Run on a daemon thread, so that this process need not wait for it to exit."""
@@ -112,8 +113,3 @@ class GrammarCompiler:
 
         Thread(target=run, name="grammar", daemon=True).start()
         return future
-
-    def _mask_of(self, token_ids: Sequence[int]) -> np.ndarray:
-        bits = np.zeros(-(-self._vocab_size // 32) * 32, dtype=np.uint8)
-        bits[[i for i in token_ids if i < self._vocab_size]] = 1
-        return np.packbits(bits, bitorder="little").view(np.int32)

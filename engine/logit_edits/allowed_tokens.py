@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.edits.bitmask import apply_bitmask, num_words, pack_bitmask
+from outrider.kernels.edits.bitmask import apply_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
+from outrider.kernels.edits.token_mask import num_words, token_mask
 
 from ..api import SamplingParams
 from ..request import Request
@@ -21,8 +22,8 @@ class AllowedTokens(LogitEdit):
         return len(params.allowed_token_ids) > 0
 
     def seat(self, request: Request) -> None:
-        allowed = self._uploaded(request.params.allowed_token_ids, np.int64)
-        self._bitmask[request.slot] = pack_bitmask(allowed, self._vocab_size)
+        mask = token_mask(request.params.allowed_token_ids, self._vocab_size)
+        self._bitmask[request.slot] = self._uploaded(mask, np.int32)
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
         apply_bitmask(logits, at.row, self._bitmask, at.slot, self._vocab_size)

@@ -7,21 +7,9 @@ from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
 from . import cpu
 from .edit_rows import EditRows
+from .token_mask import num_words
 
 _BLOCK = 1024
-
-
-def num_words(vocab_size: int) -> int:
-    """int32 words of a bitmask over the vocabulary."""
-    return -(-vocab_size // 32)
-
-
-def pack_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The bitmask in which exactly these tokens are set. Shape: [n] int64 -> [num_words] int32."""
-    bits = torch.zeros(num_words(vocab_size) * 32, dtype=torch.int64, device=token_ids.device)
-    bits.index_fill_(0, token_ids, 1)  # an indexed assignment would wait for the GPU
-    words = (bits.view(-1, 32) << torch.arange(32, device=bits.device)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 def apply_bitmask(
@@ -33,8 +21,7 @@ def apply_bitmask(
 ) -> None:
     """Set logits[row[i]] to -inf, in place, wherever bitmask[bitmask_row[i]] has no bit set.
 
-    Token x is bit x % 32 of word x // 32, the layout of grammar libraries. Other rows, and ids from
-    vocab_size on, are not touched.
+    `token_mask.py` tells the layout. Other rows, and ids from vocab_size on, are not touched.
 
     Parameters
     ----------

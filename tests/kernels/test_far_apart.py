@@ -6,10 +6,11 @@ import torch
 from verification import DEVICE, HAS_KERNELS, spread_out
 
 from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
-from outrider.kernels.edits.bitmask import apply_bitmask, num_words
+from outrider.kernels.edits.bitmask import apply_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
 from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
 from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
+from outrider.kernels.edits.token_mask import num_words
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm, rms_norm

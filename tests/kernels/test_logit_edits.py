@@ -3,16 +3,18 @@
 from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from grids import pairwise
 from verification import DEVICE, DRAWING_ROADS, on_road
 
 from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
-from outrider.kernels.edits.bitmask import apply_bitmask, num_words, pack_bitmask
+from outrider.kernels.edits.bitmask import apply_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
 from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
 from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
+from outrider.kernels.edits.token_mask import num_words, token_mask
 
 PROMPT, KNOWN, WIDTH = 3, 6, 16  # tokens of the prompt, known tokens, room
 SHAPES = [(5, 5), (33, 40), (1500, 1500), (2100, 2049)]  # vocabulary, logits of a row
@@ -188,7 +190,8 @@ def test_a_bitmask_keeps_what_it_names(
     case = make_case(vocab, width, dtype)
     generator = torch.Generator().manual_seed(width)
     kept = torch.rand(3, vocab, generator=generator) < 0.5
-    bitmask = torch.stack([pack_bitmask(row.nonzero().squeeze(1), vocab) for row in kept])
+    ids = [[*row.nonzero().flatten().tolist(), vocab] for row in kept]
+    bitmask = torch.from_numpy(np.stack([token_mask(each, vocab) for each in ids]))
     assert bitmask.shape == (3, num_words(vocab))
     of = [2, 0, 2, 1]
     truth = case.logits.clone()
