@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,22 +32,51 @@ _INNER = {
     "mlp.down_proj": "ffn_down",
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# Tensors that stretch RoPE: by Llama 3.1's rule, and by LongRoPE.
+_ROPE_FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _HEADS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
 
+def why_misread(file: GgufFile) -> str | None:
+    """What this file has that transformers would leave out without a word; None if nothing."""
+    architecture = file.metadata.get("general.architecture")
+    if stretched := _rope_scaling(file.metadata, f"{architecture}.rope"):
+        return stretched
+    # Gemma 4's factors only say which dimensions rotate, as its configuration does.
+    ignored = set() if architecture == "gemma4" else _ROPE_FACTORS
+    for name in file.names:
+        if name in ignored or (architecture == "llama" and not _is_known(name)):
+            return name
+    return None
+
+
+def _rope_scaling(metadata: dict[str, Any], prefix: str) -> str | None:
+    """The entry that scales RoPE, and its value; without a type it is linear, as in llama.cpp."""
+    key = f"{prefix}.scaling.type"
+    type_ = metadata.get(key)
+    if type_ not in (None, "none", "linear"):
+        return f"{key} {type_}"
+    for key in (f"{prefix}.scaling.factor", f"{prefix}.scale_linear"):
+        if type_ != "none" and metadata.get(key, 0) not in (0, 1):
+            return f"{key} {metadata[key]:g}"
+    return None
+
+
+def _is_known(name: str) -> bool:
+    """Whether it is a tensor of a Llama without biases."""
+    stem, _, kind = name.removeprefix("blk.").rpartition(".")
+    known = {*_OUTER.values(), *_INNER.values()}
+    return kind == "weight" and stem.lstrip("0123456789.") in known
+
+
 def why_unpacked(file: GgufFile) -> str | None:
-    """Why this file's weights cannot be kept quantised; None if they can.
+    """Why the weights of a file that is read whole cannot be kept quantised; None if they can.
 
     Raises UnknownFormatError naming a type that has no reader here.
     """
     architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
         return f"its architecture is {architecture}"
-    known = {*_OUTER.values(), *_INNER.values()}
-    for name in file.names:
-        stem, _, kind = name.removeprefix("blk.").rpartition(".")
-        if kind not in ("weight", "bias") or stem.lstrip("0123456789.") not in known:
-            return f"it has {name}"
     layouts = {file.format_of(name).layout for name in file.names}
     if layouts == {Layout.PLAIN}:
         return "none of it is quantised"

@@ -34,18 +34,24 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
     """Fill `folder` with the weights, config and tokenizer of a GGUF file.
 
     The weights stay in the file if the engine can read them there; otherwise they are unpacked.
-    Raises ModelError if the file cannot be read, or its tokenizer cannot be rebuilt exactly.
+    Raises ModelError if the file cannot be read, or its model or tokenizer cannot be rebuilt
+    exactly.
     """
     # These take seconds to import, and are needed only for the first start.
     from transformers import AutoTokenizer
 
-    from outrider.engine.models.gguf_checkpoint import why_unpacked
+    from outrider.engine.models.gguf_checkpoint import why_misread, why_unpacked
     from outrider.engine.models.gguf_file import FILE_NAME, GgufFile, UnknownFormatError
 
     stage = f"Converting {source.name}"
     progress(stage, 0, 0)
     try:
         file = GgufFile(source)
+        if ignored := why_misread(file):
+            raise ModelError(
+                f"cannot convert {source}: it has {ignored}, which would be left out, and what is "
+                "left is another model; use the model's original directory or hub id instead"
+            )
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         _fix_pre_tokenizer(
             tokenizer.backend_tokenizer, file.metadata.get("tokenizer.ggml.pre"), source

@@ -14,8 +14,8 @@ from .convert import gguf_to_directory
 from .store import ModelError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Increase when the conversion of GGUF files changes its output.
-_GGUF_RECIPE = 2
+# Increase when the conversion of GGUF files changes its output, or refuses more of them.
+_GGUF_RECIPE = 3
 
 
 def resolve(

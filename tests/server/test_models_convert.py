@@ -1,6 +1,7 @@
 """Conversions: what comes out is the model that went in."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,55 @@ def test_a_gguf_tokenizer_of_unknown_splitting_is_refused(tmp_path: Path) -> Non
     source = write_tiny_gguf(tmp_path / "m.gguf", pre="newest-thing")
     with pytest.raises(ModelError, match=r"splits text \(newest-thing\) is not known"):
         gguf_to_directory(source, tmp_path, ignore_progress)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "tensors", "named"),
+    [
+        ("llama", {}, {"rope_freqs.weight": 4}, "rope_freqs.weight"),  # Llama 3.1 and later
+        ("deci", {}, {"rope_freqs.weight": 4}, "rope_freqs.weight"),
+        ("phi3", {}, {"rope_factors_long.weight": 4}, "rope_factors_long.weight"),
+        *(
+            (name, {f"{name}.rope.scaling.type": "yarn"}, {}, f"{name}.rope.scaling.type yarn")
+            for name in ("llama", "qwen2", "qwen3", "gpt-oss")
+        ),
+        (
+            "gemma3",
+            {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
+            {},
+            "gemma3.rope.scaling.factor 8",
+        ),
+        ("llama", {"llama.rope.scale_linear": 2.0}, {}, "llama.rope.scale_linear 2"),
+        ("llama", {}, {"blk.0.attn_q.bias": 32}, "blk.0.attn_q.bias"),
+        ("llama", {}, {"blk.1.ffn_gate_inp.weight": 32}, "blk.1.ffn_gate_inp.weight"),  # Mixtral
+    ],
+)
+def test_a_gguf_file_that_would_become_another_model_is_refused(
+    tmp_path: Path,
+    architecture: str,
+    metadata: dict[str, str | float],
+    tensors: dict[str, int],
+    named: str,
+) -> None:
+    source = write_tiny_gguf(
+        tmp_path / "m.gguf", architecture=architecture, metadata=metadata, tensors=tensors
+    )
+    with pytest.raises(ModelError, match=f"it has {re.escape(named)}, .* original directory"):
+        gguf_to_directory(source, tmp_path, ignore_progress)
+
+
+@pytest.mark.parametrize(
+    ("type_", "factor"), [("none", 4.0), ("linear", 1.0)], ids=["none", "factor 1"]
+)
+def test_a_gguf_file_whose_rope_is_not_scaled_is_converted(
+    tmp_path: Path, type_: str, factor: float
+) -> None:
+    metadata = {"llama.rope.scaling.type": type_, "llama.rope.scaling.factor": factor}
+    source = write_tiny_gguf(tmp_path / "m.gguf", metadata=metadata)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    gguf_to_directory(source, folder, ignore_progress)
+    assert logits(folder, [1, 2, 3]).isfinite().all()
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ class Llama(NamedTuple):
     ffn: int
     num_layers: int
 
-    def writer(self, path: Path, max_positions: int) -> GGUFWriter:
+    def writer(self, path: Path, max_positions: int, architecture: str = "llama") -> GGUFWriter:
         """Of a file that holds the model's configuration so far."""
-        writer = GGUFWriter(path, "llama")
+        writer = GGUFWriter(path, architecture)
         writer.add_block_count(self.num_layers)
         writer.add_context_length(max_positions)
         writer.add_embedding_length(self.hidden)

@@ -1,6 +1,7 @@
 """Tiny models with a tokenizer: whole directories, and GGUF files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,21 @@ def save_tiny_model_with_other_tokenizer(path: Path, **overrides: Any) -> Path:
     return path
 
 
-def write_tiny_gguf(path: Path, pre: str = "smollm") -> Path:
-    """A random two-layer llama in float32, with a byte-level tokenizer whose digits can merge."""
+def write_tiny_gguf(
+    path: Path,
+    pre: str = "smollm",
+    *,
+    architecture: str = "llama",
+    metadata: Mapping[str, str | float] = {},
+    tensors: Mapping[str, int] = {},
+) -> Path:
+    """A random two-layer llama in float32, with a byte-level tokenizer whose digits can merge.
+
+    With further `metadata`, and `tensors`, by name, of this many numbers.
+    """
     tokens, types, merges = _vocabulary()
     shape = Llama(len(tokens), hidden=32, heads=4, kv_heads=2, ffn=64, num_layers=2)
-    writer = shape.writer(path, 128)
+    writer = shape.writer(path, 128, architecture)
     writer.add_file_type(0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -48,6 +59,10 @@ def write_tiny_gguf(path: Path, pre: str = "smollm") -> Path:
     rng = np.random.default_rng(0)
     for name, size in shape.tensors():
         writer.add_tensor(name, rng.normal(0, 0.3, size).astype(np.float32))
+    for key, value in metadata.items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
+    for name, length in tensors.items():
+        writer.add_tensor(name, np.ones(length, np.float32))
     write_out(writer)
     return path
 
