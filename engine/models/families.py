@@ -4,6 +4,8 @@ To add a family that is a Llama under another name, enter it in FAMILIES. If its
 write a subclass of LlamaReader, as in `gpt_oss.py`, and the parts that it needs in `blocks.py`.
 """
 
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from .decoder import Decoder
 from .gpt_oss import GptOssReader
 from .llama import LlamaReader
 
-# The fields of a configuration that the code below implements.
+# The declared fields of a configuration that the code below implements.
 _IMPLEMENTED = {
     "attention_bias",
     "attention_out_bias",
@@ -40,25 +42,15 @@ _IMPLEMENTED = {
     "use_sliding_window",
     "vocab_size",
 }
-# Fields that do not change the forward pass.
+# Declared fields that do not change the forward pass.
 _NEUTRAL = {
-    *PreTrainedConfig().to_dict(),
     "attention_dropout",
-    "auto_map",
     "bos_token_id",
     "eos_token_id",
     "initializer_range",
-    "is_llama_config",
-    "model_type",
-    "num_nextn_predict_layers",  # of an MTP head
     "pad_token_id",
     "pretraining_tp",
     "residual_dropout",
-    "rope_scaling",  # repeated in rope_parameters
-    "rope_theta",  # likewise
-    "tokenizer_class",
-    "transformers.js_config",
-    "unk_token_id",
     "use_cache",
 }
 # Fields from which transformers computes inv_freq and its scaling, which we take from there.
@@ -83,8 +75,7 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     """Why `build` cannot build this model; None if it can."""
     if config.model_type not in FAMILIES:
         return "its architecture has no decoder here"
-    fields = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
-    given = {key for key, value in fields.items() if value not in (None, False)}
+    given = {name for name, value in _declared(config).items() if value not in (None, False)}
     known = _IMPLEMENTED | _NEUTRAL | FAMILIES[config.model_type].own_fields
     if unknown := sorted(given - known):
         return f"its config has {', '.join(unknown)}"
@@ -99,6 +90,16 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _declared(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that the class of this configuration adds to those of all models.
+
+    Of these alone does transformers' code for a model compute; a config.json may have others.
+    """
+    common = {field.name for field in fields(PreTrainedConfig)}
+    names = {field.name for field in fields(config)} - common
+    return {name: getattr(config, name) for name in names}
+
+
 def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
     """Build the decoder of a configuration for which `why_unknown` returns None.
 
@@ -107,10 +108,11 @@ def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
     reader = FAMILIES[config.model_type](checkpoint, config)
     rope = reader.rope()
     no_rope = Rope(torch.zeros_like(rope.inv_freq), 1.0)  # rotates by 0 at every position
-    has_rope = getattr(config, "no_rope_layers", None) or [True] * config.num_hidden_layers
+    declared = SimpleNamespace(**_declared(config))
+    has_rope = getattr(declared, "no_rope_layers", None) or [True] * config.num_hidden_layers
     blocks = [
         reader.block(
-            f"model.layers.{i}", rope if has_rope[i] else no_rope, window=window_of(config, i)
+            f"model.layers.{i}", rope if has_rope[i] else no_rope, window=window_of(declared, i)
         )
         for i in range(config.num_hidden_layers)
     ]

@@ -16,11 +16,10 @@ class GptOssReader(LlamaReader):
 
     own_fields = frozenset(
         {
-            "experts_per_token",  # repeated in num_experts_per_tok
-            "initial_context_length",  # repeated in rope_parameters
             "num_experts_per_tok",
             "num_local_experts",
-            "router_aux_loss_coef",  # of training
+            "output_router_logits",  # of training, as the next
+            "router_aux_loss_coef",
             "swiglu_alpha",
             "swiglu_limit",
         }

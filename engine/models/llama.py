@@ -20,7 +20,7 @@ _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_sc
 class LlamaReader:
     """Reads the parts of a model, and checks their shapes."""
 
-    # Of a configuration, implemented here and not for every family.
+    # Of a configuration, known here and not for every family.
     own_fields: frozenset[str] = frozenset()
 
     def __init__(self, checkpoint: AnyCheckpoint, config: Any) -> None:

@@ -109,14 +109,20 @@ def test_what_says_nothing_of_the_forward_pass_changes_nothing(tiny_model: Tiny)
         "bos_token_id": 3,
         "pad_token_id": 2,
         "rope_theta": 1e4,
+        "unsloth_fixed": True,
     }
     assert isinstance(load(tiny_model("qwen3", tokenizer_class="Any", **told)), Decoder)
+
+
+def test_a_window_that_transformers_does_not_read_is_none(tiny_model: Tiny) -> None:
+    network = load(tiny_model("llama", sliding_window=NUM_TOKENS // 2))
+    assert isinstance(network, Decoder)
+    assert [attention.window for attention in network.attentions] == [None, None]
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("residual_multiplier", 0.5),  # of which no code here knows
         ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         ("hidden_act", "gelu"),
     ],
@@ -126,6 +132,14 @@ def test_what_the_config_says_beyond_the_known_is_left_to_transformers(
 ) -> None:
     monkeypatch.setattr(loading, "check_config", lambda config: None)
     assert isinstance(load(tiny_model("llama", **{key: value})), HuggingFaceModel)
+
+
+def test_a_declared_field_that_is_not_implemented_is_left_to_transformers(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "_IMPLEMENTED", families._IMPLEMENTED - {"mlp_bias"})
+    assert isinstance(load(tiny_model("llama")), Decoder)
+    assert isinstance(load(tiny_model("llama", mlp_bias=True)), HuggingFaceModel)
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
