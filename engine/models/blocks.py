@@ -107,10 +107,6 @@ class Block:
         experts = (self.mlp.experts,) if isinstance(self.mlp, ExpertMLP) else ()
         return *(linear.weight for linear in self.linears), *experts
 
-    @property
-    def num_weights(self) -> int:
-        return sum(weight.num_weights for weight in self.weights)
-
     def changed(self, change: Callable[[Linear], Linear]) -> "Block":
         """The same block with its linear layers replaced."""
         return Block(self.mixer.changed(change), self.mlp.changed(change))

@@ -1,7 +1,6 @@
 """Our own decoder: embedding, blocks, norm, head."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,6 @@ from .blocks import Block, Stack
 from .network import Network, Pass
 from .weights import Dense, Linear
 
-# Measured: one thread finishes such a layer before another, asleep for 30 us, has woken up.
-_MAX_LONE_ROWS, _MAX_LONE_WEIGHTS = 4, 1 << 21
-
 
 class Decoder(Stack, Network):
     """A causal LM made of blocks that our kernels, or their references, compute."""
@@ -27,9 +23,7 @@ class Decoder(Stack, Network):
         """Shape: embedding [V, hidden]; head of [V, hidden]."""
         super().__init__(embedding, blocks, norm, head)
         self.vocab_size = head.weight.shape[0]
-        self._is_small = max(block.num_weights for block in self.blocks) <= _MAX_LONE_WEIGHTS
         self._drafted: Tensor | None = None  # [V'] the tokens that the head has rows for; None: all
-        self.may_use_one_thread = False  # on a CPU; the number of threads may change a sum's bits
 
     @property
     def input_embedding(self) -> Tensor:
@@ -67,11 +61,9 @@ class Decoder(Stack, Network):
         if self.tapped_layers:
             taps = x.new_empty(len(x), len(self.tapped_layers), x.shape[1])
             self._tap(-1, x, taps)
-        is_short = self._is_small and len(x) <= _MAX_LONE_ROWS
-        with _one_thread() if is_short and self.may_use_one_thread else nullcontext():
-            for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
-                normed = block(x, normed, next_norm, context)
-                self._tap(i, x, taps)
+        for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
+            normed = block(x, normed, next_norm, context)
+            self._tap(i, x, taps)
         num_layers = len(self.blocks)
         if num_layers in self.tapped_layers:
             self._tap(num_layers, rms_norm(x, self.norm), taps)
@@ -83,13 +75,3 @@ class Decoder(Stack, Network):
         """Copy the residual stream after a tapped layer: the next block changes x in place."""
         if taps is not None and layer in self.tapped_layers:
             taps[:, self.tapped_layers.index(layer)] = x
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

@@ -24,7 +24,6 @@ class ExpertWeights(StoredWeights):
         """Shape: gate_up [E, 2 I, hidden], the gate first; down [E, hidden, I]."""
         self.matrices = Experts(gate_up, down, alpha, limit)
         self.top_k = top_k
-        self.num_weights = sum(layer.matrix.codes.numel() * 2 for layer in (gate_up, down))
         self.num_bytes = (gate_up.num_bytes + down.num_bytes) * top_k // gate_up.num_experts
         self.format = gate_up.matrix.kind
         self.batch_invariant = uses_triton(down.bias)

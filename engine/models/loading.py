@@ -191,7 +191,6 @@ class _Loader:
         rounds = rounds_weights(self.config, self.is_draft)
         is_tied = self.hf_config.tie_word_embeddings and isinstance(decoder.head.weight, Tiles)
         decoder.change_linears(partial(packed, rounds=rounds))
-        decoder.may_use_one_thread = self.is_draft
         if can_compile(decoder):
             decoder = CompiledDecoder(decoder, is_tied=is_tied)
         self._make_batch_invariant(decoder)

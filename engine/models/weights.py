@@ -4,7 +4,6 @@ A new format is a class here, or in a file beside this one, and an entry in `che
 chooses the format by what the checkpoint holds.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -40,7 +39,6 @@ class Fused(TypedDict, total=False):
 class StoredWeights:
     """Weights, in whatever format."""
 
-    num_weights: int
     num_bytes: int  # read to compute one row
     format: str = ""  # of the numbers; "" if they are in the model's dtype
     batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
@@ -51,10 +49,6 @@ class Weight(StoredWeights, ABC):
 
     shape: tuple[int, int]
     input_eps: float = 0.0  # how far a layer may be off because its inputs are rounded
-
-    @property
-    def num_weights(self) -> int:  # type: ignore[override]
-        return math.prod(self.shape)
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:

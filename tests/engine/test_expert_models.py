@@ -91,7 +91,6 @@ def test_experts_take_the_bytes_of_their_file(quantised: Path) -> None:
             if key.startswith(name)
         )
         assert block.mlp.experts.num_bytes == stored * 3 // 6  # a row has 3 of 6 experts
-        assert block.mlp.experts.num_weights == 6 * 3 * 64 * 128
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="too slow when interpreted")
