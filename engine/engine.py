@@ -26,7 +26,7 @@ from .api import (
 from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
 from .memory import measure_pages, naming_what_to_lower
-from .models.paged_layers import PagedLayers
+from .models.network import PagedLayers
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.commit import Committer

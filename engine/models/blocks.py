@@ -21,7 +21,7 @@ from outrider.kernels.model.row_codes import Normed
 
 from .attention import PagedAttention, PassContext, Rope
 from .experts import ExpertMLP
-from .paged_layers import PagedLayers
+from .network import PagedLayers
 from .weights import Linear, Part, StoredWeights
 
 

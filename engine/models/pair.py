@@ -13,7 +13,7 @@ from ..state.slots import Slots
 from .heads.config import HeadError, head_kind
 from .heads.head import Head
 from .heads.loading import load_head
-from .paged_layers import PagedLayers
+from .network import PagedLayers
 from .paged_model import PagedModel
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from outrider.kernels.verify.slot_rows import read_slots, write_draft
 from outrider.kernels.verify.verify import draft_sample
 
 from ..logit_edits import LogitEdits, RequestRows
-from ..models.paged_layers import PagedLayers
+from ..models.network import PagedLayers
 from ..scheduling.plan import ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape

@@ -16,7 +16,7 @@ from outrider.engine.memory import (
     left_bytes,
     naming_what_to_lower,
 )
-from outrider.engine.models.paged_layers import PagedLayers
+from outrider.engine.models.network import PagedLayers
 from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes
