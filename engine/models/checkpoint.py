@@ -35,16 +35,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class AnyCheckpoint(ABC):
     """Tensors and layers, read by transformers' names when they are asked for."""
 
+    _num_tensors: int
+
     def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.dtype, self.device = dtype, device
-        self._progress, self._num_read = progress, 0
+        self._progress = progress
+        self._names_read: set[str] = set()
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
-
-    @property
-    @abstractmethod
-    def _num_tensors(self) -> int: ...
 
     @abstractmethod
     def stored(self, name: str) -> Tensor:
@@ -78,9 +77,10 @@ class AnyCheckpoint(ABC):
         biases = [f"{name}.bias" for name in names]
         return self.tensor(*biases) if biases[0] in self else None
 
-    def _count(self) -> None:
-        self._num_read += 1
-        self._progress(self._num_read, self._num_tensors)
+    def _count(self, name: str) -> None:
+        if name not in self._names_read:
+            self._names_read.add(name)
+            self._progress(len(self._names_read), self._num_tensors)
 
 
 class Checkpoint(AnyCheckpoint):
@@ -119,13 +119,10 @@ class Checkpoint(AnyCheckpoint):
             is_pickled = (folder / _PICKLE).exists() and not (folder / _SINGLE).exists()
             file = _open(folder / (_PICKLE if is_pickled else _SINGLE))
             self._file_of = dict.fromkeys(file.keys(), file)
+        self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
-
-    @property
-    def _num_tensors(self) -> int:
-        return len(self._file_of)
 
     def _view(self, name: str) -> Tensor:
         """A tensor as it is stored: a view of its file, on the CPU, so that no copy is left behind.
@@ -145,12 +142,11 @@ class Checkpoint(AnyCheckpoint):
 
     def part(self, name: str, index: int) -> Tensor:
         """One entry of the first dimension, in its stored dtype, on the device."""
-        if index == 0:
-            self._count()
+        self._count(name)
         return self._view(name)[index].to(self.device)
 
     def stored(self, name: str) -> Tensor:
-        self._count()
+        self._count(name)
         return self._view(name).to(self.device)
 
     def tensor(self, *names: str) -> Tensor:
@@ -163,10 +159,10 @@ class Checkpoint(AnyCheckpoint):
         num_rows = sum(len(view) for view in views)
         out = torch.empty(num_rows, *views[0].shape[1:], dtype=self.dtype, device=self.device)
         first = 0
-        for view in views:
+        for name, view in zip(names, views, strict=True):
             out[first : first + len(view)].copy_(view)
             first += len(view)
-            self._count()
+            self._count(name)
         return out
 
     def integers(self, name: str) -> Tensor:

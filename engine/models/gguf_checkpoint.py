@@ -99,14 +99,11 @@ class GgufCheckpoint(AnyCheckpoint):
     ) -> None:
         super().__init__(dtype, device, progress)
         self._file = GgufFile(folder / FILE_NAME)
+        self._num_tensors = len(self._file.names)
         self._keeps_width = device.type == "cpu" and compiled() is not None
 
     def __contains__(self, name: str) -> bool:
         return _gguf_name(name) in self._file.names
-
-    @property
-    def _num_tensors(self) -> int:
-        return len(self._file.names)
 
     def stored(self, name: str) -> Tensor:
         return self._read(name).dequantised().view(self._file.shape_of(_gguf_name(name)))
@@ -134,7 +131,7 @@ class GgufCheckpoint(AnyCheckpoint):
     def _read(self, name: str) -> Codes:
         gguf_name = _gguf_name(name)
         codes = self._file.read(gguf_name)
-        self._count()
+        self._count(name)
         stem = gguf_name.split(".")[-2]
         if stem not in _HEADS:
             return codes

@@ -140,6 +140,18 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
 
 
 @needs_layers
+def test_a_tied_embedding_counts_once_as_it_loads(
+    directory: Callable[[Type, Type], Path],
+) -> None:
+    folder = directory(Type.Q4_1, Type.Q8_0)
+    told: list[tuple[int, int]] = []
+    config = ModelConfig(path=str(folder), dtype="float32")
+    load_network(config, DEVICE, lambda *counts: told.append(counts))
+    total = 2 * 9 + 2  # of two layers; the embeddings and the last norm
+    assert told == [(0, 0), *((done, total) for done in range(1, total + 1))]
+
+
+@needs_layers
 def test_the_check_at_load_unpacks_a_weight_once_a_pass(
     directory: Callable[[Type, Type], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
