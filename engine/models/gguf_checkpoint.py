@@ -1,6 +1,7 @@
 """A model directory whose weights are a GGUF file."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,19 @@ _ROPE_FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 _HEADS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
 
-def why_misread(file: GgufFile) -> str | None:
-    """What this file has that transformers would leave out without a word; None if nothing."""
+def why_misread(file: GgufFile, understood: Collection[str] = ()) -> str | None:
+    """What this file has that transformers would leave out without a word; None if nothing.
+
+    Tensors that are `understood` may be left out.
+    """
     architecture = file.metadata.get("general.architecture")
     if stretched := _rope_scaling(file.metadata, f"{architecture}.rope"):
         return stretched
     # Gemma 4's factors only say which dimensions rotate, as its configuration does.
     ignored = set() if architecture == "gemma4" else _ROPE_FACTORS
     for name in file.names:
-        if name in ignored or (architecture == "llama" and not _is_known(name)):
+        is_left_out = name in ignored or (architecture == "llama" and not _is_known(name))
+        if is_left_out and name not in understood:
             return name
     return None
 
@@ -99,7 +104,7 @@ class GgufCheckpoint(AnyCheckpoint):
     ) -> None:
         super().__init__(dtype, device, progress)
         self._file = GgufFile(folder / FILE_NAME)
-        self._num_tensors = len(self._file.names)
+        self._num_tensors = len({*self._file.names} - _ROPE_FACTORS)
         self._keeps_width = device.type == "cpu" and compiled() is not None
 
     def __contains__(self, name: str) -> bool:

@@ -43,11 +43,14 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
     from outrider.engine.models.gguf_checkpoint import why_misread, why_unpacked
     from outrider.engine.models.gguf_file import FILE_NAME, GgufFile, UnknownFormatError
 
+    from .gguf_rope import ROPE_FACTORS, llama3_rope
+
     stage = f"Converting {source.name}"
     progress(stage, 0, 0)
     try:
         file = GgufFile(source)
-        if ignored := why_misread(file):
+        rope = llama3_rope(file)
+        if ignored := why_misread(file, () if rope is None else (ROPE_FACTORS,)):
             raise ModelError(
                 f"cannot convert {source}: it has {ignored}, which would be left out, and what is "
                 "left is another model; use the model's original directory or hub id instead"
@@ -61,10 +64,10 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
         except UnknownFormatError as error:
             reason = str(error)
         if reason is None:
-            _keep_file(source, folder, FILE_NAME)
+            _keep_file(source, folder, FILE_NAME, rope)
         else:
             log.info("the weights of %s are unpacked: %s", source.name, reason)
-            _unpack(source, folder, file.metadata.get("general.file_type", -1))
+            _unpack(source, folder, file.metadata.get("general.file_type", -1), rope)
         tokenizer.save_pretrained(folder)
         _drop_invented_tokens(folder, len(file.metadata["tokenizer.ggml.tokens"]))
     except (ValueError, KeyError, NotImplementedError) as error:
@@ -72,12 +75,13 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
     progress(stage, 1, 1)
 
 
-def _keep_file(source: Path, folder: Path, name: str) -> None:
+def _keep_file(source: Path, folder: Path, name: str, rope: dict[str, Any] | None) -> None:
     """Keep the file itself, with a config beside it."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     config.dtype = "bfloat16"  # of everything but the weights
+    config.rope_parameters = rope or config.rope_parameters
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -87,7 +91,7 @@ def _keep_file(source: Path, folder: Path, name: str) -> None:
         shutil.copyfile(source, folder / name)
 
 
-def _unpack(source: Path, folder: Path, file_type: int) -> None:
+def _unpack(source: Path, folder: Path, file_type: int, rope: dict[str, Any] | None) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -98,6 +102,7 @@ def _unpack(source: Path, folder: Path, file_type: int) -> None:
             dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
             quantization_config=GgufConfig(dequantize=True),  # otherwise save_pretrained raises
         )
+        model.config.rope_parameters = rope or model.config.rope_parameters
         model.save_pretrained(folder)
 
 

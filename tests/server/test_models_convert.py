@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -88,10 +89,29 @@ def test_a_gguf_file_that_would_become_another_model_is_refused(
     named: str,
 ) -> None:
     source = write_tiny_gguf(
-        tmp_path / "m.gguf", architecture=architecture, metadata=metadata, tensors=tensors
+        tmp_path / "m.gguf",
+        architecture=architecture,
+        metadata=metadata,
+        tensors={name: np.ones(size) for name, size in tensors.items()},
     )
     with pytest.raises(ModelError, match=f"it has {re.escape(named)}, .* original directory"):
         gguf_to_directory(source, tmp_path, ignore_progress)
+
+
+@pytest.mark.parametrize("stretch", [8.0, 32.0])
+def test_the_rope_of_llama_3_is_known_by_its_factors(tmp_path: Path, stretch: float) -> None:
+    # As llama.cpp computes them, of wavelengths in tokens.
+    wavelength = 2 * np.pi * 10000.0 ** (np.arange(0, 8, 2) / 8)
+    smooth = ((8192 / wavelength - 1) / 3).clip(0, 1)
+    factors = 1 / ((1 - smooth) / stretch + smooth)
+    source = write_tiny_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": factors})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    gguf_to_directory(source, folder, ignore_progress)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = torch.from_numpy(2 * np.pi / wavelength / factors)
+    got = model.model.rotary_emb.inv_freq.double()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,11 @@ def write_tiny_gguf(
     *,
     architecture: str = "llama",
     metadata: Mapping[str, str | float] = {},
-    tensors: Mapping[str, int] = {},
+    tensors: Mapping[str, np.ndarray] = {},
 ) -> Path:
     """A random two-layer llama in float32, with a byte-level tokenizer whose digits can merge.
 
-    With further `metadata`, and `tensors`, by name, of this many numbers.
+    With further `metadata` and `tensors`, by name.
     """
     tokens, types, merges = _vocabulary()
     shape = Llama(len(tokens), hidden=32, heads=4, kv_heads=2, ffn=64, num_layers=2)
@@ -61,8 +61,8 @@ def write_tiny_gguf(
         writer.add_tensor(name, rng.normal(0, 0.3, size).astype(np.float32))
     for key, value in metadata.items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
-    for name, length in tensors.items():
-        writer.add_tensor(name, np.ones(length, np.float32))
+    for name, values in tensors.items():
+        writer.add_tensor(name, values.astype(np.float32))
     write_out(writer)
     return path
 
