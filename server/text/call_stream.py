@@ -152,7 +152,7 @@ class JSONCallStream(CallStream):
 
 
 _JSON_HEAD = re.compile(
-    r"[\s\[,;]*+(?:<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)?+[\s\[,;]*+"
+    r"[\s,;]*+(?:<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)?+[\s\[,;]*+"
     r'\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+\{'
 )
 _NAME_HEAD = re.compile(

@@ -80,6 +80,18 @@ CASES = [
     ),
     ("qwen_xml", "<tool_call>weather</tool_call>", [Text("<tool_call>weather</tool_call>")]),
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]', [ROME]),
+    # Cut off within the first call, and within the second.
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"cit',
+        [ToolCall("weather", '{"cit')],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "weather", "arguments": {"ci',
+        [ROME, ToolCall("weather", '{"ci')],
+    ),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', [ROME]),
     (
         "mistral",
