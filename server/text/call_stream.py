@@ -98,21 +98,24 @@ class CallStream(ABC):
 class JSONCallStream(CallStream):
     """`{"name": …, "arguments": {…}}`, one or several, or Mistral's `name{…}`.
 
-    The arguments are reported as they are written.
+    The arguments are reported as they are written, and keys after them are left out.
     """
 
-    _depth = 0  # of braces within the arguments; 0: outside of them
+    _depth = 0  # of braces within the arguments, or within what is left out; 0: outside of both
+    _leaves_out = False  # whether the braces are those of keys after the arguments
     _closes = False  # whether an object around the arguments is still open
 
     def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
         if self._depth:
-            return self._arguments(text, at, parts)
+            return self._braces(text, at, parts)
         if self._closes:
-            brace = _CLOSING_BRACE.match(text, at)
-            assert brace is not None  # the pattern matches any text
-            self._closes = brace.end() == len(text) and not brace[1]
-            self._gave_up = not self._closes and not brace[1]
-            return brace.end()
+            mark = _AFTER_ARGUMENTS.match(text, at)
+            assert mark is not None  # the pattern matches any text
+            self._closes = mark.end() == len(text) and not mark[1]
+            self._gave_up = not self._closes and not mark[1]
+            if mark[1] == ",":  # another key: on to the brace that closes the object
+                self._depth, self._leaves_out = 1, True
+            return mark.end()
         head = _JSON_HEAD.match(text, at, at + MAX_HEAD_CHARS)
         is_object = head is not None
         if head is None and self._form.names_before_json:
@@ -121,11 +124,11 @@ class JSONCallStream(CallStream):
             return at
         assert head is not None
         parts += CallStart(head["name"]), CallArguments("{")
-        self._depth, self._closes = 1, is_object
+        self._depth, self._leaves_out, self._closes = 1, False, is_object
         return head.end()
 
-    def _arguments(self, text: str, at: int, parts: list[CallPart]) -> int:
-        """Reads up to the brace that closes the arguments, if it is there."""
+    def _braces(self, text: str, at: int, parts: list[CallPart]) -> int:
+        """Reads up to the brace that closes the arguments or their object, if it is there."""
         start = at
         while self._depth and (
             mark := (_IN_STRING if self.in_string else _OUTSIDE).search(text, at)
@@ -140,7 +143,7 @@ class JSONCallStream(CallStream):
                 self._depth += 1 if mark[0] == "{" else -1
         else:
             at = len(text) if self._depth else at
-        if at > start:
+        if at > start and not self._leaves_out:
             parts.append(CallArguments(text[start:at]))
         return at
 
@@ -148,7 +151,7 @@ class JSONCallStream(CallStream):
         if not self._depth or not self._unread:
             return []
         text, self._unread = self._unread, ""
-        return [CallArguments(text)]
+        return [] if self._leaves_out else [CallArguments(text)]
 
 
 _JSON_HEAD = re.compile(
@@ -158,7 +161,7 @@ _JSON_HEAD = re.compile(
 _NAME_HEAD = re.compile(
     r"\s*+(?:\[TOOL_CALLS\])?+\s*+(?P<name>[\w.-]++)(?:\[CALL_ID\]\w++)?+(?:\[ARGS\])?+\s*+\{"
 )
-_CLOSING_BRACE = re.compile(r"\s*+(\}?)")
+_AFTER_ARGUMENTS = re.compile(r"\s*+([,}]?)")
 _OUTSIDE = re.compile(r'["{}]')
 _IN_STRING = re.compile(r'["\\]')
 

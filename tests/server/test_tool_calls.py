@@ -71,6 +71,9 @@ CASES = [
     # A call that has begun stays one.
     ("hermes", CALL_ROME[:-25], [ToolCall("weather", '{"cit')]),
     ("hermes", CALL_ROME.replace('"}}', '"} so }'), [ROME, Text("so }\n")]),
+    # Keys after the arguments say nothing.
+    ("hermes", CALL_ROME.replace('"}}', '"}, "id": "}1\\\\", "a": {"b": {}}}'), [ROME]),
+    ("hermes", CALL_ROME.replace('"}}', '"}, "id": "1\\').removesuffix("\n</tool_call>"), [ROME]),
     ("hermes", '<tool_call>{"name": 1}</tool_call>', [Text('<tool_call>{"name": 1}</tool_call>')]),
     (
         "qwen_xml",
@@ -92,6 +95,12 @@ CASES = [
         '{"name": "weather", "arguments": {"ci',
         [ROME, ToolCall("weather", '{"ci')],
     ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}, "id": "a1"}, '
+        '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}, "id": "a2"}]',
+        [ROME, OSLO],
+    ),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', [ROME]),
     (
         "mistral",
@@ -105,6 +114,12 @@ CASES = [
         "llama3_json",
         '{"name": "weather", "parameters": {"city": "Rome"}}; '
         '{"name": "weather", "parameters": "{\\"city\\": \\"Oslo\\", \\"days\\": 3}"}',
+        [ROME, OSLO],
+    ),
+    (
+        "llama3_json",
+        '{"name": "weather", "parameters": {"city": "Rome"}, "id": 1}; '
+        '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}, "id": 2}',
         [ROME, OSLO],
     ),
     ("llama3_json", '{"name": "Ada", "born": 1815}', [Text('{"name": "Ada", "born": 1815}')]),
