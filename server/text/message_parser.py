@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from .call_stream import CallArguments, CallPart, CallStart, CallStream, call_stream, start_of_tail
-from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, calls_of_field
+from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, calls_of_field, json_calls
 
 REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 THINK, END_THINK = "<think>", "</think>"
@@ -103,7 +104,7 @@ class MarkerParser(MessageParser):
         begun: bool = False,
         calls_are_json: bool = False,
     ) -> None:
-        super().__init__(tools, form.calls if form else calls_of_field)
+        super().__init__(tools, partial(json_calls, form) if form else calls_of_field)
         self._form = form
         self._calls_are_json = calls_are_json
         self._open = form.open if form else ()
@@ -219,9 +220,7 @@ class MarkerParser(MessageParser):
         rest = stream.rest.lstrip(_SEPARATORS)
         is_marker = self._close.startswith(rest)  # a marker that was cut off
         if rest.rstrip(_SEPARATORS) and not is_marker:
-            assert self._form is not None
-            bracket = "[" if self._form.is_list and rest.startswith("{") else ""
-            parts += self._called(bracket + rest, rest)
+            parts += self._called(rest, rest)
         return parts
 
     def _content(self, text: str) -> list[Part]:

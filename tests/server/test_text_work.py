@@ -128,10 +128,6 @@ class CountedPattern:
         self._work.num_chars += len(text)
         return self._pattern.finditer(text)  # type: ignore[no-any-return]
 
-    def fullmatch(self, text: str) -> Any:
-        self._work.num_chars += len(text)
-        return self._pattern.fullmatch(text)
-
     def match(self, text: str, at: int, *end: int) -> Any:
         found = self._pattern.match(text, at, *end)
         self._work.num_chars += 1 + (found.end() if found else min([len(text), *end])) - at
@@ -163,9 +159,8 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
     def work_of(text: str) -> int:
         work = Work()
         with monkeypatch.context() as patch:
-            for pattern in ("_KEY_RUN", "_NAME", "_ID", "_SEMICOLON"):
-                counted = CountedPattern(getattr(tool_calls, pattern), work)
-                patch.setattr(tool_calls, pattern, counted)
+            counted = CountedPattern(tool_calls._BETWEEN, work)
+            patch.setattr(tool_calls, "_BETWEEN", counted)
             for pattern in ("_JSON_HEAD", "_NAME_HEAD", "_OUTSIDE", "_IN_STRING", "_XML_TAG"):
                 counted = CountedPattern(getattr(call_stream, pattern), work)
                 patch.setattr(call_stream, pattern, counted)

@@ -81,6 +81,7 @@ CASES = [
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         [OSLO],
     ),
+    ("qwen_xml", CALL_ROME, [ROME]),
     ("qwen_xml", "<tool_call>weather</tool_call>", [Text("<tool_call>weather</tool_call>")]),
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]', [ROME]),
     # Cut off within the first call, and within the second.
