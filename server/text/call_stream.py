@@ -11,7 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from .tool_calls import CallFormat, is_text, typed_value
+from pydantic_core import from_json
+
+from .tool_calls import CallFormat, is_text
 
 MAX_HEAD_CHARS = 512  # before a call's arguments, or between two of them
 
@@ -175,7 +177,7 @@ class XMLCallStream(CallStream):
     _name: str | None = None  # of the current call
     _num_values = 0
     _value: list[str] | None = None  # of the current parameter
-    _schema: Any = None  # of that value
+    _is_text = False  # whether that value is a string
 
     def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
         if self._value is not None:
@@ -196,11 +198,12 @@ class XMLCallStream(CallStream):
             self._name = None
             parts.append(CallArguments("}"))
             return tag.end()
-        function = self._tools.get(self._name, {})
-        properties = (function.get("parameters") or {}).get("properties")
-        self._schema = properties.get(tag["key"]) if isinstance(properties, dict) else None
+        parameters = self._tools.get(self._name, {}).get("parameters") or {}
+        properties = parameters.get("properties")
+        schema = properties.get(tag["key"]) if isinstance(properties, dict) else None
+        self._is_text = is_text(schema, parameters.get("$defs"))
         comma = ", " if self._num_values else ""
-        quote = '"' if is_text(self._schema) else ""
+        quote = '"' if self._is_text else ""
         key = json.dumps(tag["key"], ensure_ascii=False)
         parts.append(CallArguments(f"{comma}{key}: {quote}"))
         self._num_values += 1
@@ -213,25 +216,32 @@ class XMLCallStream(CallStream):
         if end > at and text[end - 1] == "\n":
             tail = end - 1
         piece = text[at:tail]
-        if not is_text(self._schema):
+        if not self._is_text:
             value.append(piece)
         elif piece:
             parts.append(CallArguments(_escaped(piece)))
         if end < 0:
             return tail
-        if is_text(self._schema):
+        if self._is_text:
             parts.append(CallArguments('"'))
         else:
-            told = typed_value("".join(value), self._schema)
-            parts.append(CallArguments(json.dumps(told, ensure_ascii=False)))
+            parts.append(CallArguments(_as_json("".join(value))))
         self._value = None
         return end + len(_END_VALUE)
 
     def finish(self) -> list[CallPart]:
-        if self._value is None or not is_text(self._schema) or not self._unread:
+        if self._value is None or not self._is_text or not self._unread:
             return []
         text, self._unread = self._unread, ""
         return [CallArguments(_escaped(text))]
+
+
+def _as_json(text: str) -> str:
+    """A value as JSON, which it may be already."""
+    try:
+        return json.dumps(from_json(text, allow_inf_nan=False), ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

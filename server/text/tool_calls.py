@@ -72,19 +72,27 @@ def calls_of_field(value: Any, tools: dict[str, Any]) -> list[ToolCall]:
     ]
 
 
-def is_text(schema: Any) -> bool:
-    """Whether a parameter's value is a string, as far as its schema says."""
-    return not isinstance(schema, dict) or schema.get("type", "string") == "string"
+def is_text(schema: Any, definitions: Any) -> bool:
+    """Whether a parameter's value may be a string, as far as its schema says.
 
-
-def typed_value(value: str, schema: Any) -> Any:
-    """A parameter's text as the value that its schema asks for."""
-    if not is_text(schema):
-        try:
-            return from_json(value, allow_inf_nan=False)
-        except ValueError:
-            pass
-    return value
+    A `$ref` is looked up in `definitions`, the tool's `$defs`; what is not there is no text.
+    """
+    left, seen = [schema], set[str]()
+    while left:
+        match left.pop():
+            case {"type": kind}:
+                if "string" in (kind if isinstance(kind, list) else [kind]):
+                    return True
+            case {"$ref": str(ref)}:
+                name = ref.removeprefix("#/$defs/")
+                if isinstance(definitions, dict) and name in definitions and name not in seen:
+                    seen.add(name)
+                    left.append(definitions[name])
+            case {"anyOf": list(kinds)} | {"oneOf": list(kinds)} | {"allOf": list(kinds)}:
+                left += kinds
+            case _:
+                return True
+    return False
 
 
 def json_calls(form: CallFormat, text: str, tools: dict[str, Any]) -> list[ToolCall]:

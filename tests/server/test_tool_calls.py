@@ -146,6 +146,52 @@ def test_pieces_make_no_difference(name: str, text: str, expected: list[Any]) ->
         assert parse(name, text, sizes=sizes) == expected, sizes
 
 
+@pytest.mark.parametrize("sizes", [[1], [1000]])
+@pytest.mark.parametrize(
+    ("schema", "written", "expected"),
+    [
+        ({"type": "integer"}, "5", 5),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "number"}, "1e999", "1e999"),  # JSON has no infinity
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"oneOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "#/$defs/P"}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "#/$defs/Loop"}, "5", 5),
+        ({"$ref": "#/elsewhere"}, "5", 5),
+        ({"type": "object", "anyOf": [{"required": ["a"]}]}, '{"a": 1}', {"a": 1}),
+        # What may be a text is one.
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", "12"),
+        ({"allOf": [{"$ref": "#/$defs/Colour"}]}, "12", "12"),
+        ({"description": "Any."}, "12", "12"),
+        (True, "12", "12"),
+        (None, "12", "12"),
+    ],
+)
+def test_a_value_in_a_tag_has_the_type_of_its_schema(
+    schema: Any, written: str, expected: Any, sizes: list[int]
+) -> None:
+    definitions = {
+        "P": {"type": "object"},
+        "Colour": {"enum": ["12"], "type": "string"},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
+    }
+    parameters = {"properties": {"a": schema}, "$defs": definitions}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    parser = MessageFormat(TEMPLATES["qwen_xml"]).parser("", [tool])
+    assert parser is not None
+    text = f"<tool_call><function=f><parameter=a>{written}</parameter></function></tool_call>"
+    parts = [
+        part
+        for start in range(0, len(text), sizes[0])
+        for part in parser.push(text[start : start + sizes[0]])
+    ]
+    (call,) = joined(parts + parser.flush())
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments) == {"a": expected}
+
+
 def test_nothing_is_lost_of_what_is_no_call() -> None:
     rng = random.Random(1)
     pieces = ["<tool_call>", "</tool_call>", "\n", " ", "a", "{", '"name"', "<", "tool", "é🙂"]
