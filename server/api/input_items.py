@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag, ValidationInfo
+from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
 from .content import OrRefusal, TextOr, text_of, type_of
 from .fields import APIRequest
-from .tools import object_of
 
 MAX_ITEMS = 65_536  # of one request
 
@@ -45,21 +44,11 @@ class ReasoningItem(Item):
     content: ContentParts = Field(default_factory=list)
 
 
-# The context in which a model's own output is validated: it may have written anything.
-WRITTEN_BY_MODEL = {"written_by_model": True}
-
-
-def _arguments(text: str, info: ValidationInfo) -> str:
-    if info.context != WRITTEN_BY_MODEL:
-        object_of(text)
-    return text
-
-
 class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str = Field(min_length=1)
-    arguments: Annotated[str, AfterValidator(_arguments)]
+    arguments: str
 
 
 class CustomCallItem(Item):

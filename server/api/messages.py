@@ -26,7 +26,7 @@ from .messages_protocol import (
 )
 from .service import Service
 from .streaming import server_sent
-from .tools import object_of
+from .tools import arguments_of
 from .translation import renamed_fields
 
 # Fields that have other names here than in chats.
@@ -177,11 +177,9 @@ class _MessagesAnswer(Answer):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Parses arguments; nothing of them if a model wrote what is no JSON."""
-    try:
-        return object_of(arguments)
-    except ValueError:
-        return {}
+    """Parses arguments; nothing of them if a model wrote what is no JSON object."""
+    told = arguments_of(arguments)
+    return told if isinstance(told, dict) else {}
 
 
 def _event(name: str, **fields: Any) -> str:

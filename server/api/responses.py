@@ -17,7 +17,7 @@ from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, num_prompt_tokens, prepare_turn
 from .generation import Delta, Generation
-from .input_items import WRITTEN_BY_MODEL, InputItem, Item
+from .input_items import InputItem, Item
 from .response_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
 from .responses_protocol import (
@@ -104,7 +104,7 @@ def _stored_items(
             f"The conversation up to this response is {num_bytes} bytes of JSON; at most {most} "
             "can be continued (server.max_body_bytes). Please send a shorter one as input.",
         )
-    earlier: list[Item] = _ITEMS.validate_json(stored.conversation, context=WRITTEN_BY_MODEL)
+    earlier: list[Item] = _ITEMS.validate_json(stored.conversation)
     return earlier
 
 
@@ -175,7 +175,7 @@ class _Keeper:
 
     def written(self, response: ResponseObject, told: str, new: list[Item]) -> StoredResponse:
         """What is kept of a response, which is `told` as JSON."""
-        output = _ITEMS.validate_python(response.output, context=WRITTEN_BY_MODEL)
+        output = _ITEMS.validate_python(response.output)
         conversation = [*self._earlier, *new, *output]
         return StoredResponse(
             id=response.id,

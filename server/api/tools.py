@@ -46,32 +46,35 @@ def _is_format(value: object) -> bool:
 
 
 def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
-    """A call of a function, with its arguments parsed into an object, as templates expect."""
+    """A call of a function, with its arguments as an object, as templates expect, if they are."""
     match value:
         case {"type": "custom", "custom": {"name": str(name), "input": str(text)}, **rest}:
             function = {"name": name, "arguments": {INPUT: text}}
             return {**rest, "type": "function", "function": function}
         case {"function": {"name": str()} as function, **rest} if _type_of(rest) == "function":
-            told = {"arguments": object_of(function.get("arguments"))}
+            told = {"arguments": arguments_of(function.get("arguments"))}
             return {**rest, "type": "function", "function": function | told}
     raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
 
 
-def object_of(arguments: object) -> dict[str, Any]:
-    """The arguments of a call, which may be a text of JSON, or left out; raises ValueError.
+def arguments_of(given: object) -> dict[str, Any] | str:
+    """The arguments of a call, which may be a text of JSON, or left out.
 
-    Of a text that was cut off, as answers are by their length, it is as much as there is.
+    Of a text that was cut off, as answers are by their length, it is as much as there is. A text
+    that tells no object stays a text: a model may have written anything. Raises ValueError for
+    what is neither text nor object.
     """
-    if isinstance(arguments, str):
-        with suppress(ValueError):  # any other text is refused below
-            arguments = from_json(
-                arguments or "{}", allow_inf_nan=False, allow_partial="trailing-strings"
-            )
-    if arguments is None:
+    read = given
+    if isinstance(given, str):
+        with suppress(ValueError):
+            read = from_json(given or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
+    if read is None:
         return {}
-    if isinstance(arguments, dict):
-        return arguments
-    raise ValueError("expected arguments that are the text of a JSON object")
+    if isinstance(read, dict):
+        return read
+    if isinstance(given, str):
+        return given
+    raise ValueError("expected arguments that are a text or an object")
 
 
 def _type_of(call: dict[str, Any]) -> object:
@@ -144,7 +147,7 @@ GivenToolCall = Annotated[
                     "function",
                     required=["function"],
                     name={"type": "string"},
-                    # A string holds the object as JSON.
+                    # A string holds the object as JSON, or what a model wrote in its place.
                     arguments={"type": ["object", "string", "null"]},
                 ),
                 _schema(

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions, whole and streamed."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import ANY
@@ -8,6 +9,7 @@ import pytest
 from asgi import Reply, post
 from scripted_client import Play, steps
 from served import Served
+from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
 from outrider.server.text.tokenizer import Tokenizer
@@ -301,6 +303,28 @@ def test_call_without_arguments_is_one(serve: Serve, arguments: str | None) -> N
     assert prompt == "<user>Hi<eos>\n<assistant><eos>\n<assistant>"
 
 
+TELLS_CALLS = (
+    "{% for c in messages[-1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+)
+LISTS_ARGUMENTS = TELLS_CALLS.replace("tojson", "items | list")
+
+
+@pytest.mark.parametrize("arguments", ["Rome", '{"city": NaN}', "{'a': 1}", "[1]", "5"])
+def test_arguments_that_are_no_json_reach_the_template_as_text(arguments: str) -> None:
+    call = {"function": {"name": "weather", "arguments": arguments}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    wrapper = byte_level_wrapper()
+    wrapper.chat_template = TELLS_CALLS
+    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    assert prompt_of(served, messages=messages) == json.dumps(arguments)
+    # A template that needs an object refuses them.
+    wrapper.chat_template = LISTS_ARGUMENTS
+    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    refused = chat(served, messages=messages)
+    assert (refused.status, refused.error["param"]) == (400, "messages")
+    assert "chat template refuses" in refused.error["message"]
+
+
 # ---- what is refused
 
 
@@ -329,7 +353,7 @@ def test_call_without_arguments_is_one(serve: Serve, arguments: str | None) -> N
                 "messages": [
                     {
                         "role": "assistant",
-                        "tool_calls": [{"function": {"name": "weather", "arguments": "Rome"}}],
+                        "tool_calls": [{"function": {"name": "weather", "arguments": 5}}],
                     }
                 ]
             },
