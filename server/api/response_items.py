@@ -23,12 +23,12 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []  # of the growing item's text
 
     def add(self, part: Part, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """`logprobs` are those of newly arrived text; the text that is added consumes them."""
+        """`logprobs` are those of the part's tokens, if it is text of a message."""
         match part:
             case Text():
                 if not self._is_open("reasoning" if part.reasoning else "message"):
                     yield from self._open_text("reasoning" if part.reasoning else "message")
-                yield from self._grow(part.text, [] if part.reasoning else logprobs)
+                yield from self._grow(part.text, logprobs)
             case CallStart():
                 yield from self._open_call(part)
             case CallArguments():
@@ -108,10 +108,8 @@ class OutputItems:
         place = self._place(item) | {"delta": text}
         match item["type"]:
             case "message":
-                told = list(logprobs)
-                logprobs.clear()
-                self._logprobs += told
-                more = {"content_index": 0, "logprobs": told}
+                self._logprobs += logprobs
+                more = {"content_index": 0, "logprobs": logprobs}
                 yield "response.output_text.delta", place | more
             case "reasoning":
                 yield "response.reasoning_text.delta", place | {"content_index": 0}

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
@@ -13,10 +14,11 @@ from starlette.responses import Response
 
 from ..http.api_keys import request_key
 from ..http.errors import APIError, invalid_value
+from ..text.message_parser import Part, Text
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import ChatTurn, num_prompt_tokens, prepare_turn
-from .generation import Delta, Generation
+from .generation import Delta, Generation, Token
 from .input_items import InputItem, Item
 from .response_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
@@ -211,6 +213,7 @@ class _ResponsesAnswer(Answer):
         self._body = body
         self._keeper = keeper
         self._with_logprobs = body.wants_logprobs
+        self._tokens: deque[Token] = deque()  # whose text no part has brought yet
         self._items = OutputItems(short_ids=service.message_format.short_ids)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created_at = int(time.time())
@@ -245,9 +248,10 @@ class _ResponsesAnswer(Answer):
     def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the output; returns the events that report it."""
         self._count(delta)
-        logprobs = self._logprobs(delta) if self._with_logprobs else []
+        if self._with_logprobs:
+            self._tokens += delta.tokens
         for part in delta.parts:
-            yield from self._items.add(part, logprobs)
+            yield from self._items.add(part, self._logprobs(part))
         if delta.finish_reason is not None:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             yield from self._items.close(self._status)
@@ -268,9 +272,17 @@ class _ResponsesAnswer(Answer):
         num_logprobs = self._num_completion_tokens if self._with_logprobs else 0
         return num_logprobs + len(self._steps)
 
-    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
-        told = []
-        for token in delta.tokens:
+    def _logprobs(self, part: Part) -> list[dict[str, Any]]:
+        """Those of the tokens that a text came from; earlier tokens have no text of their own."""
+        told: list[dict[str, Any]] = []
+        if not isinstance(part, Text):
+            return told
+        start = part.end - len(part.text)
+        while self._tokens and self._tokens[0].text_offset < part.end:
+            token = self._tokens.popleft()
+            ends_before = bool(self._tokens) and self._tokens[0].text_offset <= start
+            if part.reasoning or (token.text_offset < start and ends_before):
+                continue
             assert token.logprobs is not None  # they were asked for
             top = [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
             told.append(self._entry(token.id, token.logprobs.logprob) | {"top_logprobs": top})

@@ -4,7 +4,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ THINK, END_THINK = "<think>", "</think>"
 class Text:
     text: str
     reasoning: bool = False
+    end: int = field(default=0, compare=False)  # in the answer, in characters
 
 
 Part = Text | CallPart
@@ -76,9 +77,10 @@ class MessageParser(ABC):
             return []
         return self._with_blanks(text)
 
-    def _with_blanks(self, text: str) -> list[Part]:
+    def _with_blanks(self, text: str, *, num_unread: int = 0) -> list[Part]:
+        """The text after the blanks that were held back; `num_unread` characters follow it."""
         text, self._blanks, self._after_call = "".join([*self._blanks, text]), [], False
-        return [Text(text)] if text else []
+        return [Text(text, end=self.num_read - num_unread)] if text else []
 
 
 class _State(Enum):
@@ -146,22 +148,24 @@ class MarkerParser(MessageParser):
             if self._state is _State.START:
                 self._tail = text
                 return []
-        parts, at = list[Part](), 0
+        parts, at, start = list[Part](), 0, self.num_read
         for marker in self._pattern.finditer(text):
             if marker[0] in self._ends[self._state]:
+                self.num_read = start + marker.start()
                 parts += self._add(text[at : marker.start()])
                 if self._is_in_string():
                     at = marker.start()
                     continue
+                self.num_read = start + marker.end()
                 if self._state is _State.REASONING:
-                    self._end_reasoning(self.num_read + marker.end())
+                    self._end_reasoning(self.num_read)
                 elif marker[0] == THINK:
-                    self._begin_reasoning(self.num_read + marker.start())
+                    self._begin_reasoning(start + marker.start())
                 parts += self._turn(marker[0])
                 at = marker.end()
         end = len(text) if ended else max(at, start_of_tail(text, self._markers))
         self._tail = text[end:]
-        self.num_read += end
+        self.num_read = start + end
         return parts + self._add(text[at:end])
 
     def _is_in_string(self) -> bool:
@@ -185,7 +189,7 @@ class MarkerParser(MessageParser):
         if self._state is _State.CALL:
             return self._add_to_call(text)
         if self._state is _State.REASONING:
-            return [Text(text, reasoning=True)]
+            return [Text(text, reasoning=True, end=self.num_read)]
         return self._content(text)
 
     def _turn(self, marker: str) -> list[Part]:
@@ -197,7 +201,7 @@ class MarkerParser(MessageParser):
             return []
         if marker == THINK:
             self._state = _State.REASONING
-            return [] if self._after_call else self._with_blanks("")
+            return [] if self._after_call else self._with_blanks("", num_unread=len(THINK))
         self._state = _State.CALL
         return self._add_to_call(marker)
 
@@ -227,6 +231,7 @@ class MarkerParser(MessageParser):
         if not self._may_call_within:
             return super()._content(text)
         said = text.rstrip()
-        parts = self._with_blanks(said) if said else []
-        self._blanks.append(text[len(said) :])
+        blanks = text[len(said) :]
+        parts = self._with_blanks(said, num_unread=len(blanks)) if said else []
+        self._blanks.append(blanks)
         return parts

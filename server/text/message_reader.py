@@ -37,6 +37,7 @@ class MessageReader:
         self._skips_call = False
         self._offsets: deque[int] = deque()  # of tokens not yet known to be reasoning or not
         self._num_reasoning = 0
+        self._num_chars = 0  # read without a parser
         self._num_spans = 0  # spans of reasoning that all tokens so far begin after
         self._ended = False
         self.num_calls = 0
@@ -49,7 +50,8 @@ class MessageReader:
     def read(self, text: str, *, ended: bool) -> list[Part]:
         """The parts that this text adds; `ended` if it is the last."""
         if self._parser is None:
-            return [Text(text)] if text and not self._calls_only else []
+            self._num_chars += len(text)
+            return [Text(text, end=self._num_chars)] if text and not self._calls_only else []
         parts = self._parser.push(text)
         if ended:
             parts += self._parser.flush()

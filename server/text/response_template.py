@@ -81,8 +81,9 @@ class TemplateParser(MessageParser):
     def _feed(self, text: str | None) -> list[Part]:
         """One piece, or the end."""
         parser = self._parser
+        self._num_given += len(text or "")
         if parser is None:
-            return [Text(text)] if text else []
+            return self._rest(text or "")
         held = parser._buffer[parser._pos :]
         try:
             events = parser.finalize()[1] if text is None else parser.feed(text)
@@ -92,15 +93,17 @@ class TemplateParser(MessageParser):
             # Without the error's text, which contains the model's.
             log.warning("the response template of the model failed (%s)", type(error).__name__)
             self._parser = None
-            rest = "".join([*self._blanks, *self._call, held, text or ""])
-            return [Text(rest)] if rest else []
+            return self._rest("".join([*self._blanks, *self._call, held, text or ""]))
         self._forget(parser)
         self._look_for_reasoning(parser, text)
         return [part for event in events for part in self._parts(event, ended=text is None)]
 
+    def _rest(self, text: str) -> list[Part]:
+        self.num_read = self._num_given
+        return [Text(text, end=self.num_read)] if text else []
+
     def _look_for_reasoning(self, parser: ResponseParser, text: str | None) -> None:
         """Find where reasoning begins and ends, as closely as can be seen from outside."""
-        self._num_given += len(text or "")
         self.num_read = self._num_given - (len(parser._buffer) - parser._pos)
         is_open = bool(self.reasoning) and self.reasoning[-1][1] == math.inf
         if parser._current in REASONING_FIELDS and not is_open:
@@ -126,7 +129,7 @@ class TemplateParser(MessageParser):
             written, self._call, self._num_call_chars = "".join(self._call), [], 0
             return self._called(event["value"], written + ("" if ended else self._close))
         elif kind == "region_chunk" and field in REASONING_FIELDS:
-            return [Text(event["text"], reasoning=True)]
+            return [Text(event["text"], reasoning=True, end=self.num_read)]
         elif kind == "region_chunk" and field == "content":
             return self._content(event["text"])
         return []

@@ -16,10 +16,8 @@ from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.processes.client import EngineUnavailableError
-from outrider.server.api.response_items import OutputItems
 from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES
-from outrider.server.text.message_parser import Text
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
@@ -184,7 +182,7 @@ def test_logprobs_come_with_the_text(serve: Serve, tokenizer: Tokenizer) -> None
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     (item,) = ask(served, **fields).json()["output"]
     entries = item["content"][0]["logprobs"]
-    assert b"".join(bytes(entry["bytes"]) for entry in entries).startswith(b"Hello you")
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == b"Hello you"
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
     streamed = events(ask(served, stream=True, **fields))
     told = [e["logprobs"] for e in streamed if e["type"] == "response.output_text.delta"]
@@ -192,12 +190,26 @@ def test_logprobs_come_with_the_text(serve: Serve, tokenizer: Tokenizer) -> None
     assert streamed[-1]["response"]["output"][0]["content"][0]["logprobs"] == entries
 
 
-def test_logprobs_of_text_in_two_pieces_are_told_once() -> None:
-    items, logprobs = OutputItems(short_ids=False), [{"token": "ab"}]
-    grown = [*items.add(Text("a"), logprobs), *items.add(Text("b"), logprobs), *items.close()]
-    deltas = [fields["logprobs"] for name, fields in grown if name.endswith("text.delta")]
-    assert deltas == [[{"token": "ab"}], []]
-    assert items.items[0]["content"][0]["logprobs"] == [{"token": "ab"}]
+@pytest.mark.parametrize("sizes", [(1,), (3, 1, 7), (2,), (1000,)])
+def test_logprobs_are_those_of_their_text(
+    serve: Serve, tokenizer: Tokenizer, sizes: tuple[int, ...]
+) -> None:
+    text = f"<think>Hm.</think>Let \n\n<me> 🙂 see.\n\n{CALL_ROME}\n\nDone <tool"
+    served = serve(tool_call_format="hermes", reasoning_content=True)
+    ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
+    served.client.play = lambda request: steps(request, ids, sizes=sizes, finish="stop")
+    fields = {"include": ["message.output_text.logprobs"], "tools": [WEATHER], "store": False}
+    whole = ask(served, **fields).json()["output"]
+    said = [item["content"][0] for item in whole if item["type"] == "message"]
+    assert [part["text"] for part in said] == ["Let \n\n<me> 🙂 see.", "\n\nDone <tool"]
+    for part in said:
+        assert (
+            b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode() == part["text"]
+        )
+    streamed = events(ask(served, stream=True, **fields))
+    assert without_ids(streamed[-1]["response"]["output"]) == without_ids(whole)
+    told = [e["logprobs"] for e in streamed if e["type"] == "response.output_text.delta"]
+    assert [e for each in told for e in each] == [e for part in said for e in part["logprobs"]]
 
 
 def test_items_reach_the_model_as_a_chat(serve: Serve, tokenizer: Tokenizer) -> None:

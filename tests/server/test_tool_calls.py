@@ -214,28 +214,49 @@ def test_reasoning_is_told_from_content(sizes: list[int]) -> None:
     assert parse("hermes", "<think>a</think>", sizes=sizes) == [Text("<think>a</think>")]
 
 
-def test_response_template_of_a_model_goes_before_its_chat_template() -> None:
-    own = {
-        "start_anchor": "<a>",
-        "fields": {
-            "content": {"content": "text"},
-            "thinking": {"open": "<t>", "close": "</t>"},
-            "tool_calls": {
-                "open": "<c>",
-                "close": "</c>",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
+OWN = {
+    "start_anchor": "<a>",
+    "fields": {
+        "content": {"content": "text"},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<c>",
+            "close": "</c>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
         },
-    }
+    },
+}
+
+
+def test_response_template_of_a_model_goes_before_its_chat_template() -> None:
     call = '<c>{"name": "weather", "arguments": {"city": "Rome"}}</c>'
-    parts = parse("hermes", f"<t>hm</t>Wait{call}", prompt="x<a>", response_template=own)
+    parts = parse("hermes", f"<think>hm</think>Wait{call}", prompt="x<a>", response_template=OWN)
     assert parts == [Text("hm", reasoning=True), Text("Wait"), ROME]
     # What it cannot read is content.
     for sizes in ([1], [99]):
-        parts = parse("hermes", "Wait<c>{</c>!", sizes=sizes, prompt="<a>", response_template=own)
+        parts = parse("hermes", "Wait<c>{</c>!", sizes=sizes, prompt="<a>", response_template=OWN)
         assert "".join(part.text for part in parts).replace("<c>", "") == "Wait{</c>!"
+
+
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        *((MessageFormat(TEMPLATES["hermes"], reasoning=True), size) for size in (1, 3, 1000)),
+        (MessageFormat("", OWN), 1),  # which tells only what a piece ends with
+    ],
+)
+def test_a_text_tells_where_it_ends(form: MessageFormat, size: int) -> None:
+    text = f"<think>Hm. </think>\n\nLet <a>\n\n see. \n{CALL_ROME}\n\nDone.\n"
+    parser = form.parser("x<a>", [WEATHER])
+    assert parser is not None
+    parts: list[Any] = []
+    for start in range(0, len(text), size):
+        parts += parser.push(text[start : start + size])
+    texts = [part for part in [*parts, *parser.flush()] if isinstance(part, Text)]
+    assert len(texts) > 2
+    assert all(text[each.end - len(each.text) : each.end] == each.text for each in texts)
 
 
 def test_model_that_shows_no_format_calls_nothing() -> None:
