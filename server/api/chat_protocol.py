@@ -125,10 +125,12 @@ class ChatCompletionRequest(ChoiceFields, ChatFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return effort | self.chat_template_kwargs
+        told: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            told["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            told["enable_thinking"] = False
+        return told | self.chat_template_kwargs
 
 
 # An answer may have hundreds of thousands of these: a pydantic model takes ten times the memory.

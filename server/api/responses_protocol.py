@@ -139,13 +139,10 @@ class ResponsesRequest(SamplingFields):
             ],
             "tool_choice": _chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
         }
-        if self.reasoning.effort == "none":
-            fields["chat_template_kwargs"] = {"enable_thinking": False}
-        elif self.reasoning.effort is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
         form = self.text.format
         if form.type == "json_schema":
             schema = {"name": form.name, "schema": form.json_schema or {}}

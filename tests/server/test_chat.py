@@ -12,6 +12,8 @@ from served import Served
 from tokenizers_for_tests import byte_level_wrapper
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
+from outrider.server.api.chat_protocol import ChatCompletionRequest
+from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
@@ -259,6 +261,27 @@ def test_last_message_can_be_continued(serve: Serve) -> None:
 
 def test_variables_reach_the_template(serve: Serve) -> None:
     assert prompt_of(serve(), chat_template_kwargs={"mood": "glad"}) == PROMPT + "glad"
+
+
+@pytest.mark.parametrize(
+    ("effort", "expected"),
+    [
+        (None, {}),
+        ("low", {"reasoning_effort": "low"}),
+        ("none", {"reasoning_effort": "none", "enable_thinking": False}),
+    ],
+)
+def test_effort_of_reasoning_reaches_the_template(
+    effort: str | None, expected: dict[str, Any]
+) -> None:
+    fields = {"messages": HI, "reasoning_effort": effort}
+    assert ChatCompletionRequest.model_validate(fields).template_variables == expected
+    response = ResponsesRequest.model_validate({"input": "Hi", "reasoning": {"effort": effort}})
+    assert response.as_chat([]).template_variables == expected
+    # What is said to the template itself goes before.
+    thinks = {"enable_thinking": True}
+    chat = ChatCompletionRequest.model_validate(fields | {"chat_template_kwargs": thinks})
+    assert chat.template_variables == expected | thinks
 
 
 def test_tools_are_shown_to_the_template_as_they_came(serve: Serve) -> None:
