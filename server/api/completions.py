@@ -34,7 +34,8 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
     )
     if body.suffix:
         prompts = await _gaps(service, body, prompts, body.suffix)
-    prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
+    else:
+        prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
     samples = service.samples(
         body,
@@ -74,9 +75,15 @@ async def _gaps(
             f"The model {service.model_name!r} was not trained to fill in the middle: its "
             "vocabulary has no marks for it. Leave suffix out.",
         )
-    (behind,) = await service.tokenize([suffix], add_special_tokens=False, must_fit="suffix")
+    most = service.most_prompt_tokens(body, body.max_tokens)
+    (behind,) = await service.tokenize(
+        [suffix], add_special_tokens=False, must_fit="suffix" if most is None else None
+    )
     body.stop_token_ids = [*body.stop_token_ids, *service.fill_in_the_middle.ends]
-    return [service.fill_in_the_middle.prompt(prompt, behind) for prompt in prompts]
+    return [
+        service.fill_in_the_middle.prompt(prompt, behind, most=most, side=body.truncation_side)
+        for prompt in prompts
+    ]
 
 
 class _CompletionAnswer(ChoicesAnswer):

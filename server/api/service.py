@@ -183,11 +183,16 @@ class Service:
             finally:
                 give_memory_back()
 
-    def truncate(self, fields: ChoiceFields, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens of a prompt that the request wants to keep: the last ones, or the first."""
+    def most_prompt_tokens(self, fields: ChoiceFields, max_tokens: int) -> int | None:
+        """How many tokens of a prompt the request wants to keep; None: all."""
         limit = fields.truncate_prompt_tokens
         if limit == -1:
-            limit = max(1, self.engine_info.max_model_len - max(1, max_tokens))
+            return max(1, self.engine_info.max_model_len - max(1, max_tokens))
+        return limit
+
+    def truncate(self, fields: ChoiceFields, prompt: list[int], max_tokens: int) -> list[int]:
+        """The tokens of a prompt that the request wants to keep: the last ones, or the first."""
+        limit = self.most_prompt_tokens(fields, max_tokens)
         if limit is None:
             return prompt
         return prompt[:limit] if fields.truncation_side == "right" else prompt[-limit:]

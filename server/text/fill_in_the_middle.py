@@ -1,6 +1,7 @@
 """Prompts for the text between two others, for models that were trained to write it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .tokenizer import Tokenizer
 
@@ -45,8 +46,27 @@ class FillInTheMiddle:
                 )
         return None
 
-    def prompt(self, before: list[int], behind: list[int]) -> list[int]:
-        """The prompt for the text between these two."""
+    def prompt(
+        self,
+        before: list[int],
+        behind: list[int],
+        *,
+        most: int | None = None,
+        side: Literal["left", "right"] = "left",
+    ) -> list[int]:
+        """The prompt for the text between these two, of at most so many tokens.
+
+        What does not fit is cut off far from the gap, first on this side. The marks always stay.
+        """
+        if most is not None:
+            room = max(0, most - len(self.prompt([], [])))
+            if side == "left":
+                behind = behind[:room]
+                room -= len(behind)
+                before = before[max(0, len(before) - room) :]
+            else:
+                before = before[max(0, len(before) - room) :]
+                behind = behind[: room - len(before)]
         if self.middle is None:
             return [*self.begin, self.suffix, *behind, self.prefix, *before]
         return [*self.begin, self.prefix, *before, self.suffix, *behind, self.middle]

@@ -1,6 +1,7 @@
 """POST /v1/completions, whole and streamed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import ANY
 
@@ -13,6 +14,7 @@ from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
+from outrider.server.text.fill_in_the_middle import FillInTheMiddle
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
@@ -400,6 +402,46 @@ def test_gap_before_a_suffix_is_filled_by_a_model_that_can(
     assert request.params.stop_token_ids == (end,)
     error = post(served.app, {"prompt": "a", "suffix": "b", "echo": True}).error
     assert error["param"] == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("room", "side", "before", "behind"),
+    [
+        (6, "left", [10, 11, 12, 13], [20, 21]),
+        (4, "left", [12, 13], [20, 21]),
+        (5, "right", [10, 11, 12, 13], [20]),
+        (4, "right", [10, 11, 12, 13], []),
+        # Both texts, if one is not enough: what is next to the gap stays, and so do the marks.
+        (1, "left", [], [20]),
+        (1, "right", [13], []),
+        (0, "left", [], []),
+        (-2, "left", [], []),
+    ],
+)
+def test_a_prompt_with_a_gap_is_cut_at_the_ends_of_its_texts(
+    room: int, side: Any, before: list[int], behind: list[int]
+) -> None:
+    texts = ([10, 11, 12, 13], [20, 21])
+    marks = FillInTheMiddle(begin=[0], prefix=1, suffix=2, middle=3, ends=[])
+    assert marks.prompt(*texts) == [0, 1, *texts[0], 2, *texts[1], 3]
+    assert marks.prompt(*texts, most=4 + room, side=side) == [0, 1, *before, 2, *behind, 3]
+    marks = replace(marks, middle=None)
+    assert marks.prompt(*texts, most=3 + room, side=side) == [0, 2, *behind, 1, *before]
+
+
+@pytest.mark.parametrize(("limit", "side", "num_kept"), [(5, "left", 5), (-1, "right", 990)])
+def test_a_prompt_with_a_gap_keeps_its_marks(limit: int, side: str, num_kept: int) -> None:
+    tokenizer = byte_level_tokenizer()
+    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    tokenizer.backend.add_special_tokens([*marks])
+    tokenizer = type(tokenizer).of(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
+    served = Served(lambda request: steps(request, [70]), tokenizer)
+    body = {"prompt": [70] * 600, "suffix": "x" * 5000, "max_tokens": 10}
+    cut = {"truncate_prompt_tokens": limit, "truncation_side": side}
+    assert post(served.app, body | cut).status == 200
+    (request,) = served.client.submitted[0]
+    assert len(request.prompt_token_ids) == num_kept
+    assert set(map(tokenizer.backend.token_to_id, marks)) < set(request.prompt_token_ids)
 
 
 def test_most_logprobs_are_asked_for_with_minus_one(serve: Serve) -> None:
