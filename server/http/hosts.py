@@ -34,7 +34,9 @@ class Hosts:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._names = tuple(name.lower().rstrip(".") for name in settings.allowed_hosts)
-        self._only_loopback = not self._names and is_loopback(settings.host)
+        self._only_loopback = (
+            not self._names and settings.uds is None and is_loopback(settings.host)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/") not in OPEN_PATHS:

@@ -1,6 +1,7 @@
 """Whom a request was meant for."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from asgi import get
@@ -47,6 +48,11 @@ def test_elsewhere_any_name_is_served_unless_names_are_set(serve: Serve) -> None
     ):
         assert status(named, host) == expected, host
     assert {status(serve(allowed_hosts=("*",)), host) for host in FOREIGN} == {200}
+
+
+def test_behind_a_unix_socket_any_name_is_served(serve: Serve) -> None:
+    served = serve(host="127.0.0.1", uds=Path("server.sock"))
+    assert {status(served, host) for host in LOCAL + FOREIGN} == {200}
 
 
 def test_the_names_that_are_set_take_the_place_of_those_of_loopback(serve: Serve) -> None:
