@@ -166,7 +166,15 @@ def _name(tool: dict[str, Any]) -> str:
 
 def _input_grammar(tool: dict[str, Any]) -> GrammarText | None:
     match tool:
-        case {"custom": {"format": {"grammar": {"syntax": syntax, "definition": text}}}}:
+        case {
+            "type": "custom",
+            "custom": {
+                "format": {
+                    "type": "grammar",
+                    "grammar": {"syntax": syntax, "definition": text},
+                }
+            },
+        }:
             return GrammarText(syntax, text)
     return None
 

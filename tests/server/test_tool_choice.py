@@ -379,6 +379,29 @@ def test_input_follows_the_grammar_of_its_tool(
         assert (reply.status, reply.error["param"]) == (400, "tools")
 
 
+@pytest.mark.parametrize(
+    ("kind", "tool"),
+    [
+        ("function", ADD | {"custom": {"format": {"grammar": {"syntax": 5, "definition": 5}}}}),
+        (
+            "custom",
+            {
+                "type": "custom",
+                "custom": {
+                    "name": "add",
+                    "format": {"type": "text", "grammar": {"syntax": 5, "definition": 5}},
+                },
+            },
+        ),
+    ],
+)
+def test_a_grammar_that_is_no_format_of_a_custom_tool_has_no_effect(
+    served: Served, kind: str, tool: dict[str, Any]
+) -> None:
+    choice = {"type": kind, kind: {"name": "add"}}
+    assert chat(served, tools=[tool], tool_choice=choice).status == 200
+
+
 def test_call_of_a_custom_tool_is_repeated_to_the_model(served: Served) -> None:
     call = {"id": "1", "type": "custom", "custom": {"name": "note", "input": "x"}}
     turns = [
