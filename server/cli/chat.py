@@ -95,7 +95,6 @@ class Conversation:
         self._first = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._first)
         self._k = k
-        self._has_trace = True  # until the server answers that it does not know traces
 
     def command(self, line: str) -> None:
         """Carry out a command: a line that begins with a slash."""
@@ -127,35 +126,21 @@ class Conversation:
 
     def _choices(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
         """The choices of the answer's chunks."""
+        speculation: dict[str, Any] = {"trace": True}
+        if self._k is not None:
+            speculation |= {"enabled": self._k > 0, "num_speculative_tokens": self._k}
+        body = self._remote.body(messages, **self._options, speculation=speculation)
         try:
-            with httpx.Client(timeout=TIMEOUT, headers=self._remote.headers) as client:
-                body = self._body(messages)
-                with client.stream("POST", self._remote.chat_url, json=body) as response:
-                    content = response.read() if response.is_error else b""
-                    knows_none = response.status_code == 400 and b"trace" in content
-                    if not (self._has_trace and knows_none):
-                        check(self._remote.url, response.status_code, content)
-                        for chunk in chunks_of(response.iter_lines()):
-                            yield from chunk["choices"]
-                        return
+            with (
+                httpx.Client(timeout=TIMEOUT, headers=self._remote.headers) as client,
+                client.stream("POST", self._remote.chat_url, json=body) as response,
+            ):
+                content = response.read() if response.is_error else b""
+                check(self._remote.url, response.status_code, content)
+                for chunk in chunks_of(response.iter_lines()):
+                    yield from chunk["choices"]
         except httpx.HTTPError as error:
             raise unreachable(self._remote.url, error) from None
-        self._has_trace = False
-        yield from self._choices(messages)
-
-    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        speculation: dict[str, Any] = {}
-        if self._k is not None:
-            speculation = {"enabled": self._k > 0, "num_speculative_tokens": self._k}
-        if self._has_trace:
-            speculation["trace"] = True
-        return self._remote.body(
-            messages,
-            **self._options,
-            speculation=speculation or None,
-            # Shows which tokens a step brought, if there is no trace.
-            logprobs=None if self._has_trace else True,
-        )
 
     def _show(self, painter: Painter, text: str, style: str = "") -> None:
         line = Text()
@@ -168,10 +153,9 @@ class Conversation:
         if not num_tokens:
             return
         line = Text("[", "dim")
-        for kind in ("accepted", "recovered", "bonus", "own", "plain"):
+        for kind in ("accepted", "recovered", "bonus", "plain"):
             if count := painter.counts[kind]:
-                name = "of the target" if kind == "own" else kind
-                line.append(f"{count} {name}", STYLES[kind]).append(", ", "dim")
+                line.append(f"{count} {kind}", STYLES[kind]).append(", ", "dim")
         line.append(f"{num_tokens / painter.num_steps:.1f} tokens a step, ", "dim")
         decode_s = total_s - first_s
         if num_tokens > 1 and decode_s > 0:

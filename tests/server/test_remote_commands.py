@@ -100,8 +100,8 @@ def test_what_keeps_from_asking_is_told(
 
 
 @contextmanager
-def other_server(chunks: list[dict[str, Any]], *, knows_trace: bool) -> Iterator[Any]:
-    """A server that streams these chunks, and refuses to trace unless it can."""
+def other_server(chunks: list[dict[str, Any]]) -> Iterator[Any]:
+    """A server that streams these chunks."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -109,13 +109,9 @@ def other_server(chunks: list[dict[str, Any]], *, knows_trace: bool) -> Iterator
             self._answer(200, json.dumps({"data": [{"id": "other"}]}))
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            bodies.append(body)
-            if body.get("speculation", {}).get("trace") and not knows_trace:
-                self._answer(400, json.dumps({"error": {"message": "no such field: trace"}}))
-            else:
-                events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-                self._answer(200, "".join([*events, "data: [DONE]\n\n"]))
+            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+            self._answer(200, "".join([*events, "data: [DONE]\n\n"]))
 
         def _answer(self, status: int, content: str) -> None:
             self.send_response(status)
@@ -137,16 +133,6 @@ def token(text: str, **more: Any) -> dict[str, Any]:
     return {"token": text, "text": text, "bytes": list(text.encode()), **more}
 
 
-def test_chat_does_without_a_trace_if_the_server_knows_none() -> None:
-    logprobs = {"content": [token("one"), token(" two")]}
-    chunk = {"choices": [{"delta": {"content": "one two"}, "logprobs": logprobs}]}
-    with other_server([chunk], knows_trace=False) as (url, bodies):
-        shown = outrider("chat", url, say="Hi\nAgain\n").stdout
-    assert shown.count("1 accepted, 1 of the target") == 2
-    assert [bool(body.get("speculation")) for body in bodies] == [True, False, False]
-    assert [body.get("logprobs") for body in bodies] == [None, True, True]
-
-
 def test_chat_tells_recovered_from_bonus_tokens_by_a_trace() -> None:
     steps_of = [
         [token("<think>", kind="plain"), token("Hm", kind="recovered")],
@@ -157,7 +143,7 @@ def test_chat_tells_recovered_from_bonus_tokens_by_a_trace() -> None:
         {"choices": [{"delta": {"content": "Aß"}, "trace": [{"tokens": steps_of[1]}]}]},
         {"choices": [], "usage": {}},
     ]
-    with other_server(chunks, knows_trace=True) as (url, bodies):
+    with other_server(chunks) as (url, bodies):
         shown = outrider("chat", url, say="Hi\n").stdout
     assert "HmAß" in shown
     assert "1 accepted, 1 recovered, 1 bonus, 1 plain, 2.0 tokens a step" in shown
@@ -165,7 +151,7 @@ def test_chat_tells_recovered_from_bonus_tokens_by_a_trace() -> None:
 
 
 def test_an_error_in_the_stream_is_told() -> None:
-    with other_server([{"error": {"message": "out of pages"}}], knows_trace=True) as (url, _):
+    with other_server([{"error": {"message": "out of pages"}}]) as (url, _):
         assert "ended the answer: out of pages" in outrider("chat", url, say="Hi\n").stderr
 
 
@@ -181,14 +167,6 @@ def test_each_character_has_the_kind_of_its_token() -> None:
     assert list(painter.paint("a")) == [("a", "accepted")]
     assert list(painter.paint("b🙂")) == [("b", "accepted"), ("🙂", "bonus")]
     assert list(painter.paint("what no token says")) == [("what no token says", "plain")]
-
-
-def test_without_a_trace_the_kinds_follow_from_the_step() -> None:
-    painter = Painter()
-    halves = [{"bytes": list("🙂".encode()[:2])}, {"bytes": list("🙂".encode()[2:])}]
-    painter.take({"logprobs": {"content": [{"bytes": [97]}, *halves, {"bytes": [98]}]}})
-    assert list(painter.paint("a🙂b")) == [("a🙂", "accepted"), ("b", "own")]
-    assert painter.counts == {"accepted": 3, "own": 1}
 
 
 def test_the_same_text_twice_has_the_kinds_of_both_tokens() -> None:
