@@ -18,20 +18,13 @@ def chat_request(
 ) -> ChatCompletionRequest:
     """A chat with these fields, and with those fields of the request that all APIs share.
 
-    Raises RequestValidationError, which names fields as chats do (see `renamed_fields`).
+    Raises ValidationError, which names fields as chats do (see `renamed_fields`).
     """
     common: dict[str, Any] = {}
     if of is not None:
         names = set(SamplingFields.model_fields)
         common = of.model_dump(include=names, exclude_unset=True, by_alias=True)
-    try:
-        return ChatCompletionRequest.model_validate(common | fields)
-    except ValidationError as error:
-        problems = [
-            {**problem, "loc": ("body", *problem["loc"])}
-            for problem in error.errors(include_url=False, include_context=False)
-        ]
-        raise RequestValidationError(problems) from None
+    return ChatCompletionRequest.model_validate(common | fields)
 
 
 @contextmanager
@@ -39,10 +32,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Have errors name the fields of a chat as the client knows them."""
     try:
         yield
-    except RequestValidationError as error:
+    except ValidationError as error:
         problems = [
-            {**each, "loc": ("body", *(names.get(part, part) for part in each["loc"][1:]))}
-            for each in error.errors()
+            {**each, "loc": ("body", *(names.get(str(part), part) for part in each["loc"]))}
+            for each in error.errors(include_url=False, include_context=False)
         ]
         raise RequestValidationError(problems) from None
     except APIError as error:
