@@ -7,9 +7,8 @@ from typing import Any
 from ..text.call_stream import CallArguments, CallStart
 from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
+from .answer import Event
 from .responses_protocol import Status
-
-Event = tuple[str, dict[str, Any]]
 
 
 class OutputItems:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, FailFast, Field, Tag
 
+from ..api.content import type_of
 from ..api.fields import APIRequest
 from ..http.errors import invalid_value, unsupported
 from ..text.message_parser import END_THINK, THINK
@@ -40,7 +41,7 @@ class NamedCustomTool(APIRequest):
 
 NamedToolOfAKind = Annotated[
     Annotated[NamedTool, Tag("<function>")] | Annotated[NamedCustomTool, Tag("<custom>")],
-    Discriminator(lambda value: "<custom>" if _type_of(value) == "custom" else "<function>"),
+    Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
 ]
 
 
@@ -54,15 +55,11 @@ class AllowedTools(APIRequest):
     allowed_tools: ToolsToChooseFrom
 
 
-def _type_of(value: object) -> object:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
 def _kind_of_choice(value: object) -> str:
     if isinstance(value, str):
         return "<mode>"
     kinds = {"allowed_tools": "<allowed>", "custom": "<custom>"}
-    given = _type_of(value)
+    given = type_of(value)
     return kinds.get(given, "<function>") if isinstance(given, str) else "<function>"
 
 

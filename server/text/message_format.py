@@ -34,7 +34,6 @@ class MessageFormat:
         known = FORMATS.get(name) or (shown_format(chat_template) if name == "auto" else None)
         self._format = known if response_template is None or name != "auto" else None
         self._template = response_template if name == "auto" else None
-        self.has_calls = self._format is not None or self._template is not None
         self.has_reasoning = (
             shows_reasoning(chat_template, self._template) if reasoning is None else reasoning
         )
