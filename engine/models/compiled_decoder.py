@@ -1,9 +1,8 @@
 """A decoder whose passes run on a CPU in one compiled call each."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import addressof, c_int32
-from functools import partial
 from operator import is_
 
 import torch
@@ -118,7 +117,7 @@ class CompiledDecoder(Decoder):
         num_rows, num_logits = len(batch.input_ids), len(batch.logits_rows)
         self._bind(self.attentions)
         if num_rows:
-            self._reach(int(rows.positions.max()))
+            self._reach(int(rows.positions.max()) + 1)
         given, computed = self._given(len(rows.seq_lens), num_rows, num_logits, batch.block_table)
         given.first_rows = pointer(rows.cu_seqlens_q, torch.int64)
         given.lengths = pointer(rows.seq_lens, torch.int64)
@@ -143,19 +142,28 @@ class CompiledDecoder(Decoder):
             seqs = torch.from_numpy(batch.sequences_np[0])
             of_taps = BatchRows(slot_of_row, positions, places, seqs, lengths, first_rows)
             computed = computed._replace(rows=of_taps)
-        self._within_reach(partial(cpu.run_pass_in_slots, self._decoder, given, rows))
+        cpu.run_pass_in_slots(self._decoder, given, rows)
         return self._rounded(computed)._replace(shape=batch.shape)
 
     def draft_in_slots(self, batch: HostBatch, slots: Slots, drafts: LinesOfDrafts) -> None:
         """Compute rows as `pass_in_slots` does, then draw drafts and compute theirs, all in one
         call. The batch has a row of logits for each sequence to draft for.
         """
-        given, rows, computed = self._in_slots(batch, slots)
-        self._within_reach(partial(drafts.draw, self._decoder, given, rows, computed.logits))
+        num_later = int(drafts.counts_np.max()) - 1  # positions: the last draft is not computed
+        given, rows, computed = self._in_slots(batch, slots, num_later=num_later)
+        drafts.draw(self._decoder, given, rows, computed.logits)
 
-    def _in_slots(self, batch: HostBatch, slots: Slots) -> tuple[cpu.Batch, cpu.Slots, Pass]:
-        """A call's batch, where its rows are looked up, and the tensors that it writes to."""
+    def _in_slots(
+        self, batch: HostBatch, slots: Slots, *, num_later: int = 0
+    ) -> tuple[cpu.Batch, cpu.Slots, Pass]:
+        """A call's batch, where its rows are looked up, and the tensors that it writes to.
+
+        The call goes on for up to `num_later` positions after each sequence's rows.
+        """
         self._bind(self.attentions)
+        known = slots.num_tokens.tolist()
+        ends = [known[slot] + first + num for slot, first, num, _ in batch.sequences_np.T.tolist()]
+        self._reach(max(ends, default=0) + num_later)
         num_seqs, num_rows, num_logits = batch.shape
         given, computed = self._given(num_seqs, num_rows, num_logits, slots.block_table)
         first, row_len = batch.sequences_np.ctypes.data, batch.sequences_np.strides[0]
@@ -166,13 +174,6 @@ class CompiledDecoder(Decoder):
             slots.token_ids.shape[1],
         )
         return given, rows, computed
-
-    def _within_reach(self, call: Callable[[int], int]) -> None:
-        """Make a call, again if it needs more positions than the tables of cos and sin have.
-        The call takes how many they have, and returns how many it needs.
-        """
-        while (needed := call(self._num_positions)) > self._num_positions:
-            self._reach(needed - 1)
 
     def _given(
         self, num_seqs: int, num_rows: int, num_logits: int, block_table: Tensor
@@ -249,11 +250,11 @@ class CompiledDecoder(Decoder):
         self._decoder.shape.cache_is_bf16 = keys.dtype == torch.bfloat16
         self._decoder.shape.page_size = keys.shape[1]
 
-    def _reach(self, position: int) -> None:
-        """Extend the layers' tables of cos and sin to positions up to this one."""
-        if position < self._num_positions:
+    def _reach(self, num_positions: int) -> None:
+        """Extend the layers' tables of cos and sin to as many positions at least."""
+        if num_positions <= self._num_positions:
             return
-        self._num_positions = max(_FEWEST_POSITIONS, 1 << position.bit_length())
+        self._num_positions = max(_FEWEST_POSITIONS, 1 << (num_positions - 1).bit_length())
         positions = torch.arange(self._num_positions)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by the rope's frequencies
         for layer, block in zip(self._layers, self.blocks, strict=True):

@@ -32,8 +32,7 @@ struct Slots {
 };
 
 struct Decoder;
-int64_t outrider_pass_in_slots(
-    const Decoder* model, const Batch* batch, const Slots* given, int64_t num_positions,
-    int32_t threads
+void outrider_pass_in_slots(
+    const Decoder* model, const Batch* batch, const Slots* given, int32_t threads
 );
 }

@@ -6,6 +6,7 @@
 // is summed by one thread, over the inputs in order; blocks of attention stand at fixed positions.
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -277,20 +278,13 @@ PUBLIC void outrider_unpack(const Matrix* matrix, float* out, int32_t threads) {
     });
 }
 
-// A pass over rows in slots. Returns how many positions it needs in the tables of cos and sin; if
-// they have fewer, it has computed nothing. `batch` lacks the rows.
-PUBLIC int64_t outrider_pass_in_slots(
-    const Decoder* model, const Batch* batch, const Slots* given, int64_t num_positions,
-    int32_t threads
+// A pass over rows in slots; `batch` lacks them.
+PUBLIC void outrider_pass_in_slots(
+    const Decoder* model, const Batch* batch, const Slots* given, int32_t threads
 ) {
     const int sequences = batch->sequences, page_size = model->shape.page_size;
-    int64_t count = 0, needed = 0;
-    for (int s = 0; s < sequences; s++) {
-        count += given->row_counts[s];
-        const int64_t first = given->num_tokens[given->slots[s]] + given->starts[s];
-        needed = std::max(needed, first + given->row_counts[s]);
-    }
-    if (needed > num_positions) return needed;
+    const int64_t* row_counts = given->row_counts;
+    const int64_t count = std::accumulate(row_counts, row_counts + sequences, int64_t{0});
     thread_local std::vector<int64_t> numbers;
     numbers.resize(5 * count + 2 * sequences + 1);
     int64_t* at = numbers.data();
@@ -320,6 +314,5 @@ PUBLIC int64_t outrider_pass_in_slots(
     whole.token_ids = tokens, whole.positions = positions, whole.places = places;
     whole.logits_rows = logits_rows;
     outrider_pass(model, &whole, threads);
-    return needed;
 }
 }

@@ -148,8 +148,6 @@ def builds() -> dict[str, ctypes.CDLL]:
                 library = ctypes.CDLL(spec.origin)
                 for call in _CALLS:
                     getattr(library, call).restype = None
-                library.outrider_pass_in_slots.restype = c_int64
-                library.outrider_draft.restype = c_int64
             except (OSError, AttributeError):  # built for another system or version
                 continue
             loaded[name] = library
@@ -243,22 +241,13 @@ def run_pass(decoder: Decoder, batch: Batch) -> None:
     library.outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), num_threads())
 
 
-def run_pass_in_slots(decoder: Decoder, batch: Batch, slots: Slots, num_positions: int) -> int:
-    """`run_pass` for rows that are looked up in slots; `batch` lacks them.
-
-    Returns how many positions it needs in the tables of cos and sin. If that is more than
-    `num_positions`, it has computed nothing.
-    """
+def run_pass_in_slots(decoder: Decoder, batch: Batch, slots: Slots) -> None:
+    """`run_pass` for rows that are looked up in slots; `batch` lacks them."""
     library = compiled()
     assert library is not None
-    needed: int = library.outrider_pass_in_slots(
-        ctypes.byref(decoder),
-        ctypes.byref(batch),
-        ctypes.byref(slots),
-        c_int64(num_positions),
-        num_threads(),
+    library.outrider_pass_in_slots(
+        ctypes.byref(decoder), ctypes.byref(batch), ctypes.byref(slots), num_threads()
     )
-    return needed
 
 
 def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int:

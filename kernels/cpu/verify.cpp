@@ -342,19 +342,16 @@ PUBLIC void outrider_draw(const Step* step) {
 // All drafts of a step, by a model's passes and draws in turn. The first pass is given, with a row of
 // logits for each of the step's sequences; the others read their newest draft. A sequence gets up to
 // counts[i] drafts, and no more once those so far stand with less than least[i]; counts[i] becomes
-// their number. Returns how many positions it needs, as a pass does. Shape: counts, least [count].
-PUBLIC int64_t outrider_draft(
-    const Decoder* model, const Batch* given_batch, const Slots* given_rows, int64_t num_positions,
-    int32_t threads, const Step* given_step, int64_t* counts, const double* least
+// their number. Shape: counts, least [count].
+PUBLIC void outrider_draft(
+    const Decoder* model, const Batch* given_batch, const Slots* given_rows, int32_t threads,
+    const Step* given_step, int64_t* counts, const double* least
 ) {
     Batch batch = *given_batch;
     Slots rows = *given_rows;
     Step step = *given_step;
     int left = step.count;
-    const int64_t later = *std::max_element(counts, counts + left) - 1;  // positions
-    const int64_t needed =
-        later + outrider_pass_in_slots(model, &batch, &rows, num_positions - later, threads);
-    if (needed > num_positions) return needed;
+    outrider_pass_in_slots(model, &batch, &rows, threads);
     std::vector<int64_t> slots(step.entries, step.entries + left), drawn(left), offsets(left);
     std::vector<int64_t> starts(left), ones(left, 1);
     std::vector<double> chance(left, 1.0);
@@ -384,10 +381,10 @@ PUBLIC int64_t outrider_draft(
             sequence[left] = s;
             slots[left++] = slots[i];
         }
-        if (left == 0) return needed;
+        if (left == 0) return;
         batch.sequences = batch.num_logits = left;
         std::fill_n(starts.begin(), left, j);
-        outrider_pass_in_slots(model, &batch, &rows, num_positions, threads);
+        outrider_pass_in_slots(model, &batch, &rows, threads);
     }
 }
 

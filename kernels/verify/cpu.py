@@ -158,29 +158,24 @@ class LinesOfDrafts:
     vocab_size: int
     kept: tuple[Tensor, Tensor] | None  # as above
 
-    def draw(
-        self, model: Decoder, batch: Batch, rows: Slots, logits: Tensor, num_positions: int
-    ) -> int:
+    def draw(self, model: Decoder, batch: Batch, rows: Slots, logits: Tensor) -> None:
         """Compute these rows, which end with a row of logits for each sequence, and then draw each
         draft and compute its row in turn: `draw_into_slots` and `run_pass_in_slots` over and over.
 
-        Returns how many positions the model needs; if that is more than `num_positions`, nothing
-        was computed. Shape: logits [N, V'], to which all passes write.
+        Shape: logits [N, V'], to which all passes write.
         """
         given = _in_slots(
             self.slots, self.slots_np, logits, self.vocab_size, self.kept, Purpose.DRAFT
         )
-        needed: int = _library().outrider_draft(
+        _library().outrider_draft(
             ctypes.byref(model),
             ctypes.byref(batch),
             ctypes.byref(rows),
-            c_int64(num_positions),
             num_threads(),
             ctypes.byref(given),
             c_void_p(_pointer_np(self.counts_np)),
             c_void_p(self.least_chance_np.ctypes.data),
         )
-        return needed
 
 
 def _in_slots(

@@ -1,9 +1,14 @@
 """Tiny models, made once a session."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tiny_models import Tiny, save_tiny_model
+
+from outrider.engine.models import compiled_decoder
+from outrider.kernels.model.rope import rotary_table
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +23,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def short_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers begin with few positions, and what reads behind their tables gets NaN."""
+
+    def bounded(positions: torch.Tensor, *rope: Any) -> list[torch.Tensor]:
+        tables = rotary_table(positions, *rope)
+        return [
+            torch.cat((table, torch.full_like(table, torch.nan)))[: len(table)] for table in tables
+        ]
+
+    monkeypatch.setattr(compiled_decoder, "_FEWEST_POSITIONS", 8)
+    monkeypatch.setattr(compiled_decoder, "rotary_table", bounded)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.models import admission, compiled_decoder, families, loading
+from outrider.engine.models import admission, families, loading
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.blocks import Block
 from outrider.engine.models.compiled_decoder import CompiledDecoder
@@ -270,10 +270,8 @@ def test_compiled_layers_tap_the_same(
     compiled() is None or DEVICE.type != "cpu", reason="the CPU's layers are not compiled"
 )
 @torch.inference_mode()
-def test_a_compiled_pass_looks_its_rows_up_as_others_do(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled_decoder, "_FEWEST_POSITIONS", 8)  # its tables must grow
+@pytest.mark.usefixtures("short_tables")
+def test_a_compiled_pass_looks_its_rows_up_as_others_do(tiny_model: Tiny) -> None:
     config = ModelConfig(path=str(tiny_model("qwen3", num_hidden_layers=4)))
     model = PagedModel(config, DEVICE, is_draft=True)
     assert isinstance(model.network, CompiledDecoder)

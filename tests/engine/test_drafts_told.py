@@ -11,7 +11,6 @@ from tiny_models import DEVICE, VOCAB, Tiny
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models import compiled_decoder
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.proposers.top1 import Top1Proposer
 from outrider.kernels.cpu.layers import compiled
@@ -114,15 +113,17 @@ def test_drafts_of_prompt_lookup_are_told(pair: tuple[Path, Path]) -> None:
 @pytest.mark.skipif(
     compiled() is None or DEVICE.type != "cpu", reason="the CPU's layers are not compiled"
 )
+@pytest.mark.usefixtures("short_tables")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_one_call_are_those_drawn_in_turn(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    monkeypatch.setattr(compiled_decoder, "_FEWEST_POSITIONS", 8)  # its tables must grow
     in_one_call = Mock(wraps=CompiledDecoder.draft_in_slots)
     monkeypatch.setattr(CompiledDecoder, "draft_in_slots", lambda *args: in_one_call(*args))
     target, draft = tiny_model("qwen3"), tiny_model("qwen3", num_hidden_layers=1)
-    config = replace(engine_config(target, draft, k=K), draft=ModelConfig(path=str(draft)))
+    # No step, not even that of warm-up, has more rows than the shortest tables.
+    config = engine_config(target, draft, k=K, max_num_batched_tokens=8, max_num_seqs=3)
+    config = replace(config, draft=ModelConfig(path=str(draft)))
     params = [
         SamplingParams(max_tokens=24, temperature=temperature, seed=i, num_speculative_tokens=k)
         for i, k in enumerate((None, 1, None))
