@@ -4,9 +4,11 @@
 
 A table of microseconds: medians of CUDA-graph replays, the inputs rotated past the L2 cache, beside
 the floor, which is the time that the target's logits alone take to move at this GPU's measured copy
-bandwidth. "torch" columns are straightforward versions (softmax, sort, multinomial) of what stands
-before them; "K0" is the draft sampler over B rows. Where a batch has at most 320 rows its tokens
-are first compared with the torch references'; the requests that differ are counted at the end.
+bandwidth. A verification is timed with a copy that restores the drafts, which it overwrites in
+their slots. "torch" columns are straightforward versions (softmax, sort, multinomial) of what
+stands before them; "K0" is the draft sampler over B rows. Where a batch has at most 320 rows its
+tokens are first compared with the torch references'; the requests that differ are counted at the
+end.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import torch
 from outrider.kernels.verify import verify as kernels
 from outrider.kernels.verify.logprobs import gather_logprobs
 from outrider.kernels.verify.sampling import Rule, Sampling
+from outrider.kernels.verify.step import SlotState
 
 L2_BYTES = 60e6
 DEVICE = "cuda"
@@ -62,12 +65,11 @@ MORE_MODES = [
 class Inputs(NamedTuple):
     target: torch.Tensor  # [B * (k + 1), V]
     cu_rows: torch.Tensor
-    draft_ids: torch.Tensor  # [B, k]
+    slots: SlotState  # without known tokens, so that no call moves them on
+    slot: torch.Tensor
+    drafts: torch.Tensor  # [B, k + 1], for the slots
     num_drafts: torch.Tensor
-    draft: torch.Tensor | None  # [B, k, V]
-    state: torch.Tensor | None
-    sampling: Sampling
-    positions: torch.Tensor
+    kept: tuple[torch.Tensor, torch.Tensor] | None  # [B, k, V] and [B, k, 4]
 
 
 def make_sampling(batch: int, mode: Mode, seed: int) -> Sampling:
@@ -105,22 +107,24 @@ def make_logits(
 def make_inputs(target: torch.Tensor, draft: torch.Tensor, mode: Mode, seed: int) -> Inputs:
     """A step over these logits, its drafts drawn from the draft's."""
     batch, k, vocab = draft.shape
-    sampling = make_sampling(batch, mode, seed)
-    positions = torch.full((batch,), 100 + seed, device=DEVICE)
-    ids = torch.empty(batch, k, dtype=torch.int64, device=DEVICE)
-    state = torch.empty(batch, k, 4, device=DEVICE)
+    slot = torch.arange(batch, device=DEVICE)
+    slots = SlotState(
+        torch.zeros(batch, k + 1, dtype=torch.int32, device=DEVICE),
+        torch.zeros_like(slot),
+        make_sampling(batch, mode, seed),
+    )
+    kept = draft, torch.empty(batch, k, 4, device=DEVICE)
     for j in range(k):
-        drawn = kernels.draft_sample(draft[:, j], sampling, positions + j, positions, vocab)
-        ids[:, j], state[:, j] = drawn.token_ids, drawn.state
+        offset = torch.full_like(slot, j)
+        kernels.draft_sample(draft[:, j], slots, slot, offset, kept, vocab)
     return Inputs(
         target,
         torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * (k + 1),
-        ids,
+        slots,
+        slot,
+        slots.token_ids.clone(),
         torch.full((batch,), k, dtype=torch.int32, device=DEVICE),
-        None if mode.one_hot else draft,
-        None if mode.one_hot else state,
-        sampling,
-        positions,
+        None if mode.one_hot else kept,
     )
 
 
@@ -131,22 +135,23 @@ def make_sets(batch: int, k: int, vocab: int, flat: bool) -> list[tuple[torch.Te
     return [make_logits(batch, k, vocab, flat, seed) for seed in range(count)]
 
 
-def run_draft(x: Inputs, mode: Mode) -> kernels.DraftSample:
-    rows = x.target[: len(x.positions)]
+def run_draft(x: Inputs, mode: Mode) -> torch.Tensor:
+    first = x.slots.num_tokens  # 0, and so the first draft's offset
     return kernels.draft_sample(
-        rows, x.sampling, x.positions, x.positions, x.target.shape[1], filters=mode.filters,
-        samples=mode.temperature > 0,
+        x.target[: len(x.slot)], x.slots, x.slot, first, None, x.target.shape[1],
+        filters=mode.filters, samples=mode.temperature > 0,
     )  # fmt: skip
 
 
-def run_verify(x: Inputs, mode: Mode) -> kernels.Verified:
+def run_verify(x: Inputs, mode: Mode) -> torch.Tensor:
+    x.slots.token_ids.copy_(x.drafts)
     return kernels.verify(
-        x.target, x.cu_rows, x.draft_ids, x.num_drafts, x.draft, x.state, x.sampling, x.positions,
+        x.target, x.cu_rows, x.slots, x.slot, x.num_drafts, x.drafts.shape[1] - 1, x.kept,
         x.target.shape[1], filters=mode.filters, samples=mode.temperature > 0,
     )  # fmt: skip
 
 
-def run_reference(x: Inputs, mode: Mode) -> kernels.Verified:
+def run_reference(x: Inputs, mode: Mode) -> torch.Tensor:
     dispatch, kernels.uses_triton = kernels.uses_triton, lambda tensor: False
     try:
         return run_verify(x, mode)
@@ -168,18 +173,19 @@ def torch_probs(logits: torch.Tensor, mode: Mode) -> torch.Tensor:
 
 def run_torch(x: Inputs, mode: Mode) -> torch.Tensor:
     """Verification by the token rule, written the obvious way."""
-    batch, k = x.draft_ids.shape
+    draft_ids = x.drafts[:, :-1].long()
+    batch, k = draft_ids.shape
     if mode.temperature == 0:
         best = x.target.argmax(-1).view(batch, k + 1)
-        accepted = (best[:, :k] == x.draft_ids).long().cumprod(1).sum(1)
+        accepted = (best[:, :k] == draft_ids).long().cumprod(1).sum(1)
         return best.gather(1, accepted[:, None])
     p = torch_probs(x.target, mode).view(batch, k + 1, -1)
     q = torch.zeros_like(p[:, :k])
-    if x.draft is None:
-        q.scatter_(2, x.draft_ids[..., None], 1.0)
+    ids = draft_ids[..., None]
+    if x.kept is None:
+        q.scatter_(2, ids, 1.0)
     else:
-        q = torch_probs(x.draft, mode)
-    ids = x.draft_ids[..., None]
+        q = torch_probs(x.kept[0], mode)
     ratio = (p[:, :k].gather(2, ids) / q.gather(2, ids))[..., 0]
     accepted = (torch.rand_like(ratio) <= ratio).long().cumprod(1).sum(1)
     recovered = (p[:, :k] - q).clamp_min_(0)
@@ -259,7 +265,7 @@ def run_case(batch: int, k: int, vocab: int, modes: list[Mode], with_torch: bool
         inputs = [make_inputs(*logits, mode, seed) for seed, logits in enumerate(sets)]
         if batch * (k + 1) <= 320:
             ours, reference = run_verify(inputs[0], mode), run_reference(inputs[0], mode)
-            num_differing += int((ours.token_ids != reference.token_ids).any(1).sum())
+            num_differing += int((ours != reference).any(1).sum())
             num_compared += batch
         figures[mode.name] = time_us([partial(run_verify, x, mode) for x in inputs])
         if mode.torch and with_torch:

@@ -20,6 +20,7 @@ from outrider.engine.api import NewRequest, ProcessorChoice, SamplingParams
 from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
 from outrider.kernels.verify.sampling import Rule, Sampling
+from outrider.kernels.verify.step import SlotState
 from outrider.kernels.verify.verify import verify
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,12 +108,13 @@ def verify_calls(
         full(int(Rule.TOKEN), torch.int32),
     )
     cu_rows = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * (k + 1)
-    drafts = torch.randint(0, vocab, (batch, k), device=DEVICE)
-    positions = torch.full((batch,), 100, device=DEVICE)
+    drafts = torch.randint(0, vocab, (batch, k + 1), dtype=torch.int32, device=DEVICE)
+    slot = torch.arange(batch, device=DEVICE)
+    # Without known tokens, so that no call moves them on; the drafts are random in every one.
+    slots = SlotState(drafts, torch.zeros_like(slot), sampling)
     return {
         str(x.dtype): lambda x=x: verify(
-            x, cu_rows, drafts, full(k, torch.int32), None, None, sampling, positions, vocab,
-            filters=False,
+            x, cu_rows, slots, slot, full(k, torch.int32), k, None, vocab, filters=False
         )
         for x in (logits, logits.float())
     }  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.engine.scoring import verifier
-from outrider.kernels.verify.drafts import Verified
+from outrider.kernels.verify.step import SlotState
 
 MAX_DRAFTS = 32
 
@@ -37,48 +37,74 @@ def set_acceptance(tokens_a_step: float, most: int) -> None:
     by_device: dict[torch.device, Tensor] = {}
 
     def verdict(
-        logits: Tensor, cu_rows: Tensor, ids: Tensor, num_drafts: Tensor, *args: Any, **more: Any
-    ) -> Verified:
-        verified = verify(logits, cu_rows, ids, num_drafts, *args, **more)
-        if ids.shape[1] == 0:
-            return verified
+        logits: Tensor,
+        cu_rows: Tensor,
+        slots: SlotState,
+        slot: Tensor,
+        num_drafts: Tensor,
+        k: int,
+        *args: Any,
+        **more: Any,
+    ) -> Tensor:
+        batch, common = len(slot), {"k": k, "COLUMNS": 64, "num_warps": 1}
+        drafts, anchor = slots.num_tokens.new_empty(batch, k), slots.num_tokens.new_empty(batch)
+        at = slots.token_ids, slots.token_ids.stride(0), slots.num_tokens, slot
+        if k:
+            _drafts_kernel[(batch,)](drafts, anchor, *at, **common)
+        out = verify(logits, cu_rows, slots, slot, num_drafts, k, *args, **more)
         if logits.device not in by_device:  # in a warm-up: no copy is captured
             by_device[logits.device] = log_chance.to(logits.device)
-        batch, k = ids.shape
-        _verdict_kernel[(batch,)](
-            verified.token_ids,
-            verified.num_tokens,
-            ids,
-            ids.stride(0),
-            num_drafts,
-            args[3],
-            args[2].seed,
-            by_device[logits.device],
-            k,
-            COLUMNS=64,
-            num_warps=1,
-        )
-        return verified
+        if k:
+            _verdict_kernel[(batch,)](
+                out, drafts, anchor, num_drafts, slots.sampling.seed, by_device[logits.device],
+                *at, **common,
+            )  # fmt: skip
+        return out
 
     verifier.verify = verdict  # type: ignore[assignment]
 
 
 @triton.jit
-def _verdict_kernel(
-    token_ids_ptr,  # [B, k + 1]
-    num_tokens_ptr,  # [B]
-    ids_ptr,  # [B, k], the drafts
-    ids_stride,
-    num_drafts_ptr,  # [B]
+def _drafts_kernel(
+    drafts_ptr,  # [B, k]
     anchor_ptr,  # [B]
-    seed_ptr,  # [B]
-    log_chance_ptr,  # [k + 1] by the number of drafts
+    token_ids_ptr,  # [num_slots, stride]
+    token_ids_stride,
+    num_tokens_ptr,  # [num_slots]
+    slot_ptr,  # [B]
     k,
     COLUMNS: tl.constexpr,
 ):
-    """One launch, so that it adds next to nothing to the time of a step."""
+    """What verification overwrites. One launch, and one after it for the verdict, so that they add
+    next to nothing to the time of a step."""
     i = tl.program_id(0)
-    x = tl.load(anchor_ptr + i).to(tl.int64) * 0x9E3779B1 + tl.load(seed_ptr + i) * 0x85EBCA77
+    slot = tl.load(slot_ptr + i).to(tl.int64)
+    anchor = tl.load(num_tokens_ptr + slot)
+    column = tl.arange(0, COLUMNS)
+    at = token_ids_ptr + slot * token_ids_stride + anchor + column
+    tl.store(anchor_ptr + i, anchor)
+    tl.store(drafts_ptr + i * k + column, tl.load(at, mask=column < k), mask=column < k)
+
+
+@triton.jit
+def _verdict_kernel(
+    out_ptr,  # [B, k + 2]
+    drafts_ptr,  # [B, k]
+    anchor_ptr,  # [B]
+    num_drafts_ptr,  # [B]
+    seed_ptr,  # [num_slots]
+    log_chance_ptr,  # [k + 1] by the number of drafts
+    token_ids_ptr,  # [num_slots, stride]
+    token_ids_stride,
+    num_tokens_ptr,  # [num_slots]
+    slot_ptr,  # [B]
+    k,
+    COLUMNS: tl.constexpr,
+):
+    i = tl.program_id(0)
+    slot = tl.load(slot_ptr + i).to(tl.int64)
+    anchor = tl.load(anchor_ptr + i)
+    x = anchor * 0x9E3779B1 + tl.load(seed_ptr + slot) * 0x85EBCA77
     for _ in tl.static_range(2):
         x = x & 0xFFFFFFFF
         x = (x ^ (x >> 16)) * 0x45D9F3B
@@ -88,8 +114,11 @@ def _verdict_kernel(
     stand = (tl.log(uniform) / tl.load(log_chance_ptr + num_drafts)).to(tl.int32)
     stand = tl.minimum(stand, num_drafts)
     column = tl.arange(0, COLUMNS)
-    drafts = tl.load(ids_ptr + i * ids_stride + column, mask=column < k, other=0)
-    last = tl.load(token_ids_ptr + i * (k + 1))
+    drafts = tl.load(drafts_ptr + i * k + column, mask=column < k, other=0)
+    last = tl.load(out_ptr + i * (k + 2))
+    tl.debug_barrier()
     token_ids = tl.where(column < stand, drafts, tl.where(column == stand, last, -1))
-    tl.store(token_ids_ptr + i * (k + 1) + column, token_ids, mask=column <= k)
-    tl.store(num_tokens_ptr + i, stand + 1)
+    tl.store(out_ptr + i * (k + 2) + column, token_ids, mask=column <= k)
+    at = token_ids_ptr + slot * token_ids_stride + anchor + column
+    tl.store(at, tl.maximum(token_ids, 0).to(tl.int32), mask=column <= k)
+    tl.store(num_tokens_ptr + slot, anchor + stand + 1, mask=anchor > 0)

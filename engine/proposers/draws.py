@@ -9,7 +9,6 @@ from torch import Tensor
 
 from outrider.kernels.verify import cpu
 from outrider.kernels.verify.sampling import STATE_WIDTH
-from outrider.kernels.verify.slot_rows import read_slots, write_draft
 from outrider.kernels.verify.verify import draft_sample
 
 from ..logit_edits import LogitEdits, RequestRows
@@ -72,32 +71,15 @@ class DrawingProposer(Proposer):
         """
         size, filters, samples = shape
         (slot, offset), logits = integers[:, :size].unbind(), logits[:size]
-        if cpu.takes(logits):
-            return self._draw_on_cpu(slot.numpy(), offset.numpy(), samples, logits)
-        rows = read_slots(self._slots.state, slot, 0, offset)
-        drawn = draft_sample(
+        return draft_sample(
             logits,
-            rows.sampling,
-            rows.position,
-            rows.anchor,
+            self._slots.state,
+            slot,
+            offset,
+            self._kept(samples),
             self._vocab_size,
             filters=bool(filters),
             samples=bool(samples),
-        )
-        kept = self._kept(samples)
-        write_draft(self._slots.state, slot, rows.position, offset, drawn, logits, kept)
-        return drawn.token_ids
-
-    def _draw_on_cpu(
-        self, slots_np: np.ndarray, offsets_np: np.ndarray, samples: int, logits: Tensor
-    ) -> Tensor:
-        return cpu.draw_into_slots(
-            self._slots.state,
-            slots_np,
-            offsets_np,
-            logits,
-            self._vocab_size,
-            self._kept(samples),
         )
 
     def _kept(self, samples: int) -> DraftDistributions | None:
@@ -106,8 +88,6 @@ class DrawingProposer(Proposer):
 
     def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:
         """Draw draft j in these slots. Shape: logits [N, V'] -> [N]."""
-        if cpu.takes(logits):
-            return self._draw_on_cpu(slots_np, np.full_like(slots_np, j), kind[1], logits)
         size = self._draws.padded_size(len(slots_np))
         integers_np = self._pack_draws(slots_np, j, size)
         return self._draws(integers_np, (size, *kind), logits)[: len(slots_np)]

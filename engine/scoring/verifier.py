@@ -10,7 +10,6 @@ from torch import Tensor
 
 from outrider.kernels.verify import cpu
 from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs
-from outrider.kernels.verify.slot_rows import read_slots, write_verified
 from outrider.kernels.verify.verify import verify
 
 from ..api import MAX_LOGPROBS
@@ -88,7 +87,7 @@ class Verifier:
         drafts = []
         if plan.tells_drafts:  # before verification overwrites the rejected ones
             slot = uploaded(slots_np, self._slots.device)
-            drafts = [read_slots(self._slots.state, slot, self._slots.max_drafts).draft_ids]
+            drafts = [self._slots.state.drafts(slot, self._slots.max_drafts)]
         edited_np = self._edits.asked_by(slots_np)
         kind = sampling_kind(sampled)
         if edited_np.all():
@@ -139,7 +138,7 @@ class Verifier:
         """
         q, (_, samples) = self._distributions, kind
         if cpu.takes(logits, None if q is None else q.logits):
-            return cpu.verify_slots(
+            return cpu.verify_arrays(
                 self._slots.state,
                 slots_np,
                 num_drafts_np,
@@ -185,24 +184,19 @@ class Verifier:
         """
         size, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
-        q = self._distributions
         # A plain step is one in which no sequence has drafts: it takes the same kernels.
-        rows = read_slots(self._slots.state, slot, self._slots.max_drafts)
-        verified = verify(
+        return verify(
             logits,
             cu_rows,
-            rows.draft_ids,
+            self._slots.state,
+            slot,
             num_drafts,
-            None if q is None else q.logits,
-            None if q is None else q.state,
-            rows.sampling,
-            rows.anchor,
+            self._slots.max_drafts,
+            self._distributions,
             self._vocab_size,
             filters=bool(filters),
             samples=bool(samples),
-            draft_rows=slot,
         )
-        return write_verified(self._slots.state, slot, rows.anchor, verified)
 
     def _dummies(self, size: int) -> np.ndarray:
         return self._pack(NONE_NP, NONE_NP, size)

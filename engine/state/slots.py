@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.verify.sampling import Rule, Sampling
-from outrider.kernels.verify.slot_rows import SlotState
+from outrider.kernels.verify.step import SlotState
 
 from ..api import SamplingParams, Verification
 from ..request import Request

@@ -18,16 +18,15 @@ struct Step {  // a batch; kernels/verify/cpu.py fills it in
     int32_t vocab_size, is_bf16;
     int32_t count, columns;                  // requests, most drafts of one: K
     const int32_t *first_rows, *num_drafts;  // [count], or null: one row each, no drafts
-    const int64_t* entries;  // [count]: each one's index in the following; null: in order
+    const int64_t* entries;  // [count]: each one's slot, its index in the following
     const float* temperature;
     const int32_t* top_k;
     const float *top_p, *min_p;
     const int64_t* seed;
     const int32_t* rule;
-    int64_t* anchor;
-    int32_t* token_ids;  // drafts: [...][token_stride]; in slots from the anchor on
+    int64_t* num_tokens;  // known ones; 0: a dummy's
+    int32_t* token_ids;   // [...][token_stride]: known ones, then drafts
     int64_t token_stride;
-    int64_t num_slots;  // 0: not in slots, so nothing is written to the above
     // What drafts are drawn from; null: one-hot. [...][...][draft_width] and [...][...][4]
     uint8_t* draft_logits;
     int64_t draft_stride, draft_column_stride;
@@ -37,7 +36,6 @@ struct Step {  // a batch; kernels/verify/cpu.py fills it in
     const int64_t* offset;  // [count] of the token to draw from the anchor; null: 0
     const int64_t* words;   // [count][K + 2][4], or null: Philox's
     int32_t purpose;
-    float* state;  // out: [rows][4] of the rows that were needed, or null
     int64_t* out;  // verification: [count][K + 2]; drawing: [count]
 };
 }

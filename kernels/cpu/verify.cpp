@@ -51,13 +51,11 @@ public:
           b_(b),
           k_(step.num_drafts == nullptr ? 0 : step.num_drafts[b]),
           first_row_(step.first_rows == nullptr ? b : step.first_rows[b]),
-          entry_(step.entries == nullptr ? b : step.entries[b]),
-          anchor_(step.anchor[entry_]),
+          entry_(step.entries[b]),
+          anchor_(step.num_tokens[entry_]),
           position_(anchor_ + (step.offset == nullptr ? 0 : step.offset[b])),
           is_greedy_(step.temperature[entry_] <= 0),
-          token_ids_(step.token_ids + entry_ * step.token_stride) {
-        if (step.num_slots > 0) token_ids_ += anchor_;
-    }
+          token_ids_(step.token_ids + entry_ * step.token_stride + anchor_) {}
 
     void verify() {
         int accepted = 0;
@@ -77,17 +75,15 @@ public:
         for (int j = 0; j < columns; j++) to[j] = j < accepted ? draft(j) : -1;
         to[accepted] = std::max<int64_t>(last, 0);
         to[columns] = last < 0;
-        if (step_.num_slots == 0) return;
         for (int j = 0; j < columns; j++) token_ids_[j] = (int32_t)std::max<int64_t>(to[j], 0);
-        step_.anchor[entry_] += accepted + 1;
-        step_.anchor[step_.num_slots - 1] = 0;  // nobody's
+        if (anchor_ > 0) step_.num_tokens[entry_] += accepted + 1;
     }
 
     // Draw the token `offset` after the anchor, and keep what it was drawn from.
     void draw_draft() {
         const int offset = (int)(position_ - anchor_);
-        float* state = step_.state == nullptr ? nullptr : step_.state + first_row_ * 4;
-        if (step_.num_slots > 0 && step_.draft_state != nullptr) {
+        float* state = nullptr;
+        if (step_.draft_state != nullptr) {
             const int64_t at = entry_ * step_.draft_stride + offset * step_.draft_column_stride;
             const int width = step_.is_bf16 ? 2 : 4;
             std::memcpy(step_.draft_logits + at * width, row_of(step_, first_row_), step_.draft_width * width);
@@ -100,7 +96,7 @@ public:
             token = step_.rule[entry_] == MATCH_RULE ? own_token(0) : draw(0, 0.0f);
         if (state != nullptr) std::memcpy(state, read(0).state, sizeof Row::state);
         step_.out[b_] = std::max<int64_t>(token, 0);
-        if (step_.num_slots > 0) token_ids_[offset] = (int32_t)step_.out[b_];
+        token_ids_[offset] = (int32_t)step_.out[b_];
     }
 
 private:

@@ -14,12 +14,12 @@ from ..dependent_launch import (
 )
 from ..triton_or_none import tl, triton
 from .decide import OPEN, accept_test, load_draft
-from .drafts import COLUMNS, Step, Verified, rows_of
 from .keys import key_of, value_of
 from .philox import exp, fixed, log_of_fixed
 from .row_outcome import RowOutcomes, conclude_row, settle_row
 from .sampling import BLOCK, GROUP
 from .scan import BlockStats, load_stats, merge_max, merge_totals
+from .step import COLUMNS, Step, in_slot, rows_of
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -167,17 +167,16 @@ def _kept(threshold, num_ties, row_max, inv_t, row_ptr, width, vocab_size, TILE:
     return tl.sum(above, 0) + tied * fixed(exp((threshold - row_max) * inv_t)), cutoff
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride"])
+@triton.jit(do_not_specialize=["num_columns"])
 def _bisect_kernel(
     step,
     num_columns,  # K + 1
-    draft_stride,
     num_blocks,
     draft,
     sampling,
     stats,
     rows,
-    verified,
+    out_ptr,  # [B, K + 2]
     NB: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,  # no two distinct logits have keys closer than this
@@ -190,43 +189,43 @@ def _bisect_kernel(
         listed = tl.load(rows.to_bisect + i)
         request, offset = listed // COLUMNS, listed % COLUMNS
         k, row0 = rows_of(request, step)
+        slot, anchor, position, tokens_ptr = in_slot(request, step)
         row = (row0 + offset).to(tl.int64)
         row_ptr = step.logits + row * step.logits_stride
-        draft_ids_ptr = step.draft_ids + request * draft_stride
-        inv_t = 1.0 / tl.load(sampling.temperature + request)
-        draft_id = tl.load(draft_ids_ptr + offset, mask=offset < k, other=-1)
+        inv_t = 1.0 / tl.load(sampling.temperature + slot)
+        draft_id = tl.load(tokens_ptr + offset, mask=offset < k, other=-1)
         drafted = load_draft(
-            draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft,
-            tl.load(sampling.seed + request), tl.load(step.anchor + request), step.words,
+            draft_id, request, slot, offset, k, row_ptr, vocab_size, num_columns, draft,
+            tl.load(sampling.seed + slot), anchor, step.words,
         )  # fmt: skip
         block_max, total = load_stats(row, stats, num_blocks, NB)
         row_max, _bad = merge_max(block_max)
         z = merge_totals(block_max, total, row_max, inv_t)
         threshold, last_tie, kept = _threshold_by_bisection(
-            row_ptr, width, vocab_size, row_max, z, inv_t, tl.load(sampling.top_k + request),
-            tl.load(sampling.top_p + request), tl.load(sampling.min_p + request), TILE, STEP,
+            row_ptr, width, vocab_size, row_max, z, inv_t, tl.load(sampling.top_k + slot),
+            tl.load(sampling.top_p + slot), tl.load(sampling.min_p + slot), TILE, STEP,
         )  # fmt: skip
         state = row_max, log_of_fixed(kept), threshold, last_tie.to(tl.float32)
         groups = num_blocks * (_BLOCK // _GROUP)
         own = settle_row(
             accept_test(drafted, state, inv_t), tl.full((), OPEN, tl.int64), request, offset, row,
             row_ptr, state, inv_t, stats.group_max + row * groups, groups, vocab_size,
-            num_columns, draft_ids_ptr, sampling, step.position, rows,
+            num_columns, slot, position, tokens_ptr, sampling, rows,
         )  # fmt: skip
         conclude_row(
-            own, tl.load(sampling.rule + request) == 1, request, offset, k, num_columns,
-            draft_ids_ptr, rows, verified,
+            own, tl.load(sampling.rule + slot) == 1, request, offset, k, num_columns, slot,
+            anchor, tokens_ptr, step, rows, out_ptr,
         )  # fmt: skip
 
 
-def bisect_rows(step: Step, stats: BlockStats, rows: RowOutcomes, verified: Verified) -> None:
+def bisect_rows(step: Step, stats: BlockStats, rows: RowOutcomes, out: torch.Tensor) -> None:
     """Finish the rows in the list `to_bisect`."""
     device, blocks = step.logits.device, stats.max.shape[1]
     _bisect_kernel[(min(len(rows.to_bisect), num_programs(device, _PROGRAMS_PER_SM)),)](
         *step.arguments(blocks),
         stats,
         rows,
-        verified,
+        out,
         NB=triton.next_power_of_2(blocks),
         TILE=_TILE,
         STEP=_KEY_STEPS[step.logits.dtype],

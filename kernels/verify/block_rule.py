@@ -4,12 +4,14 @@ import torch
 
 from ..triton_or_none import tl, triton
 from .decide import Decision, accept_words_reference
-from .drafts import COLUMNS, Step
 from .philox import FIXED_ONE, exp, of_fixed, uniform_reference
 from .sampling import Rule
+from .step import COLUMNS, GatheredStep
 
 
-def accept_blocks_reference(step: Step, decision: Decision, mass: torch.Tensor) -> torch.Tensor:
+def accept_blocks_reference(
+    step: GatheredStep, decision: Decision, mass: torch.Tensor
+) -> torch.Tensor:
     """Accepted drafts once Z is known: for `block`, the last i with u_i <= h_i. Shape: [B]."""
     accepted = decision.num_accepted.long()
     k_max = step.drafts.token_ids.shape[1]

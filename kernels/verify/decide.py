@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from ..triton_or_none import tl, triton
-from .drafts import COLUMNS, Step, draft_row, row_index_reference
 from .philox import (
     Purpose,
     log,
@@ -29,6 +28,7 @@ from .sampling import (
     log_prob,
     log_prob_reference,
 )
+from .step import COLUMNS, GatheredStep, row_index_reference
 
 # Values in place of a row's own token:
 BAD = tl.constexpr(-1)  # the row holds NaN, inf or no finite logit
@@ -41,7 +41,7 @@ class Decision(NamedTuple):
     log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
 
 
-def accept_words_reference(step: Step) -> torch.Tensor:
+def accept_words_reference(step: GatheredStep) -> torch.Tensor:
     """One 32-bit random word for each draft, held in int64. Shape: [B, K]."""
     num_drafts = step.drafts.token_ids.shape[1]
     if step.words is not None:
@@ -53,7 +53,9 @@ def accept_words_reference(step: Step) -> torch.Tensor:
     return philox_reference(seed, anchor, offset, purpose, zero)[0]
 
 
-def log_ratio_reference(step: Step, rows: RowStates, row_index: torch.Tensor) -> torch.Tensor:
+def log_ratio_reference(
+    step: GatheredStep, rows: RowStates, row_index: torch.Tensor
+) -> torch.Tensor:
     """log p(X_i) - log q(X_i); -inf if p or q is 0, or X_i is no token. Shape: [B, K]."""
     drafts = step.drafts
     ids = drafts.token_ids
@@ -76,7 +78,7 @@ def log_ratio_reference(step: Step, rows: RowStates, row_index: torch.Tensor) ->
     return torch.where(possible, log_p - log_q, -torch.inf)
 
 
-def decide_reference(step: Step, rows: RowStates) -> Decision:
+def decide_reference(step: GatheredStep, rows: RowStates) -> Decision:
     """The accept tests of all requests."""
     drafts, sampling = step.drafts, step.sampling
     batch, k_max = drafts.token_ids.shape
@@ -122,7 +124,7 @@ def decide_reference(step: Step, rows: RowStates) -> Decision:
 
 @triton.jit
 def load_draft(
-    token, request, j, k, row_ptr, vocab_size, num_columns, draft, seed, anchor, words_ptr
+    token, request, slot, j, k, row_ptr, vocab_size, num_columns, draft, seed, anchor, words_ptr
 ):
     """What the accept test of a request's j-th draft needs, besides the row's state."""
     is_column = j < num_columns - 1  # unlike `exists`, known before k is loaded
@@ -132,11 +134,10 @@ def load_draft(
     raw_q = zero - float("inf")
     q_state = zero, zero + float("nan"), zero, zero
     if draft.raw is not None:
-        row = draft_row(request, draft)
-        at_q = row * draft.stride_b + j.to(tl.int64) * draft.stride_k + token
+        at_q = slot * draft.slot_stride + j.to(tl.int64) * draft.column_stride + token
         in_q = exists & (token < draft.width)
         raw_q = tl.load(draft.raw + at_q, mask=in_q, other=-float("inf")).to(tl.float32)
-        q_state = load_state(draft.state + (row * (num_columns - 1) + j) * 4, is_column)
+        q_state = load_state(draft.state + (slot * (num_columns - 1) + j) * 4, is_column)
     if words_ptr is None:
         one = tl.full((), 1, tl.int32)
         word, _, _, _ = philox(seed, anchor.to(tl.int32), j, one, one - one)
@@ -184,7 +185,7 @@ def _log_scales(request, k, num_columns, tests_ptr):
 
 
 @triton.jit
-def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows):
+def accept_tests(request, k, is_block, num_columns, tokens_ptr, rows):
     """What is known of a request once all its rows have their states.
 
     Returns how many drafts stand as far as is known, and for each column: the row's own token,
@@ -196,7 +197,7 @@ def accept_tests(request, k, is_block, num_columns, draft_ids_ptr, rows):
     column = tl.arange(0, COLUMNS)
     at = request * num_columns + column
     own = tl.load(rows.own + at, mask=column < num_columns, other=BAD)
-    token = tl.load(draft_ids_ptr + column, mask=column < num_columns - 1, other=-1)
+    token = tl.load(tokens_ptr + column, mask=column < num_columns - 1, other=-1)
     own = tl.where(column <= k, own, BAD)
     stands = (own == token) & (token >= 0) & (column < k)
     accepted = tl.min(tl.where(stands, k, column), 0)

@@ -10,10 +10,10 @@ from ..triton_or_none import tl, triton
 from .block_rule import accept_blocks_reference
 from .candidates import load_candidates
 from .decide import Decision
-from .drafts import Step, Verified, emit_reference, row_index_reference
 from .match import match_reference
 from .philox import (
     FIXED_ONE,
+    Purpose,
     exp,
     fixed,
     philox,
@@ -41,14 +41,16 @@ from .sampling import (
     log_prob_reference,
 )
 from .scan import BlockStats, blocks_reference
+from .step import GatheredStep, outcome_reference, row_index_reference
 
 _BLOCK = tl.constexpr(BLOCK)
+_DRAFT, _FINAL = tl.constexpr(int(Purpose.DRAFT)), tl.constexpr(int(Purpose.FINAL))
 
 
 def draw_reference(
-    step: Step, stats: BlockStats, rows: RowStates, decision: Decision, mass: torch.Tensor
-) -> Verified:
-    """Tokens of every request."""
+    step: GatheredStep, stats: BlockStats, rows: RowStates, decision: Decision, mass: torch.Tensor
+) -> torch.Tensor:
+    """Outcome of every request. Shape: [B, K + 2]."""
     logits, drafts, sampling = step.logits, step.drafts, step.sampling
     k_max = drafts.token_ids.shape[1]
     offset = torch.arange(k_max + 1, device=logits.device)
@@ -78,7 +80,7 @@ def draw_reference(
         last[sampled] = _draw_last_reference(
             step, stats, rows, decision, mass, sampled, accepted[sampled], row[sampled]
         )  # fmt: skip
-    return emit_reference(drafts, accepted, last, rows.state[row_index, STATE_LOG_Z].isnan())
+    return outcome_reference(drafts, accepted, last, rows.state[row_index, STATE_LOG_Z].isnan())
 
 
 def _block_mass_reference(
@@ -92,7 +94,7 @@ def _block_mass_reference(
 
 
 def _draw_last_reference(
-    step: Step,
+    step: GatheredStep,
     stats: BlockStats,
     rows: RowStates,
     decision: Decision,
@@ -160,15 +162,17 @@ def _choose(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def draw_words(request, j, num_columns, seed, anchor, offset, purpose, words_ptr):
-    """Random words of the token after j drafts; `offset` is that of a request's row 0."""
-    if words_ptr is None:
+def draw_words(request, j, num_columns, seed, anchor, position, step):
+    """Random words of the token after j drafts; `position` is that of a request's row 0."""
+    if step.words is None:
         one = tl.full((), 1, tl.int32)
+        purpose: tl.constexpr = _FINAL if step.offset is None else _DRAFT
         words = philox(
-            seed, anchor.to(tl.int32), (offset + j).to(tl.int32), one * purpose, one - one
-        )
+            seed, anchor.to(tl.int32), (position - anchor + j).to(tl.int32), one * purpose,
+            one - one,
+        )  # fmt: skip
     else:
-        at = words_ptr + (request * (num_columns + 1) + num_columns) * 4
+        at = step.words + (request * (num_columns + 1) + num_columns) * 4
         w0, w1 = tl.load(at).to(tl.uint32), tl.load(at + 1).to(tl.uint32)
         words = w0, w1, tl.load(at + 2).to(tl.uint32), tl.load(at + 3).to(tl.uint32)
     return words

@@ -16,11 +16,11 @@ from ..dependent_launch import (
 from ..triton_or_none import tl, triton
 from .block_rule import accept_blocks
 from .decide import BAD, accept_tests
-from .drafts import COLUMNS, Step, Verified, draft_row, emit, rows_of
 from .draw import draw_from_blocks, draw_words
 from .residual import open_row, read_blocks
 from .row_outcome import RowOutcomes
 from .sampling import load_state
+from .step import COLUMNS, Step, emit, in_slot, rows_of
 
 _PROGRAMS_PER_SM = 8  # as many as can be resident
 _WARPS = 4
@@ -29,25 +29,24 @@ _DRAW_WARPS = 4
 
 
 @triton.jit
-def _open(request, j, k, row0, step, num_columns, draft_ids_ptr, draft, rows):
+def _open(request, j, k, row0, slot, tokens_ptr, step, num_columns, draft, rows):
     """A listed row in the form that residual.py takes."""
     row = (row0 + j).to(tl.int64)
     q_state = load_state(rows.state + row * 4, False)
     if draft.raw is not None:
-        at_state = draft_row(request, draft) * (num_columns - 1) + j
+        at_state = slot * (num_columns - 1) + j
         q_state = load_state(draft.state + at_state * 4, j < k)
     return open_row(
-        request, j, j < k, step.logits + row * step.logits_stride, step.width,
-        load_state(rows.state + row * 4, True), q_state, draft_ids_ptr, draft,
+        slot, j, j < k, step.logits + row * step.logits_stride, step.width,
+        load_state(rows.state + row * 4, True), q_state, tokens_ptr, draft,
         tl.load(rows.log_scale + request * num_columns + j),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks"])
+@triton.jit(do_not_specialize=["num_columns", "num_blocks"])
 def _read_kernel(
     step,
     num_columns,  # K + 1
-    draft_stride,
     num_blocks,
     draft,
     sampling,
@@ -63,64 +62,56 @@ def _read_kernel(
         listed = tl.load(rows.to_read + item // parts)
         request, j = listed // COLUMNS, listed % COLUMNS
         k, row0 = rows_of(request, step)
-        row = _open(
-            request, j, k, row0, step, num_columns, step.draft_ids + request * draft_stride,
-            draft, rows,
-        )  # fmt: skip
+        slot, _anchor, _position, tokens_ptr = in_slot(request, step)
+        row = _open(request, j, k, row0, slot, tokens_ptr, step, num_columns, draft, rows)
         read_blocks(
             mass_ptr + (request * num_columns + j).to(tl.int64) * num_blocks, item % parts, parts,
-            num_blocks, row, step.vocab_size, 1.0 / tl.load(sampling.temperature + request),
+            num_blocks, row, step.vocab_size, 1.0 / tl.load(sampling.temperature + slot),
             draft.raw is not None,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride", "num_blocks", "purpose"])
+@triton.jit(do_not_specialize=["num_columns", "num_blocks"])
 def _draw_kernel(
     step,
     num_columns,  # K + 1
-    draft_stride,
     num_blocks,
     draft,
     sampling,
     mass_ptr,  # [B, K + 1, num_blocks]
     rows,
-    verified,
-    purpose,
+    out_ptr,  # [B, K + 2]
     NB: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     request = tl.program_id(0)
     # Loads that need not wait come first: all together they take the time of one.
     k, row0 = rows_of(request, step)
-    inv_t = 1.0 / tl.load(sampling.temperature + request)
-    is_block = tl.load(sampling.rule + request) == 1
-    seed = tl.load(sampling.seed + request)
-    anchor = tl.load(step.anchor + request)
-    position = tl.load(step.position + request)
-    draft_ids_ptr = step.draft_ids + request * draft_stride
+    slot, anchor, position, tokens_ptr = in_slot(request, step)
+    inv_t = 1.0 / tl.load(sampling.temperature + slot)
+    is_block = tl.load(sampling.rule + slot) == 1
+    seed = tl.load(sampling.seed + slot)
     mass_ptr += (request * num_columns).to(tl.int64) * num_blocks
     wait_for_inputs(DEPENDENT)
     num_open = tl.load(rows.num_open + request)
     accepted, own, is_open, log_scale, u = accept_tests(
-        request, k, is_block, num_columns, draft_ids_ptr, rows
+        request, k, is_block, num_columns, tokens_ptr, rows
     )
     if num_open == 0:
         return
     if is_block:
         accepted = accept_blocks(accepted, is_open, log_scale, u, k, num_blocks, mass_ptr, NB)
-    row = _open(request, accepted, k, row0, step, num_columns, draft_ids_ptr, draft, rows)
-    words = draw_words(
-        request, accepted, num_columns, seed, anchor, position - anchor, purpose, step.words
-    )
+    row = _open(request, accepted, k, row0, slot, tokens_ptr, step, num_columns, draft, rows)
+    words = draw_words(request, accepted, num_columns, seed, anchor, position, step)
     HAS_Q: tl.constexpr = draft.raw is not None
     last = draw_from_blocks(
         row, mass_ptr + accepted * num_blocks, num_blocks, step.vocab_size, inv_t, words, HAS_Q,
         NB,
     )  # fmt: skip
-    emit(request, accepted, last, own == BAD, num_columns, draft_ids_ptr, verified)
+    emit(request, accepted, last, own == BAD, num_columns, slot, anchor, tokens_ptr, step, out_ptr)
 
 
-def finish(step: Step, num_blocks: int, rows: RowOutcomes, verified: Verified) -> None:
+def finish(step: Step, num_blocks: int, rows: RowOutcomes, out: torch.Tensor) -> None:
     """Write the outcomes of the requests that have listed rows."""
     device = step.logits.device
     mass = step.logits.new_empty(len(rows.to_read) * num_blocks, dtype=torch.int64)
@@ -136,8 +127,7 @@ def finish(step: Step, num_blocks: int, rows: RowOutcomes, verified: Verified) -
         *step.arguments(num_blocks),
         mass,
         rows,
-        verified,
-        int(step.purpose),
+        out,
         NB=triton.next_power_of_2(num_blocks),
         **dependent_launch(device),
         num_warps=_DRAW_WARPS,

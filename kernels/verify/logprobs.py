@@ -134,7 +134,7 @@ def _logprobs(
 ) -> Logprobs:
     num_rows = len(logits)
     new = logits.new_empty
-    stats = scan(logits, None, None, vocab_size)
+    stats = scan(logits, vocab_size)
     blocks = stats.max.shape[1]
     logprobs = Logprobs(
         new(num_rows, dtype=torch.float32),

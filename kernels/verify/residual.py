@@ -8,7 +8,6 @@ import torch
 
 from ..triton_or_none import tl, triton
 from .decide import Decision
-from .drafts import Step, draft_row, row_index_reference
 from .philox import FIXED_ONE, exp2, fixed
 from .sampling import (
     BLOCK,
@@ -18,6 +17,7 @@ from .sampling import (
     num_blocks,
 )
 from .scan import blocks_reference, rows_in_cache
+from .step import GatheredStep, row_index_reference
 
 _BLOCK = tl.constexpr(BLOCK)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -53,7 +53,7 @@ def weights_reference(
     return ((p * scale.reshape(lead) - q).clamp_min(0.0) * FIXED_ONE).long()
 
 
-def residual_reference(step: Step, rows: RowStates, decision: Decision) -> torch.Tensor:
+def residual_reference(step: GatheredStep, rows: RowStates, decision: Decision) -> torch.Tensor:
     """Block masses of the rows that the decision wants read; 0 for all others.
 
     Shape: [B, K + 1, num_blocks] int64.
@@ -97,9 +97,7 @@ def probs(x, ids, state, log_scale, inv_t):
 
 
 @triton.jit
-def open_row(
-    request, j, has_draft, row_ptr, width, state, q_state, draft_ids_ptr, draft, log_scale
-):
+def open_row(slot, j, has_draft, row_ptr, width, state, q_state, tokens_ptr, draft, log_scale):
     """Everything that the functions below need of a request's row j.
 
     Without a draft, their weights are p alone.
@@ -107,10 +105,9 @@ def open_row(
     q_ptr = row_ptr
     q_width = 0
     if draft.raw is not None:
-        q_ptr = draft.raw + draft_row(request, draft) * draft.stride_b
-        q_ptr += j.to(tl.int64) * draft.stride_k
+        q_ptr = draft.raw + slot * draft.slot_stride + j.to(tl.int64) * draft.column_stride
         q_width = tl.where(has_draft, draft.width, 0)
-    draft_id = tl.load(draft_ids_ptr + j, mask=has_draft, other=-1)
+    draft_id = tl.load(tokens_ptr + j, mask=has_draft, other=-1)
     log_scale = tl.where(has_draft, log_scale, 0.0)
     return row_ptr, width, state, q_ptr, q_width, q_state, draft_id, log_scale
 

@@ -13,9 +13,9 @@ import torch
 
 from ..triton_or_none import tl, triton
 from .decide import BAD, accept_tests
-from .drafts import COLUMNS, emit
 from .match import own_token
 from .sampling import BLOCK
+from .step import COLUMNS, emit
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -41,7 +41,9 @@ def greedy_token(block_max, row_max, row_ptr, vocab_size, NB: tl.constexpr):
 
 
 @triton.jit
-def conclude_row(own, is_block, request, offset, k, num_columns, draft_ids_ptr, rows, verified):
+def conclude_row(
+    own, is_block, request, offset, k, num_columns, slot, anchor, tokens_ptr, step, rows, out_ptr
+):
     """Store a row's own token. The last row of a request emits, or lists the rows to read."""
     column = tl.arange(0, COLUMNS)
     at = request * num_columns
@@ -53,24 +55,27 @@ def conclude_row(own, is_block, request, offset, k, num_columns, draft_ids_ptr, 
     if num_before == k:
         tl.debug_barrier()
         accepted, owns, is_open, log_scale, _u = accept_tests(
-            request, k, is_block, num_columns, draft_ids_ptr, rows
+            request, k, is_block, num_columns, tokens_ptr, rows
         )
         num_open = tl.sum(is_open.to(tl.int32), 0)
         tl.store(rows.num_open + request, num_open)
         if num_open > 0:
-            slot = tl.atomic_add(rows.counters, num_open, sem="relaxed")
-            slot += tl.cumsum(is_open.to(tl.int32), 0) - 1
-            tl.store(rows.to_read + slot, request * COLUMNS + column, mask=is_open)
+            place = tl.atomic_add(rows.counters, num_open, sem="relaxed")
+            place += tl.cumsum(is_open.to(tl.int32), 0) - 1
+            tl.store(rows.to_read + place, request * COLUMNS + column, mask=is_open)
             tl.store(rows.log_scale + at + column, log_scale, mask=is_open)
         else:
             last = tl.sum(tl.where(column == accepted, owns, 0), 0)
-            emit(request, accepted, last, owns == BAD, num_columns, draft_ids_ptr, verified)
+            emit(
+                request, accepted, last, owns == BAD, num_columns, slot, anchor, tokens_ptr, step,
+                out_ptr,
+            )  # fmt: skip
 
 
 @triton.jit
 def settle_row(
     test, drawn, request, offset, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
-    vocab_size, num_columns, draft_ids_ptr, sampling, position_ptr, rows,
+    vocab_size, num_columns, slot, position, tokens_ptr, sampling, rows,
 ):  # fmt: skip
     """Write a sampled row's state and test; returns its own token.
 
@@ -86,13 +91,13 @@ def settle_row(
     at = rows.tests + (request * num_columns + offset) * 2
     tl.store(at, ratio)
     tl.store(at + 1, u)
-    rule = tl.load(sampling.rule + request)
+    rule = tl.load(sampling.rule + slot)
     own = drawn
     if rule == 2:
         own = own_token(
             row_ptr, vocab_size, group_max_ptr, num_groups, row_max, log_z, threshold, cutoff,
-            inv_t, tl.load(sampling.seed + request), tl.load(position_ptr + request) + offset,
+            inv_t, tl.load(sampling.seed + slot), position + offset,
         )  # fmt: skip
     elif (rule == 0) & accepts:
-        own = tl.load(draft_ids_ptr + offset)
+        own = tl.load(tokens_ptr + offset).to(tl.int64)
     return tl.where(log_z == log_z, own, BAD)

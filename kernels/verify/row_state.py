@@ -25,7 +25,6 @@ from .candidates import (
     threshold_from_candidates,
 )
 from .decide import BAD, OPEN, accept_test, load_draft
-from .drafts import COLUMNS, Step, Verified, rows_of
 from .draw import draw_from_candidates, draw_from_sums, draw_words
 from .keys import value_of
 from .philox import FIXED_ONE, log, log_of_fixed
@@ -41,6 +40,7 @@ from .sampling import (
     is_filtered,
 )
 from .scan import BlockStats, load_stats, merge_max, merge_totals
+from .step import COLUMNS, Step, in_slot, rows_of
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -116,11 +116,10 @@ def _highest(row: torch.Tensor, count: int) -> torch.Tensor:
     return ascending.flip(0)[:count].to(row.device)
 
 
-@triton.jit(do_not_specialize=["num_columns", "draft_stride", "purpose"])
+@triton.jit(do_not_specialize=["num_columns"])
 def _row_state_kernel(
     step,
     num_columns,  # K + 1
-    draft_stride,
     num_blocks,
     draft,
     sampling,
@@ -128,8 +127,7 @@ def _row_state_kernel(
     scratch_ptr,  # [N, scratch_stride] int64, if anything filters
     scratch_stride,
     rows,
-    verified,
-    purpose,
+    out_ptr,  # [B, K + 2]
     FILTERS: tl.constexpr,
     NB: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -138,15 +136,13 @@ def _row_state_kernel(
     request = tl.program_id(0) // num_columns
     offset = tl.program_id(0) % num_columns
     width, vocab_size = step.width, step.vocab_size
-    draft_ids_ptr = step.draft_ids + request * draft_stride
     # Loads that need not wait come first: all together they take the time of one.
     k, row0 = rows_of(request, step)
-    temperature = tl.load(sampling.temperature + request)
-    rule = tl.load(sampling.rule + request)
-    seed = tl.load(sampling.seed + request)
-    anchor = tl.load(step.anchor + request)
-    position = tl.load(step.position + request)
-    draft_id = tl.load(draft_ids_ptr + offset, mask=offset < num_columns - 1, other=-1)
+    slot, anchor, position, tokens_ptr = in_slot(request, step)
+    temperature = tl.load(sampling.temperature + slot)
+    rule = tl.load(sampling.rule + slot)
+    seed = tl.load(sampling.seed + slot)
+    draft_id = tl.load(tokens_ptr + offset, mask=offset < num_columns - 1, other=-1)
     wait_for_inputs(DEPENDENT)
     if offset > k:
         return
@@ -161,8 +157,8 @@ def _row_state_kernel(
     else:
         inv_t = 1.0 / temperature
         drafted = load_draft(
-            draft_id, request, offset, k, row_ptr, vocab_size, num_columns, draft, seed, anchor,
-            step.words,
+            draft_id, request, slot, offset, k, row_ptr, vocab_size, num_columns, draft, seed,
+            anchor, step.words,
         )  # fmt: skip
         row_max, bad = merge_max(block_max)
         z = merge_totals(block_max, total, row_max, inv_t)
@@ -176,12 +172,12 @@ def _row_state_kernel(
         filtered = offset > k
         num_candidates = 0
         if FILTERS:  # noqa: SIM102 (known when compiled)
-            if is_filtered(request, sampling, vocab_size) & (bad == 0):
+            if is_filtered(slot, sampling, vocab_size) & (bad == 0):
                 filtered = offset <= k
-                top_k = tl.load(sampling.top_k + request)
+                top_k = tl.load(sampling.top_k + slot)
                 is_settled, key, last_tie, kept, num_candidates = threshold_from_candidates(
                     row_ptr, vocab_size, row_max, z, inv_t, top_k,
-                    tl.load(sampling.top_p + request), tl.load(sampling.min_p + request),
+                    tl.load(sampling.top_p + slot), tl.load(sampling.min_p + slot),
                     (top_k > 0) & (top_k < vocab_size), group_max_ptr, groups,
                     scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True), candidates_ptr,
                     GROUPS,
@@ -198,15 +194,12 @@ def _row_state_kernel(
             test = accept_test(drafted, state, inv_t)
             is_last = offset == k
             if ((rule != 2) & is_last) | ((rule == 0) & filtered & (test[2] == 0)):
-                words = draw_words(
-                    request, offset, num_columns, seed, anchor, position - anchor, purpose,
-                    step.words,
-                )  # fmt: skip
+                words = draw_words(request, offset, num_columns, seed, anchor, position, step)
                 if filtered:
                     HAS_Q: tl.constexpr = draft.raw is not None
                     opened = open_row(
-                        request, offset, is_last == 0, row_ptr, width, state, drafted[4],
-                        draft_ids_ptr, draft, 0.0,
+                        slot, offset, is_last == 0, row_ptr, width, state, drafted[4], tokens_ptr,
+                        draft, 0.0,
                     )  # fmt: skip
                     own = draw_from_candidates(
                         opened, candidates_ptr, num_candidates, vocab_size, inv_t, words, HAS_Q
@@ -217,37 +210,35 @@ def _row_state_kernel(
                     )
             own = settle_row(
                 test, own, request, offset, row, row_ptr, state, inv_t, group_max_ptr, groups,
-                vocab_size, num_columns, draft_ids_ptr, sampling, step.position, rows,
+                vocab_size, num_columns, slot, position, tokens_ptr, sampling, rows,
             )  # fmt: skip
     if is_settled:
         conclude_row(
-            own, (rule == 1) & (temperature > 0), request, offset, k, num_columns,
-            draft_ids_ptr, rows, verified,
+            own, (rule == 1) & (temperature > 0), request, offset, k, num_columns, slot, anchor,
+            tokens_ptr, step, rows, out_ptr,
         )  # fmt: skip
     else:
-        slot = tl.atomic_add(rows.counters + 1, 1, sem="relaxed")
-        tl.store(rows.to_bisect + slot, request * COLUMNS + offset)
+        place = tl.atomic_add(rows.counters + 1, 1, sem="relaxed")
+        tl.store(rows.to_bisect + place, request * COLUMNS + offset)
 
 
 def row_state(
-    step: Step, stats: BlockStats, filters: bool, rows: RowOutcomes, verified: Verified
+    step: Step, stats: BlockStats, filters: bool, rows: RowOutcomes, out: torch.Tensor
 ) -> None:
     """Compute every row, and write the outcomes of requests that have no open row.
 
     `filters` False promises that no row is filtered; otherwise `bisect_rows` must follow.
     """
-    logits, drafts = step.logits, step.drafts
-    blocks = stats.max.shape[1]
+    logits, blocks = step.logits, stats.max.shape[1]
     scratch_rows = len(logits) if filters else 0
     num_warps, max_registers = _SHAPES[filters]
-    _row_state_kernel[(len(drafts.token_ids) * (drafts.token_ids.shape[1] + 1),)](
+    _row_state_kernel[(len(step.slot) * (step.max_drafts + 1),)](
         *step.arguments(blocks),
         stats,
         logits.new_empty((scratch_rows, CANDIDATE_SCRATCH), dtype=torch.int64),
         CANDIDATE_SCRATCH,
         rows,
-        verified,
-        int(step.purpose),
+        out,
         FILTERS=filters,
         NB=triton.next_power_of_2(blocks),
         GROUPS=triton.next_power_of_2(blocks * (BLOCK // GROUP)),

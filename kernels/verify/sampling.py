@@ -26,7 +26,10 @@ class Rule(IntEnum):
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters, one entry a request, on the logits' device. Passed whole to kernels."""
+    """Sampling parameters on the logits' device, one entry a slot (or, in references, a request).
+
+    Passed whole to kernels.
+    """
 
     temperature: torch.Tensor  # [B] float32, 0 = greedy
     top_k: torch.Tensor  # [B] int32, 0 = off
@@ -98,8 +101,8 @@ def log_prob(logits, token_ids, row_max, log_z, threshold, cutoff, inv_t):
 
 
 @triton.jit
-def is_filtered(request, sampling, vocab_size):
-    top_k = tl.load(sampling.top_k + request)
+def is_filtered(slot, sampling, vocab_size):
+    top_k = tl.load(sampling.top_k + slot)
     by_k = (top_k > 0) & (top_k < vocab_size)
-    by_p = (tl.load(sampling.top_p + request) < 1.0) | (tl.load(sampling.min_p + request) > 0.0)
-    return (tl.load(sampling.temperature + request) > 0.0) & (by_k | by_p)
+    by_p = (tl.load(sampling.top_p + slot) < 1.0) | (tl.load(sampling.min_p + slot) > 0.0)
+    return (tl.load(sampling.temperature + slot) > 0.0) & (by_k | by_p)

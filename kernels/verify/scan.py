@@ -113,6 +113,7 @@ def _scan_kernel(
     num_blocks,
     cu_rows_ptr,  # [B + 1], or None: a row a request
     num_requests,
+    slot_ptr,  # [B], each request's index in `sampling`
     sampling,  # None: temperature 1 and group maxima for every row
     stats,
     counters_ptr,  # [B + 2], set to 0; or None
@@ -147,10 +148,11 @@ def _scan_kernel(
         scale = _LOG2_E
         wants_groups = True
         if sampling is not None:
-            temperature = tl.load(sampling.temperature + request)
+            slot = tl.load(slot_ptr + request)
+            temperature = tl.load(sampling.temperature + slot)
             scale = tl.where(temperature > 0, _LOG2_E / temperature, 0.0)
-            wants_groups = is_filtered(request, sampling, vocab_size)
-            wants_groups = wants_groups | (tl.load(sampling.rule + request) == 2)
+            wants_groups = is_filtered(slot, sampling, vocab_size)
+            wants_groups = wants_groups | (tl.load(sampling.rule + slot) == 2)
         if first + _BLOCK > vocab_size:
             x = tl.where(first + lane < vocab_size, x, -float("inf"))
         # Maxima of vectors of 8 stay within a thread.
@@ -196,15 +198,16 @@ def merge_totals(block_max, total, row_max, inv_t):
 
 def scan(
     logits: torch.Tensor,
-    cu_rows: torch.Tensor | None,
-    sampling: Sampling | None,
     vocab_size: int,
+    cu_rows: torch.Tensor | None = None,
+    slot: torch.Tensor | None = None,
+    sampling: Sampling | None = None,
     counters: torch.Tensor | None = None,
 ) -> BlockStats:
     """Stats of every request's rows; without `sampling`, stats of the raw logits.
 
-    Shape: logits [N, V], cu_rows [B + 1] (None: one row a request), sampling [B]. Sets `counters`
-    [B + 2] to 0 for the kernels that follow.
+    Shape: logits [N, V], cu_rows [B + 1] (None: one row a request), slot [B], sampling [num_slots].
+    Sets `counters` [B + 2] to 0 for the kernels that follow.
     """
     shape = (len(logits), num_blocks(vocab_size))
     new = logits.new_empty
@@ -222,6 +225,7 @@ def scan(
         *shape,
         cu_rows,
         len(logits) if cu_rows is None else len(cu_rows) - 1,
+        slot,
         sampling,
         stats,
         counters,

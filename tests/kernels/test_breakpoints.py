@@ -16,17 +16,18 @@ from exact_rules import Step, random_model, settle, step_along, thresholds_of
 from verification import (
     DEVICE,
     cu_rows_of,
+    draft_sample,
     logits_of,
     make_sampling,
     on_road,
     sides_of,
+    verify,
     word_of,
     words40_of,
 )
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.verify.sampling import BLOCK, Rule
-from outrider.kernels.verify.verify import draft_sample, verify
 
 RULES = {"token": Rule.TOKEN, "block": Rule.BLOCK}
 

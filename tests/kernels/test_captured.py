@@ -4,10 +4,9 @@ import random
 
 import pytest
 import torch
-from verification import DEVICE, Batch, equal, mixed_sampling
+from verification import DEVICE, Batch, Verified, equal, mixed_sampling, seated
 
-from outrider.kernels.verify.sampling import Sampling
-from outrider.kernels.verify.verify import Verified, draft_sample, verify
+from outrider.kernels.verify.verify import draft_sample, verify
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,41 +34,42 @@ class Captured:
         zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=DEVICE)  # noqa: E731
         self.target = zeros(rows, VOCAB, dtype=torch.bfloat16)
         self.cu_rows = zeros(NUM_REQS + 1, dtype=torch.int32)
-        self.draft_ids = zeros(NUM_REQS, K, dtype=torch.int64)
         self.num_drafts = zeros(NUM_REQS, dtype=torch.int32)
         self.draft_logits = zeros(NUM_REQS, K, VOCAB, dtype=torch.bfloat16)
         self.state = zeros(NUM_REQS, K, 4, dtype=torch.float32)
-        self.positions = zeros(NUM_REQS, dtype=torch.int64)
-        self.sampling = Sampling(*(torch.zeros_like(x) for x in mixed_sampling(NUM_REQS, 0)))
+        self.slot = torch.arange(NUM_REQS, device=DEVICE)
+        none = zeros(NUM_REQS, K, dtype=torch.int64)
+        self.slots = seated(mixed_sampling(NUM_REQS, 0), 7 * self.slot + 11, none)  # as a Batch's
+        self.first = zeros(NUM_REQS, dtype=torch.int64)  # offset of the first draft
         self.run()
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.verified, self.drafted = self.run()
+            self.out, self.drafted = self.run()
 
-    def run(self) -> tuple[Verified, torch.Tensor]:
-        verified = verify(
-            self.target, self.cu_rows, self.draft_ids, self.num_drafts, self.draft_logits,
-            self.state, self.sampling, self.positions, VOCAB,
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.draft_logits[:, 0]
+        drafted = draft_sample(logits, self.slots, self.slot, self.first, None, VOCAB)
+        out = verify(
+            self.target, self.cu_rows, self.slots, self.slot, self.num_drafts, K,
+            (self.draft_logits, self.state), VOCAB,
         )  # fmt: skip
-        drafted = draft_sample(
-            self.draft_logits[:, 0], self.sampling, self.positions, self.positions, VOCAB
-        )
-        return verified, drafted.token_ids
+        return out, drafted
 
     def replay(self, batch: Batch) -> tuple[Verified, torch.Tensor]:
         k_max = batch.draft_ids.shape[1]
         self.target[: len(batch.target_logits)] = batch.target_logits
         self.cu_rows[:] = batch.cu_rows
         self.num_drafts[:] = batch.num_drafts
-        self.draft_ids[:, :k_max] = batch.draft_ids
         self.draft_logits[:, :k_max] = batch.draft_logits
         self.state[:, :k_max] = batch.state
-        self.positions[:] = batch.positions
-        for mine, theirs in zip(self.sampling, batch.sampling, strict=True):
+        slots = seated(batch.sampling, batch.positions, batch.draft_ids)
+        self.slots.token_ids.copy_(slots.token_ids)
+        self.slots.num_tokens.copy_(slots.num_tokens)
+        for mine, theirs in zip(self.slots.sampling, batch.sampling, strict=True):
             mine.copy_(theirs)
         self.graph.replay()
-        return self.verified, self.drafted
+        return Verified.of(self.out), self.drafted
 
 
 def test_graph_follows_a_batch_that_changes() -> None:

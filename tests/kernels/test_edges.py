@@ -5,10 +5,19 @@ import math
 import pytest
 import torch
 from grids import pairwise
-from verification import DEVICE, DRAWING_ROADS, cu_rows_of, make_sampling, on_road, word_of
+from verification import (
+    DEVICE,
+    DRAWING_ROADS,
+    Verified,
+    cu_rows_of,
+    draft_sample,
+    make_sampling,
+    on_road,
+    verify,
+    word_of,
+)
 
 from outrider.kernels.verify.sampling import BLOCK, Rule
-from outrider.kernels.verify.verify import Verified, draft_sample, verify
 
 INF, NAN = torch.inf, torch.nan
 

@@ -3,7 +3,7 @@ ever touched. The interpreter's integers do not wrap; there the distances are sh
 
 import pytest
 import torch
-from verification import DEVICE, HAS_KERNELS, spread_out
+from verification import DEVICE, HAS_KERNELS, make_sampling, spread_out
 
 from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 from outrider.kernels.edits.bitmask import apply_bitmask
@@ -15,9 +15,9 @@ from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.rope import rope_and_store
-from outrider.kernels.verify.drafts import DraftSample
 from outrider.kernels.verify.logprobs import gather_logprobs
-from outrider.kernels.verify.slot_rows import SlotState, write_draft
+from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.verify import draft_sample
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -117,13 +117,12 @@ def test_a_drafts_logits_are_kept_in_the_last_slot() -> None:
     kept = torch.empty(num_slots, num_drafts, VOCAB, dtype=torch.float16, device=DEVICE)
     state = torch.zeros(num_slots, num_drafts, 4, device=DEVICE)
     slots = SlotState(
-        torch.zeros(num_slots, 4, dtype=torch.int32, device=DEVICE),
-        ints(0),
-        None,  # type: ignore[arg-type]
+        torch.zeros(num_slots, 12, dtype=torch.int32, device=DEVICE),
+        torch.full((num_slots,), 2, device=DEVICE),
+        make_sampling(num_slots),
     )
     logits = randn(1, VOCAB)
-    drawn = DraftSample(ints(9), torch.ones(1, 4, device=DEVICE))
-    write_draft(slots, ints(num_slots - 1), ints(2), ints(7), drawn, logits, (kept, state))
+    drawn = draft_sample(logits, slots, ints(num_slots - 1), ints(7), (kept, state), VOCAB)
     assert torch.equal(kept[-1, -1], logits[0])
-    assert int(slots.token_ids[-1, 2]) == 9
-    assert state[-1, -1].tolist() == [1.0] * 4
+    assert slots.token_ids[-1, 9] == drawn[0]
+    assert float(state[-1, -1, 0]) == float(logits.max())

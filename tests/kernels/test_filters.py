@@ -3,10 +3,9 @@
 import pytest
 import torch
 from grids import pairwise
-from verification import DEVICE, DRAWING_ROADS, make_sampling, on_road
+from verification import DEVICE, DRAWING_ROADS, draft_sample, make_sampling, on_road
 
 from outrider.kernels.verify.sampling import Sampling, log_prob_reference
-from outrider.kernels.verify.verify import draft_sample
 
 
 def kept_by_definition(

@@ -11,15 +11,16 @@ from verification import (
     HAS_KERNELS,
     Batch,
     cu_rows_of,
+    draft_sample,
     equal,
     make_sampling,
     mixed_sampling,
     on_road,
+    verify,
 )
 
 from outrider.kernels.verify import finish
 from outrider.kernels.verify.sampling import Rule, Sampling
-from outrider.kernels.verify.verify import draft_sample, verify
 
 VOCAB = 1300
 

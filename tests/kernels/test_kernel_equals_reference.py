@@ -6,7 +6,6 @@ from verification import (
     DEVICE,
     HAS_KERNELS,
     Batch,
-    cu_rows_of,
     equal,
     make_sampling,
     mixed_sampling,
@@ -35,26 +34,6 @@ def test_mixed_batch(
     generator = torch.Generator().manual_seed(vocab)
     sampling = mixed_sampling(len(num_drafts), vocab + dtype.itemsize)
     check(Batch(generator, num_drafts, vocab, dtype, sampling, draft_width=draft_width))
-
-
-def test_draft_rows_are_found_where_they_lie(road: str) -> None:
-    """Among those of other requests, in another order."""
-    generator = torch.Generator().manual_seed(9)
-    batch = Batch(generator, [2, 1, 0, 2], 97, torch.bfloat16, mixed_sampling(4, 5))
-    expected = batch.verify("reference")
-    draft_rows = torch.tensor([5, 0, 2, 3], device=DEVICE)
-    for name in ("draft_logits", "state"):
-        own = getattr(batch, name)
-        kept = torch.full((6, *own.shape[1:]), 7.0, dtype=own.dtype, device=DEVICE)
-        kept[draft_rows] = own
-        setattr(batch, name, kept)
-    assert equal(batch.verify(road, draft_rows=draft_rows), expected)
-    nothing_drafted = torch.zeros_like(batch.num_drafts)
-    batch.target_logits = batch.target_logits[: len(nothing_drafted)]
-    batch.cu_rows, batch.num_drafts = cu_rows_of(nothing_drafted), nothing_drafted
-    batch.draft_ids = batch.draft_ids[:, :0]
-    plain = batch.verify("reference", one_hot=True)
-    assert equal(batch.verify(road, draft_rows=draft_rows), plain)
 
 
 @pytest.mark.parametrize("rule", list(Rule))

@@ -10,11 +10,10 @@ import math
 import pytest
 import torch
 from exact_rules import Model, joint_of, random_model
-from verification import DEVICE, logits_of, make_sampling, on_road
+from verification import DEVICE, draft_sample, logits_of, make_sampling, on_road, verify
 
 from outrider.kernels.verify.philox import Purpose, philox_reference
 from outrider.kernels.verify.sampling import Rule
-from outrider.kernels.verify.verify import draft_sample, verify
 
 VOCAB, LENGTH, K, ORDER = 3, 6, 3, 3
 TRIALS = 300_000

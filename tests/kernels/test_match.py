@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from verification import DEVICE, make_sampling, on_road
+from verification import DEVICE, draft_sample, make_sampling, on_road
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.verify.match import noise_reference
 from outrider.kernels.verify.sampling import BLOCK, GROUP, Rule
-from outrider.kernels.verify.verify import draft_sample
 
 # Two tokens of one group, and others.
 CHANCES = {0: 0.15, 1: 0.3, BLOCK: 0.1, BLOCK + 700: 0.15, 2 * BLOCK + 2: 0.3}

@@ -29,7 +29,8 @@ def rows() -> torch.Tensor:
 def test_sums_are_the_references_at_any_temperature(temperature: float) -> None:
     logits = rows().to(DEVICE)
     sampling = make_sampling(len(logits), temperature=temperature)
-    got = scan(logits, None, sampling, VOCAB)
+    slot = torch.arange(len(logits), device=DEVICE)
+    got = scan(logits, VOCAB, None, slot, sampling)
     expected = scan_reference(logits, sampling, VOCAB)
     assert torch.equal(got.max, expected.max)
     # A block of -inf alone: its sum is of no consequence, but no NaN.

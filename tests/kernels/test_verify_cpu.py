@@ -6,6 +6,7 @@ from torch import Tensor
 from verification import (
     DRAWING_ROADS,
     Batch,
+    draft_sample,
     equal,
     make_sampling,
     mixed_sampling,
@@ -13,20 +14,14 @@ from verification import (
 )
 
 from outrider.kernels.verify.cpu import (
-    draw_into_slots,
     probabilities,
     probabilities_reference,
     takes,
-    verify_slots,
 )
 from outrider.kernels.verify.sampling import STATE_LOG_Z, STATE_THRESHOLD, Rule
-from outrider.kernels.verify.slot_rows import (
-    SlotState,
-    read_slots_reference,
-    write_draft_reference,
-    write_verified_reference,
-)
-from outrider.kernels.verify.verify import draft_sample, verify
+from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.verify import draft_sample as draw_in_slots
+from outrider.kernels.verify.verify import verify as verify_in_slots
 
 pytestmark = pytest.mark.skipif("compiled" not in DRAWING_ROADS, reason="nothing was compiled here")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -169,17 +164,15 @@ def test_as_many_drafts_stand_in_slots_as_by_the_reference(
     mine, theirs = (slots_of(token_ids, samples, seed) for _ in range(2))
     kept = drafted(theirs, vocab, dtype, generator) if samples and seed % 3 else None
 
-    numbers = (x.long().numpy() for x in (slot, num_drafts))
-    got = verify_slots(mine, *numbers, COLUMNS, logits, vocab, kept)
-    rows = read_slots_reference(theirs, slot, COLUMNS)
-    with on_road("reference"):
-        verified = verify(
-            logits, cu_rows, rows.draft_ids, num_drafts, *(kept or (None, None)), rows.sampling,
-            rows.anchor, vocab, samples=samples, draft_rows=slot,
-        )  # fmt: skip
-    expected = write_verified_reference(theirs, slot, rows.anchor, verified)
-
-    assert torch.equal(got, expected)
+    outcomes = []
+    for road, slots in (("compiled", mine), ("reference", theirs)):
+        with on_road(road):
+            outcomes.append(
+                verify_in_slots(
+                    logits, cu_rows, slots, slot, num_drafts, COLUMNS, kept, vocab, samples=samples
+                )
+            )
+    assert torch.equal(*outcomes)
     assert torch.equal(mine.num_tokens, theirs.num_tokens)
     for s in range(NUM_SLOTS - 1):
         known = int(mine.num_tokens[s])
@@ -202,18 +195,12 @@ def test_drafts_in_slots_are_those_of_the_reference(
         for _ in range(2)
     )
 
-    numbers = (x.numpy() for x in (slot, offset))
-    got = draw_into_slots(mine, *numbers, logits, vocab, kept if samples else None)
-    rows = read_slots_reference(theirs, slot, 0, offset)
-    with on_road("reference"):
-        drawn = draft_sample(
-            logits, rows.sampling, rows.position, rows.anchor, vocab, samples=samples
-        )
-    write_draft_reference(
-        theirs, slot, rows.position, offset, drawn, logits, kept_theirs if samples else None
-    )
-
-    assert torch.equal(got, drawn.token_ids)
+    drawn = []
+    for road, slots, its in (("compiled", mine, kept), ("reference", theirs, kept_theirs)):
+        with on_road(road):
+            its = its if samples else None
+            drawn.append(draw_in_slots(logits, slots, slot, offset, its, vocab, samples=samples))
+    assert torch.equal(*drawn)
     assert torch.equal(mine.token_ids, theirs.token_ids)
     assert torch.equal(mine.num_tokens, theirs.num_tokens)
     assert torch.equal(*(x[0].view(torch.uint8) for x in (kept, kept_theirs)))

@@ -1,8 +1,9 @@
 """Inputs of verification, and its roads: Triton kernels, torch references, compiled for a CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +12,8 @@ from outrider.kernels.cpu import layers
 from outrider.kernels.edits import bad_words, bitmask, penalties, token_bias
 from outrider.kernels.verify import logprobs as logprobs_module
 from outrider.kernels.verify import verify as verify_module
-from outrider.kernels.verify.sampling import Rule, Sampling
+from outrider.kernels.verify.sampling import STATE_WIDTH, Rule, Sampling
+from outrider.kernels.verify.step import SlotState
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_KERNELS = INTERPRET or DEVICE.type == "cuda"
@@ -122,6 +124,90 @@ def sides_of(edges: list[float]) -> list[float]:
     return [u for u in inside if all(abs(u - edge) > 0.9 * step for edge in edges)]
 
 
+class Verified(NamedTuple):
+    token_ids: torch.Tensor  # [B, K + 1] int64, padded with -1
+    num_tokens: torch.Tensor  # [B] int64, 1..k_i + 1
+    is_bad: torch.Tensor  # [B] bool
+
+    @staticmethod
+    def of(out: torch.Tensor) -> "Verified":
+        token_ids = out[:, :-1]
+        return Verified(token_ids, (token_ids >= 0).sum(1), out[:, -1].bool())
+
+
+class DraftSample(NamedTuple):
+    token_ids: torch.Tensor  # [N] int64
+    state: torch.Tensor  # [N, 4] float32
+
+
+def seated(sampling: Sampling, anchor: torch.Tensor, draft_ids: torch.Tensor) -> SlotState:
+    """Slots of requests in this order, with their drafts after the known tokens; and the dummy.
+
+    Shape: sampling, anchor [B]; draft_ids [B, K].
+    """
+    width = int(anchor.max()) + draft_ids.shape[1] + 1
+    shape = len(anchor) + 1, -(-width // 64) * 64  # the kernels compile once for any multiple of 16
+    token_ids = torch.zeros(shape, dtype=torch.int32, device=anchor.device)
+    offset = torch.arange(draft_ids.shape[1], device=anchor.device)
+    token_ids[:-1].scatter_(1, anchor[:, None] + offset, draft_ids.int())
+    return SlotState(token_ids, anchor.clone(), sampling)
+
+
+def draft_sample(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    position: torch.Tensor,
+    anchor: torch.Tensor,
+    vocab_size: int,
+    **options: Any,
+) -> DraftSample:
+    """Drafts of requests that are not in slots yet. Shape: logits [N, V'], the others [N]."""
+    slot, offset = torch.arange(len(logits), device=logits.device), position - anchor
+    columns = int(offset.max()) + 1
+    kept = (
+        logits.new_empty(len(logits), columns, logits.shape[1]),
+        logits.new_empty(len(logits), columns, STATE_WIDTH, dtype=torch.float32),
+    )
+    slots = seated(sampling, anchor, slot.new_zeros(len(logits), columns))
+    token_ids = verify_module.draft_sample(logits, slots, slot, offset, kept, vocab_size, **options)
+    assert torch.equal(slots.token_ids[slot, position], token_ids.int())
+    assert torch.equal(slots.num_tokens, anchor)
+    return DraftSample(token_ids, kept[1][slot, offset])
+
+
+def verify(
+    target_logits: torch.Tensor,
+    cu_rows: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_state: torch.Tensor | None,
+    sampling: Sampling,
+    positions: torch.Tensor,
+    vocab_size: int,
+    **options: Any,
+) -> Verified:
+    """Verification of requests that are not in slots yet, with the drafts' logits in their order.
+
+    Their slots must get what is returned.
+    """
+    slots = seated(sampling, positions, draft_token_ids)
+    slot = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+    kept = None if draft_logits is None or draft_state is None else (draft_logits, draft_state)
+    columns = draft_token_ids.shape[1]
+    verified = Verified.of(
+        verify_module.verify(
+            target_logits, cu_rows, slots, slot, num_drafts, columns, kept, vocab_size, **options
+        )
+    )
+    at = positions[:, None] + torch.arange(columns + 1, device=positions.device)
+    written = slots.token_ids[:-1].gather(1, at)
+    assert torch.equal(written, verified.token_ids.clamp_min(0).int())
+    known = torch.where(positions > 0, positions + verified.num_tokens, 0)
+    assert torch.equal(slots.num_tokens, known)
+    return verified
+
+
 class Batch:
     """One step of a batch, everything that `verify` takes: random logits, and drafts drawn from
     draft logits near them.
@@ -159,7 +245,7 @@ class Batch:
         self.state = torch.zeros(batch, k_max, 4, device=DEVICE)
         with on_road("reference"):
             for j in range(k_max):
-                drawn = verify_module.draft_sample(
+                drawn = draft_sample(
                     self.draft_logits[:, j],
                     sampling,
                     self.positions + j,
@@ -168,11 +254,9 @@ class Batch:
                 )
                 self.draft_ids[:, j], self.state[:, j] = drawn.token_ids, drawn.state
 
-    def verify(
-        self, road: str, one_hot: bool = False, draft_rows: torch.Tensor | None = None
-    ) -> verify_module.Verified:
+    def verify(self, road: str, one_hot: bool = False) -> Verified:
         with on_road(road):
-            return verify_module.verify(
+            return verify(
                 self.target_logits,
                 self.cu_rows,
                 self.draft_ids,
@@ -182,11 +266,10 @@ class Batch:
                 self.sampling,
                 self.positions,
                 self.vocab_size,
-                draft_rows=draft_rows,
             )
 
 
-def equal(a: verify_module.Verified, b: verify_module.Verified) -> bool:
+def equal(a: Verified, b: Verified) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -195,6 +278,3 @@ def spread_out(x: torch.Tensor, stride: int) -> torch.Tensor:
     count = (len(x) - 1) * stride + x[0].numel()
     far = torch.empty(count, dtype=x.dtype, device=x.device)
     return far.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
-
-
-Verify = Callable[..., verify_module.Verified]
