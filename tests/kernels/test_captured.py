@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
-from verification import DEVICE, Batch, Verified, equal, mixed_sampling, seated
+from verification import DEVICE, Batch, Verified, draft_sample, equal, mixed_sampling, seated
 
-from outrider.kernels.verify.verify import draft_sample, verify
+from outrider.kernels.verify.verify import draft_sample as draw_in_slots
+from outrider.kernels.verify.verify import verify
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +50,7 @@ class Captured:
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.draft_logits[:, 0]
-        drafted = draft_sample(logits, self.slots, self.slot, self.first, None, VOCAB)
+        drafted = draw_in_slots(logits, self.slots, self.slot, self.first, None, VOCAB)
         out = verify(
             self.target, self.cu_rows, self.slots, self.slot, self.num_drafts, K,
             (self.draft_logits, self.state), VOCAB,
