@@ -20,7 +20,7 @@ A small model with the tokenizer of {target}, for speculative decoding: it propo
 verifies. Made by `outrider distill`; it is not meant to be used alone. The target's licence and
 notices, where it came with any, lie beside this file and hold for the draft.
 
-| on held-out text of the target | |
+| in held-out answers of the target | |
 |---|---|
 | the draft's first choice is the target's | {greedy:.3f} |
 | a draft drawn at temperature 1 is accepted | {sampled:.3f} |
@@ -35,9 +35,9 @@ No other text was used.
 ## Training
 
 {start}
-Loss: {divergence} to the target's distribution at every token, in the last {last_share:.0%} of the
-steps {last_divergence}; Muon for matrices, AdamW for the rest; one linear rise and half a cosine,
-{num_steps} steps over {num_shards} shards of text. The recipe, whole:
+Loss: {divergence} to the target's distribution at every token of its answers, in the last
+{last_share:.0%} of the steps {last_divergence}; Muon for matrices, AdamW for the rest; one linear
+rise and half a cosine, {num_steps} steps over {num_shards} shards of text. The recipe, whole:
 
 ```json
 {recipe}
@@ -56,7 +56,7 @@ It reads the hidden states of {target} and proposes what the target then verifie
 `outrider distill --kind eagle3`; without its target it is of no use. The target's licence and
 notices, where it came with any, lie beside this file and hold for the head.
 
-| on held-out text | first choice is the target's | drawn at temperature 1, accepted |
+| in held-out answers | first choice is the target's | drawn at temperature 1, accepted |
 |---|---|---|
 {drafts}
 
@@ -84,7 +84,8 @@ the target's. The recipe, whole:
 def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) -> None:
     target = Path(recipe.target).name
     data = (
-        f"User turns from `{recipe.prompts}`, answered by the target."
+        f"User turns from `{recipe.prompts}`, half of them whole, half of them finished by the "
+        "target, or about a text that it wrote before, and its answers."
         if recipe.prompts
         else "Conversations that the target wrote by itself: the user's turn, from nothing, from a "
         "few words or about a text that it wrote before, and the answer."

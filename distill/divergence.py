@@ -74,7 +74,7 @@ class _MeanDivergence(torch.autograd.Function):
         logits: Tensor,
         weight: float,
     ) -> Tensor:
-        weight /= len(logits)
+        weight /= max(1, len(logits))
         if logits.is_cuda:
             fused = _fused_loss_and_gradient()
             # As a tensor: a number would be compiled in.

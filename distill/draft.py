@@ -27,7 +27,19 @@ def starting_draft(
             f"start: {recipe.start} has a vocabulary of {sizes[0]} tokens, the target one of "
             f"{sizes[1]}; go on from a draft with the target's tokenizer"
         )
+    if not _head_is_a_product(draft):
+        raise DistillError(
+            f"start: {recipe.start} caps or scales its logits; go on from a model that does not"
+        )
     return draft
+
+
+@torch.no_grad()
+def _head_is_a_product(draft: PreTrainedModel) -> bool:
+    """Training multiplies states by the head itself, for answers alone."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=draft.device)
+    states = draft.get_decoder()(token).last_hidden_state
+    return torch.allclose(draft.get_output_embeddings()(states), draft(token).logits)
 
 
 def new_draft(

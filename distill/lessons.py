@@ -1,7 +1,7 @@
 """What the target says of its own text: at every position, its likeliest next tokens.
 
 The target reads each conversation once, alone, so that training may go over the text as often as
-it likes at the draft's small price.
+it likes at the draft's small price. Only answers count: nobody drafts for what users type.
 """
 
 import functools
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from .text import Conversation
 
 NUM_TOP = 64  # tokens kept of each distribution
 
@@ -24,6 +26,7 @@ class Lessons:
     conversation_of: Tensor  # [T] int32
     top_ids: Tensor  # [T, K] int32, likeliest first
     top_log_probs: Tensor  # [T, K] bfloat16
+    is_answered: Tensor  # [T] bool: the token that follows is one of the target's answer
     starts_np: np.ndarray  # [conversations] int64
     lengths_np: np.ndarray  # [conversations] int64
     states: Tensor | None = None  # [T, m, hidden], the target's, for heads
@@ -32,7 +35,7 @@ class Lessons:
 @torch.inference_mode()
 def read(
     target: PreTrainedModel,
-    conversations: list[Tensor],
+    conversations: list[Conversation],
     batch_tokens: int,
     report: Callable[[int, int], None] = lambda done, total: None,
     boundaries: tuple[int, ...] = (),
@@ -42,16 +45,22 @@ def read(
     Its hidden states before the layers of `boundaries` are kept too.
     """
     device = target.device
-    lengths_np = np.array([len(c) for c in conversations], dtype=np.int64)
+    lengths_np = np.array([len(c.token_ids) for c in conversations], dtype=np.int64)
     starts_np = np.cumsum(lengths_np) - lengths_np
     num_tokens = int(lengths_np.sum())
+    offset_np = np.arange(num_tokens) - np.repeat(starts_np, lengths_np)
+    answer_np = np.array([c.num_prompt_tokens for c in conversations], dtype=np.int64)
+    is_answered_np = (offset_np >= np.repeat(answer_np - 1, lengths_np)) & (
+        offset_np < np.repeat(lengths_np - 1, lengths_np)
+    )
     conversation_of_np = np.repeat(np.arange(len(lengths_np), dtype=np.int32), lengths_np)
     num_top = min(NUM_TOP, target.config.get_text_config().vocab_size)
     lessons = Lessons(
-        torch.cat(conversations).to(device, torch.int32),
+        torch.cat([c.token_ids for c in conversations]).to(device, torch.int32),
         torch.from_numpy(conversation_of_np).to(device),
         torch.empty(num_tokens, num_top, dtype=torch.int32, device=device),
         torch.empty(num_tokens, num_top, dtype=torch.bfloat16, device=device),
+        torch.from_numpy(is_answered_np).to(device),
         starts_np,
         lengths_np,
     )

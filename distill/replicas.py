@@ -143,13 +143,15 @@ def _train_replica(
     report("the target reads", 0, len(mine))
     target = _load_target(recipe.target, device)
     read_tokens = recipe.reading_tokens
-    kept = kept_states(recipe, target, sum(map(len, conversations)))
+    kept = kept_states(recipe, target, sum(len(c.token_ids) for c in conversations))
     held_out_lessons = read(target, conversations[:num_held_out], read_tokens, boundaries=kept)
     lessons = read(target, mine, read_tokens, lambda n, m: report("the target reads", n, m), kept)
 
     def new_trainer() -> Trainer:
         if recipe.kind == "eagle3":
-            trainer: Trainer = HeadTrainer(recipe, target, torch.cat(conversations))
+            trainer: Trainer = HeadTrainer(
+                recipe, target, torch.cat([c.token_ids for c in conversations])
+            )
         else:
             trainer = Trainer(recipe, starting_draft(target, recipe, device), target.dtype)
         if world > 1:

@@ -1,6 +1,7 @@
 """The target writes conversations with our own engine, which decodes many at once, plainly."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ _USER_MIN_P = 0.05  # cuts off the tail of the distribution: noise that no user 
 _ABOUT_TEXT_SHARE = 0.3  # share of the conversations that are about an earlier one's text
 _SHORTEST_TEXT = 24  # tokens
 _TASK_FIRST_SHARE = 0.5  # share that asks before the text; the others ask after it
+_WHOLE_SHARE = 0.5  # share of the given user turns that are taken whole; the others begin one
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt and what the target answered."""
+
+    token_ids: torch.Tensor  # [length] int32
+    num_prompt_tokens: int
 
 
 class Writer:
@@ -72,18 +82,23 @@ class Writer:
         """Write one shard to `path`, completely or not at all; returns its number of tokens."""
         rng = np.random.default_rng([self._recipe.seed, shard])
         num_seqs = self._recipe.conversations_per_shard
-        asks_itself = self._turns is None and self._frame.after is not None
-        num_about = int(num_seqs * _ABOUT_TEXT_SHARE) if asks_itself else 0
+        num_about = int(num_seqs * _ABOUT_TEXT_SHARE) if self._frame.after is not None else 0
         prompts = self._ask(num_seqs - num_about, rng)
         conversations = self._answer(prompts, rng)
         if num_about:
             answers = [c[len(p) :] for c, p in zip(conversations, prompts, strict=True)]
-            conversations += self._answer(self._ask_about(answers, num_about, rng), rng)
-        save_shard(conversations, path)
+            about = self._ask_about(answers, num_about, rng)
+            prompts += about
+            conversations += self._answer(about, rng)
+        save_shard(conversations, prompts, path)
         return sum(map(len, conversations))
 
     def _ask(self, num_seqs: int, rng: np.random.Generator) -> list[list[int]]:
-        """Prompts: user turns as given, or written by the target itself, inside the template."""
+        """Prompts: user turns inside the template.
+
+        The target continues a few words of ours, or some of the given turns' first tokens; other
+        given turns are taken whole.
+        """
         recipe = self._recipe
         kinds = self._turns or OPENINGS
         chosen = [
@@ -93,29 +108,31 @@ class Writer:
         after = self._frame.after
         if after is None:
             return [self._frame.before + turn for turn in turns]
-        if self._turns is None:
-            turns = self._complete(
-                [self._frame.before + turn for turn in turns],
-                [
-                    SamplingParams(
-                        max_tokens=max(1, recipe.max_prompt_tokens - len(turn)),
-                        temperature=float(temperature),
-                        min_p=_USER_MIN_P,
-                        seed=int(seed),
-                    )
-                    for turn, temperature, seed in zip(
-                        turns,
-                        rng.uniform(_COOLEST_USER, _WARMEST, num_seqs),
-                        _seeds(rng, num_seqs),
-                        strict=True,
-                    )
-                ],
-            )
-            eos = self._frame.eos_token_ids
-            turns = [turn[:-1] if turn[-1] in eos else turn for turn in turns]
-        else:
-            turns = [self._frame.before + turn for turn in turns]
-        return [turn + after for turn in turns]
+        whole: list[list[int]] = []
+        if self._turns is not None:
+            num_whole = int(num_seqs * _WHOLE_SHARE)
+            whole = [self._frame.before + turn for turn in turns[:num_whole]]
+            turns = [turn[: rng.integers(max(1, len(turn)))] for turn in turns[num_whole:]]
+        begun = self._complete(
+            [self._frame.before + turn for turn in turns],
+            [
+                SamplingParams(
+                    max_tokens=max(1, recipe.max_prompt_tokens - len(turn)),
+                    temperature=float(temperature),
+                    min_p=_USER_MIN_P,
+                    seed=int(seed),
+                )
+                for turn, temperature, seed in zip(
+                    turns,
+                    rng.uniform(_COOLEST_USER, _WARMEST, len(turns)),
+                    _seeds(rng, len(turns)),
+                    strict=True,
+                )
+            ],
+        )
+        eos = self._frame.eos_token_ids
+        begun = [turn[:-1] if turn[-1] in eos else turn for turn in begun]
+        return [turn + after for turn in whole + begun]
 
     def _ask_about(
         self, answers: list[list[int]], num_seqs: int, rng: np.random.Generator
@@ -173,26 +190,28 @@ def _seeds(rng: np.random.Generator, count: int) -> list[int]:
     return [int(seed) for seed in rng.integers(2**63, size=count)]
 
 
-def save_shard(conversations: list[list[int]], path: Path) -> None:
-    """Conversations as one row of tokens and their lengths, in a safetensors file."""
+def save_shard(conversations: list[list[int]], prompts: list[list[int]], path: Path) -> None:
+    """Conversations as one row of tokens, with their lengths and their prompts', in a file."""
     tokens = [token_id for conversation in conversations for token_id in conversation]
     scratch = path.with_suffix(".partial")
     save_file(
         {
             "tokens": torch.tensor(tokens, dtype=torch.int32),
             "lengths": torch.tensor([len(c) for c in conversations], dtype=torch.int32),
+            "prompt_lengths": torch.tensor([len(p) for p in prompts], dtype=torch.int32),
         },
         scratch,
     )
     os.replace(scratch, path)
 
 
-def load_shards(paths: list[Path]) -> list[torch.Tensor]:
-    """All conversations of these shards, in order: int32 [length] each."""
-    conversations: list[torch.Tensor] = []
+def load_shards(paths: list[Path]) -> list[Conversation]:
+    """All conversations of these shards, in order."""
+    conversations: list[Conversation] = []
     for path in paths:
         shard = load_file(path)
-        conversations += shard["tokens"].split(shard["lengths"].tolist())
+        token_ids = shard["tokens"].split(shard["lengths"].tolist())
+        conversations += map(Conversation, token_ids, shard["prompt_lengths"].tolist())
     return conversations
 
 
@@ -202,7 +221,7 @@ def text_folder(recipe: Recipe, work: Path) -> Path:
 
 
 def shard_path(folder: Path, shard: int) -> Path:
-    return folder / f"text-{shard:05}.safetensors"
+    return folder / f"conversations-{shard:05}.safetensors"
 
 
 def num_tokens_of(path: Path) -> int:

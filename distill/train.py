@@ -80,25 +80,30 @@ class Trainer:
         self, lessons: Lessons, rows: Tensor, divergence: Divergence, weight: float
     ) -> Tensor:
         """Add the gradient of these rows' loss, [B, L], times `weight`; returns the loss."""
-        flat = rows.flatten()
+        positions = rows[lessons.is_answered[rows]]
         part = mean_divergence(
             divergence,
-            lessons.top_ids[flat],
-            lessons.top_log_probs[flat],
-            self._logits(lessons.token_ids[rows], mask_of(lessons.conversation_of[rows])),
+            lessons.top_ids[positions],
+            lessons.top_log_probs[positions],
+            self._logits(lessons, rows, mask_of(lessons.conversation_of[rows])),
             weight,
         )
         part.backward()
         return part.detach()
 
-    def _logits(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, L] -> [B * L, V]; without a mask each row is one conversation."""
+    def _logits(self, lessons: Lessons, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The draft's logits [N, V] at the answers' positions in rows [B, L] of the lessons.
+
+        Without a mask each row is one conversation.
+        """
+        draft: Any = self.draft
         enabled = self._dtype != torch.float32
         with torch.autocast(self.device.type, self._dtype, enabled=enabled):
-            logits: Tensor = self.draft(
-                token_ids.long(), attention_mask=mask, use_cache=False
-            ).logits
-        return logits.flatten(0, 1)
+            states = draft.get_decoder()(
+                lessons.token_ids[rows].long(), attention_mask=mask, use_cache=False
+            ).last_hidden_state
+            logits: Tensor = draft.get_output_embeddings()(states[lessons.is_answered[rows]])
+        return logits
 
     @torch.no_grad()
     def evaluate(self, lessons: Lessons) -> HeldOut:
@@ -106,13 +111,17 @@ class Trainer:
         same = torch.zeros((), dtype=torch.int64, device=self.device)
         overlap = torch.zeros((), device=self.device)
         for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
-            part = slice(start, start + length)
-            logits = self._logits(lessons.token_ids[None, part])
-            of_part = agreement(lessons.top_ids[part], lessons.top_log_probs[part], logits)
+            row = torch.arange(start, start + length, device=self.device)
+            at = row[lessons.is_answered[row]]
+            of_part = agreement(
+                lessons.top_ids[at], lessons.top_log_probs[at], self._logits(lessons, row[None])
+            )
             same += of_part[0]
             overlap += of_part[1]
-        num_tokens = int(lessons.lengths_np.sum())
-        return HeldOut(same.item() / num_tokens, overlap.item() / num_tokens, num_tokens)
+        num_tokens = int(lessons.is_answered.sum())
+        return HeldOut(
+            same.item() / max(1, num_tokens), overlap.item() / max(1, num_tokens), num_tokens
+        )
 
     def save_model(self, folder: Path) -> None:
         """Write the trained model, in bfloat16."""

@@ -64,7 +64,8 @@ class HeadTrainer(Trainer):
         loss = torch.zeros((), device=self.device)
         for i, logits in enumerate(logits_of):
             at = slice(i + 1, i + 1 + length)
-            is_told = owner[:, at] == owner[:, :length]  # otherwise the conversation has ended
+            # Not of the conversation that starts in between, nor of what users type.
+            is_told = (owner[:, at] == owner[:, :length]) & lessons.is_answered[rows[:, at]]
             positions = rows[:, at][is_told]
             top_ids, top_log_probs = self._drafted(
                 lessons.top_ids[positions], lessons.top_log_probs[positions]
@@ -112,8 +113,7 @@ class HeadTrainer(Trainer):
     def evaluate(self, lessons: Lessons) -> HeldOut:
         """Agreement of each draft after the target's own tokens, conversation by conversation."""
         num_steps, ids = self.recipe.head_steps, self.head.get_buffer("target_ids")
-        sums = torch.zeros(num_steps, 2, device=self.device)
-        num_rows = 0
+        sums = torch.zeros(num_steps, 3, device=self.device)
         for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
             if length <= num_steps:
                 continue
@@ -122,15 +122,18 @@ class HeadTrainer(Trainer):
             logits_of = self._drafts(lessons.token_ids[None, part], None, states)
             for i, logits in enumerate(logits_of):
                 first = start + i + 1
-                at = slice(first, first + logits.shape[1])
+                at = torch.arange(first, first + logits.shape[1], device=self.device)
+                is_told = lessons.is_answered[at]
+                at, told = at[is_told], logits[0][is_told]
                 top_ids = lessons.top_ids[at].long()
                 place = self._place[top_ids]
-                q = torch.nn.functional.pad(logits[0].float().softmax(-1), (0, 1)).gather(1, place)
-                sums[i, 0] += (ids[logits[0].argmax(-1)] == top_ids[:, 0]).sum()
+                q = torch.nn.functional.pad(told.float().softmax(-1), (0, 1)).gather(1, place)
+                sums[i, 0] += (ids[told.argmax(-1)] == top_ids[:, 0]).sum()
                 sums[i, 1] += torch.minimum(lessons.top_log_probs[at].float().exp(), q).sum()
-            num_rows += logits_of[0].shape[1]
-        first_draft, *later = (sums / max(1, num_rows)).tolist()
-        return HeldOut(first_draft[0], first_draft[1], num_rows, tuple((g, s) for g, s in later))
+                sums[i, 2] += len(at)
+        first_draft, *later = (sums[:, :2] / sums[:, 2:].clamp_min(1)).tolist()
+        num_tokens = int(sums[0, 2])
+        return HeldOut(first_draft[0], first_draft[1], num_tokens, tuple((g, s) for g, s in later))
 
     def save_model(self, folder: Path) -> None:
         self.head.export(self._target, folder)

@@ -27,8 +27,8 @@ def distill_command(
         str | None,
         typer.Option(
             metavar="FILE|DATASET",
-            help="User turns: a text file (one per line), a .jsonl file or a hub data set. "
-            "\\[default: the target writes them]",
+            help="User turns: a text file (one per line), a .jsonl file or a hub data set. Of half "
+            "of them the target finishes the first words. \\[default: it writes them all]",
         ),
     ] = None,
     text: Annotated[

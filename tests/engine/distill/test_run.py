@@ -30,7 +30,7 @@ DRAFT = Recipe(
     max_prompt_tokens=16,
     max_answer_tokens=24,
     passes=8,
-    row_tokens=32,
+    row_tokens=64,
     batch_tokens=128,
     micro_batch_rows=2,
 )
@@ -167,7 +167,7 @@ def test_training_lowers_the_loss(
         return loss
 
     monkeypatch.setattr(train.Trainer, "train_step", watched)
-    run(replace(recipe_of(kind), budget="8K", **changes))
+    run(replace(recipe_of(kind), budget="16K", **changes))
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
@@ -241,7 +241,7 @@ def test_drafts_and_heads_learn_from_one_text(
 ) -> None:
     text = tmp_path / "text"
     run(replace(recipe_of("draft"), text=str(text), budget="2K"))
-    kept = {path.name: path.read_bytes() for path in text.glob("text-*")}
+    kept = {path.name: path.read_bytes() for path in text.glob("conversations-*")}
     assert kept
 
     def written_again(*args: object) -> int:
@@ -250,7 +250,7 @@ def test_drafts_and_heads_learn_from_one_text(
     monkeypatch.setattr("outrider.distill.text.Writer.write", written_again)
     head = replace(recipe_of("head"), text=str(text), budget="2K")
     run(head)
-    assert {path.name: path.read_bytes() for path in text.glob("text-*")} == kept
+    assert {path.name: path.read_bytes() for path in text.glob("conversations-*")} == kept
     assert '"text": "text"' in (Path(head.out) / "README.md").read_text()
 
 
