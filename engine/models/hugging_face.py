@@ -56,7 +56,7 @@ class HuggingFaceModel(Network):
         name = _NAME.format(next(_numbers))
         AttentionInterface.register(name, self._attend)
         with _weights_counted(progress):
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 config=hf_config,
                 dtype=dtype,
@@ -64,7 +64,14 @@ class HuggingFaceModel(Network):
                 attn_implementation=name,
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
+                output_loading_info=True,
                 **transformers_arguments(Path(config.path)),
+            )
+        model, told = loaded
+        if missing := sorted(told["missing_keys"]):
+            raise UnsupportedModelError(
+                f"its files lack {', '.join(missing[:3])}, which transformers would draw at "
+                "random; get the model again"
             )
         self.model = model.eval().requires_grad_(False)
         self.dtype, self.device = self.model.dtype, self.model.device

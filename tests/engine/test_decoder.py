@@ -142,15 +142,24 @@ def test_a_declared_field_that_is_not_implemented_is_left_to_transformers(
     assert isinstance(load(tiny_model("llama", mlp_bias=True)), HuggingFaceModel)
 
 
-@pytest.mark.parametrize("missing", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_checkpoint_without_a_tensor_is_left_to_transformers(
-    missing: str, own_copy: Tiny
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("llama", "model.norm.weight"),
+        ("gpt2", "transformer.h.1.mlp.c_fc.bias"),
+    ],
+)
+def test_a_checkpoint_without_a_tensor_is_refused(
+    architecture: str, missing: str, own_copy: Tiny
 ) -> None:
-    path = own_copy("llama")
+    """transformers would draw the tensor at random."""
+    path = own_copy(architecture)
     tensors = load_file(path / "model.safetensors")
     del tensors[missing]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    assert isinstance(load(path), HuggingFaceModel)
+    with pytest.raises(admission.UnsupportedModelError, match=f"lack {missing}, .* get the model"):
+        load(path)
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
