@@ -103,6 +103,9 @@ def _declared(config: PreTrainedConfig) -> dict[str, Any]:
 def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
     """Build the decoder of a configuration for which `why_unknown` returns None.
 
+    As in transformers, a head in the file that differs from the embedding is not tied to it; the
+    configuration says so from then on.
+
     Raises KeyError naming a tensor that the checkpoint lacks.
     """
     reader = FAMILIES[config.model_type](checkpoint, config)
@@ -117,6 +120,8 @@ def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
         for i in range(config.num_hidden_layers)
     ]
     embedding = checkpoint.tensor("model.embed_tokens.weight")
+    if config.tie_word_embeddings and "lm_head.weight" in checkpoint:
+        config.tie_word_embeddings = torch.equal(checkpoint.tensor("lm_head.weight"), embedding)
     head = checkpoint.head("lm_head", embedding if config.tie_word_embeddings else None)
     return Decoder(embedding, blocks, reader.norm("model.norm"), head)
 

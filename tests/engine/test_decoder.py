@@ -102,6 +102,20 @@ def test_variants_of_a_known_structure(overrides: dict[str, Any], own_copy: Tiny
     check_against_eager(model, path)
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_beside_a_tied_embedding_counts_if_it_differs(differs: bool, own_copy: Tiny) -> None:
+    path = own_copy("llama", tie_word_embeddings=True)
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"] = head.flip(0) if differs else head
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    network = load(path)
+    assert isinstance(network, Decoder)
+    torch.testing.assert_close(
+        run_prompt(network).logits, eager(path).logits[0], rtol=1e-3, atol=1e-3
+    )
+
+
 def test_what_says_nothing_of_the_forward_pass_changes_nothing(tiny_model: Tiny) -> None:
     told = {
         "_model_name_or_path": "Any",

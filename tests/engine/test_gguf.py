@@ -140,6 +140,18 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
 
 
 @needs_layers
+def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
+    folder = llama_directory(tmp_path, Type.Q4_1, Type.Q8_0)  # whose config has a tied embedding
+    write_llama(folder / "model.gguf", Type.Q4_1, Type.Q8_0, own_head=True)
+    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    assert isinstance(network, CompiledDecoder)
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        truth = original(folder)(ids[None]).logits[0]
+    assert (logits(network, ids) - truth).norm() <= 3e-4 * truth.norm()
+
+
+@needs_layers
 def test_a_tied_embedding_counts_once_as_it_loads(
     directory: Callable[[Type, Type], Path],
 ) -> None:

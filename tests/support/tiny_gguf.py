@@ -85,12 +85,21 @@ def encoded(type_: GGMLQuantizationType, values: np.ndarray, seed: int = 0) -> n
 
 
 def write_llama(
-    path: Path, type_: GGMLQuantizationType, head: GGMLQuantizationType, num_layers: int = 2
+    path: Path,
+    type_: GGMLQuantizationType,
+    head: GGMLQuantizationType,
+    num_layers: int = 2,
+    *,
+    own_head: bool = False,
 ) -> Path:
-    """Its matrices are of `type_`, and its embedding, which is its head, too, of `head`."""
+    """Its matrices are of `type_`, and its embedding, which is its head, too, of `head`.
+
+    With `own_head` it has another matrix as its head.
+    """
     shape = Llama(VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, num_layers)
     writer, rng = shape.writer(path, 512), np.random.default_rng(RNG_SEED)
-    for name, size in shape.tensors():
+    others = [("output.weight", (VOCAB, HIDDEN))] if own_head else []
+    for name, size in [*shape.tensors(), *others]:
         if len(size) == 1:
             writer.add_tensor(name, rng.normal(1, 0.1, size).astype(np.float32))
             continue
