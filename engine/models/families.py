@@ -16,7 +16,7 @@ from .attention import Rope
 from .checkpoint import AnyCheckpoint
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
-from .llama import LlamaReader
+from .llama import LlamaReader, check_shape
 
 # The declared fields of a configuration that the code below implements.
 _IMPLEMENTED = {
@@ -106,7 +106,7 @@ def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
     As in transformers, a head in the file that differs from the embedding is not tied to it; the
     configuration says so from then on.
 
-    Raises KeyError naming a tensor that the checkpoint lacks.
+    Raises KeyError naming a tensor that the checkpoint lacks, ValueError naming a wrong shape.
     """
     reader = FAMILIES[config.model_type](checkpoint, config)
     rope = reader.rope()
@@ -119,10 +119,13 @@ def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
         )
         for i in range(config.num_hidden_layers)
     ]
+    shape = config.vocab_size, config.hidden_size
     embedding = checkpoint.tensor("model.embed_tokens.weight")
+    check_shape("model.embed_tokens.weight", embedding, shape)
     if config.tie_word_embeddings and "lm_head.weight" in checkpoint:
         config.tie_word_embeddings = torch.equal(checkpoint.tensor("lm_head.weight"), embedding)
     head = checkpoint.head("lm_head", embedding if config.tie_word_embeddings else None)
+    check_shape("lm_head.weight", head.weight, shape)
     return Decoder(embedding, blocks, reader.norm("model.norm"), head)
 
 

@@ -65,14 +65,11 @@ class HuggingFaceModel(Network):
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # its own error does not name them
                 **transformers_arguments(Path(config.path)),
             )
         model, told = loaded
-        if missing := sorted(told["missing_keys"]):
-            raise UnsupportedModelError(
-                f"its files lack {', '.join(missing[:3])}, which transformers would draw at "
-                "random; get the model again"
-            )
+        _check_loaded(told)
         self.model = model.eval().requires_grad_(False)
         self.dtype, self.device = self.model.dtype, self.model.device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
@@ -205,6 +202,24 @@ class HuggingFaceModel(Network):
                 f"of its {num_layers} layers, {len(self._attention_of)} called our attention, "
                 f"{self._num_calls} times in all"
             )
+
+
+def _check_loaded(told: dict[str, Any]) -> None:
+    """Refuse a model whose tensors transformers did not read as they are meant.
+
+    `told` is its account of them. Raises UnsupportedModelError.
+    """
+    if missing := sorted(told["missing_keys"]):
+        raise UnsupportedModelError(
+            f"its files lack {', '.join(missing[:3])}, which transformers would draw at random; "
+            "get the model again"
+        )
+    if wrong := sorted(told["mismatched_keys"]):
+        name, found, wanted = wrong[0]
+        raise UnsupportedModelError(
+            f"{name} is {' x '.join(map(str, found))}; by its config it must be "
+            f"{' x '.join(map(str, wanted))}"
+        )
 
 
 class PackedLinear(nn.Module):

@@ -176,6 +176,29 @@ def test_a_checkpoint_without_a_tensor_is_refused(
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "quantization"),
+    [
+        ("llama", "model.embed_tokens.weight", None),
+        ("llama", "lm_head.weight", None),
+        ("llama", "lm_head.weight", "fp8"),
+        ("gemma2", "model.embed_tokens.weight", None),
+    ],
+)
+def test_a_vocabulary_of_another_size_than_the_configs_is_refused(
+    architecture: str, name: str, quantization: str | None, own_copy: Tiny
+) -> None:
+    path = own_copy(architecture)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = tensors[name][:-7].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = ModelConfig(path=str(path), quantization=quantization)
+    with pytest.raises(
+        admission.UnsupportedModelError, match=f"{name} is 90 x 32; by its config it must be 97 x"
+    ):
+        load_network(config, DEVICE)
+
+
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_ministral_3_is_left_to_transformers(
     is_listed: bool, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
