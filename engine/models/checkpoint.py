@@ -6,7 +6,7 @@
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,9 @@ class Checkpoint(AnyCheckpoint):
     def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
         matrices = [self._read(self, name) if self._read else None for name in names]
         if all(matrix is None for matrix in matrices):
-            plain = self.tensor(*(f"{name}.weight" for name in names))
-            return self._plain(plain, is_head=is_head)
+            plain = [f"{name}.weight" for name in names]
+            check_widths(plain, [self.shape_of(name) for name in plain])
+            return self._plain(self.tensor(*plain), is_head=is_head)
         self.has_quantised = True
         narrow = [matrix for matrix in matrices if matrix is not None]
         if len(narrow) == len(names):
@@ -187,6 +188,7 @@ class Checkpoint(AnyCheckpoint):
             Dense(self.tensor(f"{name}.weight")) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
+        check_widths(names, [weight.shape for weight in weights])
         if self.keeps_narrow or not all(isinstance(weight, Dense) for weight in weights):
             return Stacked(weights)
         return Dense(torch.cat([weight.dequantised() for weight in weights]))
@@ -214,6 +216,16 @@ class Checkpoint(AnyCheckpoint):
         if not self._warned:
             log.warning("%s", warning)
             self._warned = True
+
+
+def check_widths(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raises ValueError naming these tensors if they are no matrices, or differ in width."""
+    if len({shape[1:] for shape in shapes}) > 1 or len(shapes[0]) != 2:
+        told = [
+            f"{name} is {' x '.join(map(str, shape))}"
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        raise ValueError(f"{', '.join(told)}; they must be matrices of one width")
 
 
 def _open(path: Path) -> Any:

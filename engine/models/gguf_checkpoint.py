@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import AnyCheckpoint, Progress
+from .checkpoint import AnyCheckpoint, Progress, check_widths
 from .gguf_file import FILE_NAME, GgufFile
 from .weights import Dense, Tiles, Weight
 
@@ -122,8 +122,9 @@ class GgufCheckpoint(AnyCheckpoint):
     def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
         names = tuple(f"{name}.weight" for name in names)
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
-        width = self._file.shape_of(_gguf_name(names[0]))[1]
-        if not self._keeps_width or width % BLOCK:
+        shapes = [self._file.shape_of(_gguf_name(name)) for name in names]
+        check_widths(names, shapes)
+        if not self._keeps_width or shapes[0][1] % BLOCK:
             return Dense(self.tensor(*names))
         parts = [self._read(name) for name in names]
         (layout,) = layouts if len(layouts) == 1 else (Layout.PLAIN,)

@@ -48,8 +48,9 @@ class Original:
         decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
 
     def fill(self, decoder: Decoder) -> None:
-        """Use the decoder's tensors as weights."""
+        """Use the decoder's tensors as weights. Raises ValueError if only one has some of them."""
         inner = self.model.get_decoder()
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         _assign(self.model.get_input_embeddings(), decoder.embedding)
         _assign(inner.norm, decoder.norm.weight)
         for layer, block in zip(inner.layers, decoder.blocks, strict=True):
@@ -57,6 +58,8 @@ class Original:
             _assign(layer.input_layernorm, block.mixer.norm.weight)
             _assign(layer.post_attention_layernorm, block.mlp.norm.weight)
             if block.mixer.head_norms is not None:
+                if not hasattr(attention, "q_norm"):
+                    raise ValueError("transformers leaves out q_norm and k_norm")
                 _assign(attention.q_norm, block.mixer.head_norms[0].weight)
                 _assign(attention.k_norm, block.mixer.head_norms[1].weight)
             _split(block.mixer.qkv, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -72,9 +75,14 @@ class Original:
                 _split(block.mlp.gate_up, mlp.gate_proj, mlp.up_proj)
                 _split(block.mlp.down, mlp.down_proj)
         _split(decoder.head, self.model.get_output_embeddings())
-        left = [name for name, tensor in self.model.named_parameters() if tensor.is_meta]
+        parameters = list(self.model.named_parameters())
+        left = [name for name, tensor in parameters if tensor.is_meta]
         if left:
             raise ValueError(f"it has weights that the decoder lacks: {', '.join(left[:3])}")
+        # Zeros change nothing: some quantisers give every layer such a bias.
+        added = [name for name, tensor in parameters if name not in names and tensor.any()]
+        if added:
+            raise ValueError(f"transformers leaves out {', '.join(added[:3])}")
 
     def run(self, contexts: Sequence[PassContext]) -> "list[OriginalPass]":
         """One pass over these prompts, for which each weight is dequantised once."""

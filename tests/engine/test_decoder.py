@@ -39,8 +39,11 @@ OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
 NUM_TOKENS = 40
 
 
-def load(path: Path, dtype: str = "float32", **options: Any) -> Network:
-    return load_network(ModelConfig(path=str(path), dtype=dtype), DEVICE, **options)[0]
+def load(
+    path: Path, dtype: str = "float32", quantization: str | None = None, **options: Any
+) -> Network:
+    config = ModelConfig(path=str(path), dtype=dtype, quantization=quantization)
+    return load_network(config, DEVICE, **options)[0]
 
 
 @pytest.fixture
@@ -192,11 +195,57 @@ def test_a_vocabulary_of_another_size_than_the_configs_is_refused(
     tensors = load_file(path / "model.safetensors")
     tensors[name] = tensors[name][:-7].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = ModelConfig(path=str(path), quantization=quantization)
     with pytest.raises(
         admission.UnsupportedModelError, match=f"{name} is 90 x 32; by its config it must be 97 x"
     ):
-        load_network(config, DEVICE)
+        load(path, quantization=quantization)
+
+
+@pytest.mark.parametrize("added", [("self_attn.o_proj.bias", 32), ("self_attn.q_norm.weight", 8)])
+def test_a_checkpoint_with_tensors_that_transformers_ignores_is_left_to_it(
+    added: tuple[str, int], own_copy: Tiny
+) -> None:
+    path = own_copy("llama")
+    expected = eager(path).logits[0]
+    name, size = added
+    add_tensors(
+        path, {name: torch.randn(size), name.replace("q_norm", "k_norm"): torch.randn(size)}
+    )
+    network = load(path)
+    assert isinstance(network, HuggingFaceModel)
+    torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_bias_of_zeros_does_no_harm(own_copy: Tiny) -> None:
+    """Old checkpoints in GPTQ have one in every layer."""
+    path = own_copy("llama")
+    add_tensors(path, {"self_attn.o_proj.bias": torch.zeros(32)})
+    assert isinstance(load(path), Decoder)
+
+
+def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
+    """Add tensors to a model's first layer, or replace them there."""
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {f"model.layers.0.{name}": tensor for name, tensor in added.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("shape", [(16, 31), (16, 1), (16,)])
+def test_a_layer_of_another_width_than_its_neighbour_is_refused(
+    shape: tuple[int, ...], own_copy: Tiny
+) -> None:
+    path = own_copy("llama")
+    add_tensors(path, {"self_attn.k_proj.weight": torch.randn(shape)})
+    told = " x ".join(map(str, shape))
+    with pytest.raises(
+        admission.UnsupportedModelError,
+        match=rf"0\.self_attn\.k_proj\.weight is {told}; .* 16 x 32",
+    ):
+        load(path)
+    with pytest.raises(
+        admission.UnsupportedModelError, match=rf"k_proj\.weight is {told}, .*width"
+    ):
+        load(path, quantization="fp8")
 
 
 @pytest.mark.parametrize("is_listed", [False, True])

@@ -12,19 +12,19 @@ import pytest
 import torch
 from engines import engine_config, prompts, run, tokens
 from gguf import GGMLQuantizationType as Type
-from tiny_gguf import VOCAB, encoded, llama_directory, write_llama
+from tiny_gguf import VOCAB, encoded, llama_directory, write_llama, write_out
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
-from outrider.engine.api import RequestOutput, SamplingParams
+from outrider.engine.api import RequestOutput, SamplingParams, ignore_progress
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import gguf_checkpoint, weights
 from outrider.engine.models.attention import KVPages
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.gguf_checkpoint import why_unpacked
+from outrider.engine.models.gguf_checkpoint import GgufCheckpoint, why_unpacked
 from outrider.engine.models.gguf_file import FORMATS, GgufFile, UnknownFormatError
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network, Pass
@@ -106,6 +106,18 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     file = GgufFile(path)
     with pytest.raises(ValueError, match="does not fit"):
         [file.read(name) for name in file.names]
+
+
+def test_layers_of_several_widths_are_told(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_head_count(2)
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((8, 32), np.float32))
+    writer.add_tensor("blk.0.attn_k.weight", np.zeros((8, 64), np.float32))
+    write_out(writer)
+    checkpoint = GgufCheckpoint(tmp_path, torch.float32, DEVICE, ignore_progress)
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qk"]
+    with pytest.raises(ValueError, match=r"q_proj.weight is 8 x 32, .*k_proj.weight is 8 x 64"):
+        checkpoint.linear(*names)
 
 
 @needs_layers

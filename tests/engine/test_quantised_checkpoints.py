@@ -160,6 +160,7 @@ def test_what_is_not_served_is_refused_by_name(
     [
         ("fp8 of blocks", "weight_scale_inv", None, "in FP8 without a weight_scale_inv"),
         ("fp8 of tensors", "weight_scale", torch.ones(3, 5), "scales of the shape"),
+        ("fp8 of tensors", "weight", torch.zeros(128, 100), "q_proj is 128 x 100, .* of one width"),
         ("awq", "qzeros", None, "has no qzeros"),
         ("gptq, act-order", "g_idx", torch.zeros(192, dtype=torch.int32), "not of 32 inputs each"),
         ("gptq, zero points", "qzeros", torch.full((3, 16), -1), "a zero point of 16"),
