@@ -220,6 +220,11 @@ def _check_loaded(told: dict[str, Any]) -> None:
             f"{name} is {' x '.join(map(str, found))}; by its config it must be "
             f"{' x '.join(map(str, wanted))}"
         )
+    if scales := sorted(name for name in told["unexpected_keys"] if ".weight_scale" in name):
+        raise UnsupportedModelError(
+            f"its weights are quantised ({scales[0]}), but its config.json does not say how "
+            "(quantization_config); take the checkpoint that it was quantised from"
+        )
 
 
 class PackedLinear(nn.Module):

@@ -188,6 +188,20 @@ def test_a_broken_layer_is_refused_by_name(
         load(path)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["fp8 of tensors", "fp8 of blocks", "ct int8"])
+def test_codes_that_the_config_does_not_tell_of_are_refused(
+    name: str, architecture: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    """transformers would take them for the weights, without their scales."""
+    path = quantise(tiny_model(architecture, **SHAPE), tmp_path, name)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"quantised \(model\..*weight_scale.* not say"):
+        load(path)
+
+
 def test_only_our_decoder_reads_quantised_layers(tiny_model: Tiny, tmp_path: Path) -> None:
     path = Path(shutil.copytree(tiny_model("gpt2"), tmp_path / "model"))
     with pytest.raises(UnsupportedModelError, match="stay plain: its architecture has no decoder"):
