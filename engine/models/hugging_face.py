@@ -196,7 +196,11 @@ class HuggingFaceModel(Network):
             raise UnsupportedModelError("its forward takes no logits_to_keep")
         positions = torch.arange(4, device=self.device)
         self._run(torch.zeros_like(positions), positions, positions[3:])
-        num_layers = model.config.get_text_config().num_hidden_layers
+        text_config = model.config.get_text_config()
+        for part in (text_config, *self._attention_of):
+            if not getattr(part, "is_causal", True):
+                raise UnsupportedModelError("its tokens attend to those behind them, too")
+        num_layers = text_config.num_hidden_layers
         if not len(self._attention_of) == self._num_calls == num_layers:
             raise UnsupportedModelError(
                 f"of its {num_layers} layers, {len(self._attention_of)} called our attention, "

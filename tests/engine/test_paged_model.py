@@ -75,6 +75,18 @@ def test_dynamic_rope_is_refused_with_the_reason(tiny_model: Callable[..., Path]
         PagedModel(ModelConfig(path=str(path)), DEVICE)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "told"),
+    [("gemma3_text", {"use_bidirectional_attention": True}), ("llama", {"is_causal": False})],
+)
+def test_attention_that_is_not_causal_is_refused(
+    architecture: str, told: dict[str, bool], tiny_model: Callable[..., Path]
+) -> None:
+    path = tiny_model(architecture, **told)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.*attend to those behind them"):
+        PagedModel(ModelConfig(path=str(path)), DEVICE)
+
+
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
         PagedModel(ModelConfig(path=str(tmp_path)), DEVICE)
