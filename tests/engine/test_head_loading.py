@@ -100,6 +100,8 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
             "after layers 2, 5, 7, but",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [2, "a", 4]}, "they must be integers"),
+        ({"target_layer_ids": 5}, "its layer ids are 5; they must be integers, in a list"),
+        ({"eagle_config": "x"}, "its eagle_config is 'x'; it must be an object"),
         ({"layer_types": ["full_attention"] * 3}, "its config describes no layer: .*layer_types"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}, "after layers 2, 2, 4"),
         ({"hidden_act": "relu"}, "its activation is relu"),
@@ -239,6 +241,13 @@ def test_each_format_counts_layers_in_its_own_way(
     head = save_tiny_head(tmp_path, target)
     edit(head, **({"eagle_aux_hidden_state_layer_ids": None} | changes))
     assert HeadConfig.load(head).boundaries_of(36) == expected
+
+
+def test_a_mask_token_of_null_is_none(target: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path, target, parallel=True)
+    edit(head, mask_token_id=None, ptd_token_id=5)
+    assert HeadConfig.load(head).mask_token_id == 5
+    load(target, head)
 
 
 def test_rope_is_the_heads_own(target: Path, tmp_path: Path) -> None:

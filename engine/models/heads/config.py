@@ -83,7 +83,9 @@ class HeadConfig:
             norm_before_fc=bool(config.get("norm_before_fc")),
             fc_norm=bool(config.get("fc_norm")),
             norm_output=bool(config.get("norm_output")),
-            mask_token_id=next((config[name] for name in _MASK_TOKENS if name in config), None),
+            mask_token_id=next(
+                (i for i in map(config.get, _MASK_TOKENS) if isinstance(i, int)), None
+            ),
             block=_block(config, kind) if kind in ("dflash", "dspark") else None,
         )
 
@@ -156,20 +158,20 @@ def _layers(config: dict[str, Any]) -> "LlamaConfig":
 def _boundaries(config: dict[str, Any]) -> tuple[int, ...] | None:
     """The boundaries; formats count from the embeddings, or from the first layer's output."""
     inner = config.get("eagle_config") or {}
-    if ids := config.get("target_layer_ids") or _nested(config).get("target_layer_ids"):
-        found = [i + 1 if isinstance(i, int) else i for i in ids]
-    elif ids := (
-        config.get("aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-    ):
-        found = list(ids)
-    elif ids := inner.get("eagle_aux_hidden_state_layer_ids"):
-        # Lists that begin at 1 come from a trainer that counts layers, not states.
-        found = [i + 1 for i in ids] if ids[0] == 1 else list(ids)
-    else:
+    if not isinstance(inner, dict):
+        raise HeadError(f"its eagle_config is {inner!r}; it must be an object")
+    layers = config.get("target_layer_ids") or _nested(config).get("target_layer_ids")
+    states = config.get("aux_hidden_state_layer_ids") or config.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    found = layers or states or inner.get("eagle_aux_hidden_state_layer_ids")
+    if not found:
         return None
-    if not all(isinstance(b, int) for b in found):
-        raise HeadError(f"its layer ids are {found}; they must be integers")
-    return tuple(sorted(found))
+    if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
+        raise HeadError(f"its layer ids are {found}; they must be integers, in a list")
+    # Lists of eagle_config that begin at 1 come from a trainer that counts layers, not states.
+    counts_layers = layers or (not states and found[0] == 1)
+    return tuple(sorted(i + 1 if counts_layers else i for i in found))
 
 
 def _nested(config: dict[str, Any]) -> dict[str, Any]:
