@@ -166,9 +166,13 @@ class GgufFile:
         for _ in range(num_tensors):
             name = self._take_string()
             (num_dims,) = self._take("I")
+            if num_dims == 0:
+                raise struct.error(f"{name} has no dimensions")
             dims = self._take(f"{num_dims}Q")
             self._entries[name] = _Entry(tuple(reversed(dims)), *self._take("IQ"))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise struct.error(f"general.alignment is {alignment!r}")
         self._start = -(-self._at // alignment) * alignment
 
     def _take(self, fields: str) -> tuple[Any, ...]:

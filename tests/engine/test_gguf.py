@@ -120,6 +120,26 @@ def test_layers_of_several_widths_are_told(tmp_path: Path) -> None:
         checkpoint.linear(*names)
 
 
+@pytest.mark.parametrize("alignment", [0, "x"])
+def test_an_alignment_that_is_none_is_refused(alignment: Any, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    type_ = gguf.GGUFValueType.STRING if alignment == "x" else gguf.GGUFValueType.UINT32
+    writer.add_key_value("general.alignment", alignment, type_)
+    write_out(writer)
+    with pytest.raises(ValueError, match=f"broken GGUF file: .*alignment is '?{alignment}"):
+        GgufFile(path)
+
+
+def test_a_tensor_without_dimensions_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("t", np.array(1.0, np.float32))
+    write_out(writer)
+    with pytest.raises(ValueError, match=r"broken GGUF file: .*t has no dimensions"):
+        GgufFile(path)
+
+
 @needs_layers
 @pytest.mark.parametrize("type_", QUANTISED)
 def test_logits_are_those_of_the_unpacked_model(
