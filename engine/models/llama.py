@@ -1,5 +1,6 @@
 """Reads layers of Llama's form and names: attention with RoPE, then a gated MLP."""
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -115,7 +116,7 @@ class LlamaReader:
     def _kv_scale(self, attention: str, which: str) -> float:
         """The scale of keys ("k") or values ("v") in pages of FP8; 1 if the checkpoint has none.
 
-        Raises ValueError if heads have scales of their own.
+        Raises ValueError if heads have scales of their own, or the scale is no positive number.
         """
         names = [f"{attention}.{name.format(which)}" for name in _KV_SCALES]
         name = next((name for name in names if name in self.checkpoint), None)
@@ -124,6 +125,8 @@ class LlamaReader:
         scale = self.checkpoint.stored(name)
         if scale.numel() != 1:
             raise ValueError(f"{name} has {scale.numel()} scales; one for all heads is read")
+        if not 0 < float(scale) < math.inf:
+            raise ValueError(f"{name} is {float(scale)}; it must be a positive number")
         return float(scale)
 
 

@@ -87,6 +87,17 @@ def test_a_scale_for_each_head_is_not_read(tiny_model: Tiny, tmp_path: Path) -> 
         load_network(config, DEVICE)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.inf, torch.nan])
+def test_a_scale_that_is_no_positive_number_is_not_read(
+    scale: float, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    scales = torch.ones(1), torch.tensor(scale)
+    path = with_scales(tiny_model("llama"), tmp_path / "scaled", "{0}_scale", *scales)
+    config = ModelConfig(path=str(path), dtype="float32", quantization="fp8")
+    with pytest.raises(ValueError, match=f"v_scale is {scale}; it must be a positive number"):
+        load_network(config, DEVICE)
+
+
 def with_scales(
     path: Path, folder: Path, names: str, key: torch.Tensor, value: torch.Tensor
 ) -> Path:

@@ -88,6 +88,17 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
     check_refused(target, head, says)
 
 
+@pytest.mark.parametrize("name", ["fc", "midlayer.self_attn.q_proj", "midlayer.mlp.down_proj"])
+def test_a_bias_of_another_length_is_told_at_load(name: str, target: Path, tmp_path: Path) -> None:
+    head = save_tiny_head(tmp_path / "head", target)
+    tensors = tensors_of(head)
+    others = ["k_proj", "v_proj"] if "q_proj" in name else []
+    for each in (name, *(name.replace("q_proj", other) for other in others)):
+        tensors[f"{each}.bias"] = torch.zeros(9)
+    save_file(tensors, head / "model.safetensors")
+    check_refused(target, head, f"{name}.bias .*is {27 if others else 9}; by its weight it must be")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
