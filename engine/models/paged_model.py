@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from outrider.kernels.model.packed_linear import padded_rows
-
 from ..api import ignore_progress
 from ..config import ModelConfig
 from ..state.batch import ForwardBatch, HostBatch
@@ -16,7 +14,7 @@ from .attention import PassContext
 from .batch_invariance import alike_thread_counts
 from .checkpoint import Progress
 from .compiled_decoder import CompiledDecoder
-from .loading import load_network, rounds_weights
+from .loading import load_network
 from .network import Pass
 
 # Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
@@ -49,8 +47,6 @@ class PagedModel:
             batch_invariant=False if is_draft else batch_invariant,
             cache_dtype=cache_dtype,
         )
-        # Padding picks faster products; rounded weights do not need it.
-        self._pads_rows = device.type == "cpu" and not rounds_weights(config, is_draft)
         self._name = hf_config.model_type
         self.max_positions = max_positions(hf_config)
         self.dtype, self.device = self.network.dtype, self.network.device
@@ -120,17 +116,10 @@ class PagedModel:
             return self.network.pass_in_slots(batch, self._slots)
         smallest_first = reversed(self.captured)
         shape = next((s for s in smallest_first if _holds(s, batch.shape)), None)
-        shape = shape or self._padded(batch.shape)
+        shape = shape or batch.shape
         computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
         _, _, num_logits = batch.shape
         return computed._replace(logits=computed.logits[:num_logits], shape=shape)
-
-    def _padded(self, shape: Shape) -> Shape:
-        """The shape to pad an uncaptured pass to so that it is fastest."""
-        if not self._pads_rows:
-            return shape
-        num_seqs, num_rows, num_logits = shape
-        return num_seqs, padded_rows(num_rows), padded_rows(num_logits) if num_logits else 0
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:
         """The captured part of `forward`, over a batch packed to this shape."""
