@@ -18,12 +18,12 @@ from ...config import ModelConfig
 from ..admission import DTYPES
 from ..architectures import load_config
 from ..blocks import Block
-from ..checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
+from ..checkpoint import Checkpoint, Progress, Read
 from ..families import window_of
 from ..llama import LlamaReader, check_shape
 from ..loading import quantised_format, rounds_weights
 from ..network import Network
-from ..weights import Dense, Linear, packed
+from ..weights import packed
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
 from .config import BlockConfig, HeadConfig, HeadError, MtpDialect, mtp_dialect
 from .eagle3 import Eagle3Head
@@ -190,8 +190,8 @@ def _block_head(
         block,
         hidden_norm=reader.norm("hidden_norm"),
         context_kv=[
-            _kv_part(reader.checkpoint, f"layers.{i}.self_attn", each)
-            for i, each in enumerate(shared["blocks"])
+            reader.checkpoint.linear(f"layers.{i}.self_attn.k_proj", f"layers.{i}.self_attn.v_proj")
+            for i in range(len(shared["blocks"]))
         ],
         markov=markov,
         confidence=_confidence_head(config, markov, reader) if block.has_confidence else None,
@@ -226,16 +226,6 @@ def _confidence_head(
     has_bias = f"{name}.bias" in reader.checkpoint
     bias = reader.checkpoint.tensor(f"{name}.bias") if has_bias else weight.new_zeros(1)
     return ConfidenceHead(weight[0], bias.float())
-
-
-def _kv_part(checkpoint: AnyCheckpoint, attention_name: str, block: Block) -> Linear:
-    """The part of the mixer's qkv that computes keys and values; a view if the matrix is plain."""
-    weight, bias = block.mixer.qkv
-    if not isinstance(weight, Dense):  # each output is rounded by itself, so these are the same
-        return checkpoint.linear(f"{attention_name}.k_proj", f"{attention_name}.v_proj")
-    attention = block.mixer.attention
-    first = attention.num_heads * attention.head_dim
-    return Linear(Dense(weight.matrix[first:]), None if bias is None else bias[first:])
 
 
 def _read_mtp_head(
