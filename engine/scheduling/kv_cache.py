@@ -109,6 +109,7 @@ class KVCacheManager:
             self._take(page)
             request.pages.append(page)
             request.num_computed_tokens += self.page_size
+            request.num_recorded_pages += 1
             draft_is_valid = draft_is_valid and self._draft_is_valid[page]
             if draft_is_valid:
                 request.num_draft_computed_tokens += self.page_size
@@ -153,7 +154,7 @@ class KVCacheManager:
         for i in range(request.num_recorded_pages, num_full):
             page, page_hash = request.pages[i], request.page_hashes[i]
             # If another sequence recorded the same tokens first, this page stays private.
-            if self._hash[page] is None and page_hash not in self._page_of_hash:
+            if page_hash not in self._page_of_hash:
                 self._hash[page] = page_hash
                 self._page_of_hash[page_hash] = page
                 if self._keeps_events and not request.cache_salt:

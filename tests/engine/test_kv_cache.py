@@ -51,6 +51,17 @@ def test_forgotten_pages_are_found_no_more_even_if_given_back() -> None:
         cache.check_integrity([] if is_given_back else [first])
 
 
+def test_forgotten_pages_are_found_no_more_through_those_who_share_them() -> None:
+    cache = KVCacheManager(num_pages=10, page_size=PAGE)
+    first, sharer = request(list(range(10))), request(list(range(10)))
+    compute(cache, first)
+    assert cache.attach_prefix(sharer) == 8
+    cache.forget(first)
+    compute(cache, sharer)
+    assert cache.attach_prefix(request(list(range(10)))) == 0
+    cache.check_integrity([first, sharer])
+
+
 def test_a_page_that_is_filled_in_part_is_allocated() -> None:
     cache = KVCacheManager(num_pages=10, page_size=PAGE)
     for num_tokens, num_pages in ((1, 1), (4, 1), (5, 2)):
