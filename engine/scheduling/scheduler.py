@@ -39,13 +39,15 @@ class Scheduler:
         decoding = [r for r in running if r.decodes]
         prefilling = [r for r in running if not r.decodes]
         startable = [r for r in waiting if r.can_start]
-        num_seatable = min(len(waiting), self._slots.num_free)
+        seatable = startable[: self._slots.num_free]
+        if seatable and not self._fits(seatable[0]):
+            seatable = []  # it may wait for long, and holds up those behind it
         plan.num_decoding = len(decoding)
-        self._choose_k(len(decoding), prefilling + waiting[:num_seatable])
+        self._choose_k(len(decoding), prefilling + seatable)
         budget = self._sequences.config.max_num_batched_tokens
         for i, request in enumerate(decoding, 1):
             # Drafts get only what is left when every decoding or seatable sequence has a row.
-            num_behind = len(decoding) - i + num_seatable
+            num_behind = len(decoding) - i + len(seatable)
             if budget > 0:
                 budget -= self._schedule_running(request, max(1, budget - num_behind), plan)
         reserved = self._num_rows_of_short(startable, prefilling, budget // 2) if prefilling else 0
@@ -148,7 +150,7 @@ class Scheduler:
 
         Returns the number of rows of its share of the step, or 0.
         """
-        if not self._kv_cache.fits(request, request.num_tokens + 1):
+        if not self._fits(request):
             return 0
         self._sequences.admit(request, self._kv_cache.attach_prefix(request))
         self._grown.append((request, 0))
@@ -158,6 +160,9 @@ class Scheduler:
             self._grow(request, scheduled.end)
         plan.scheduled.append(scheduled)
         return scheduled.num_rows
+
+    def _fits(self, request: Request) -> bool:
+        return self._kv_cache.fits(request, request.num_tokens + 1)
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = 1 if request.is_in_flight else min(request.num_uncomputed_tokens, budget)

@@ -10,6 +10,7 @@ from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
+from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
 
 MAX_K = 1  # further drafts would end where the draft model grows unsure
@@ -69,6 +70,25 @@ def test_drafts_that_pay_are_drawn_beside_a_sequence_that_drafts_as_it_likes(
         submit(engine, f"pinned {i}", pinned_k)
     submit(engine, "open", None)
     drafted = drafts_a_step(engine)
+    assert drafted[40:].count(MAX_K) > 0.5 * len(drafted[40:])
+
+
+@pytest.mark.parametrize("lacks", ["pages", "grammar"])
+def test_drafts_that_pay_are_drawn_while_a_prompt_cannot_start(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    target = tiny_model("llama", seed=0, max_position_embeddings=512)
+    num_pages = 60 if lacks == "pages" else 512
+    engine = Engine(engine_config(target, target, k=MAX_K, adaptive=True, num_pages=num_pages))
+    Clock(monkeypatch).charge(engine, monkeypatch, a_draft_s=0.01)
+    if lacks == "grammar":  # as long as it is being compiled
+        monkeypatch.setattr(Request, "can_start", property(lambda r: r.request_id == "open"))
+    submit(engine, "open", None)
+    engine.step()
+    [prompt] = prompts([200], VOCAB)
+    engine.submit([NewRequest(request_id="waits", prompt_token_ids=prompt, params=GREEDY)])
+    drafted = drafts_a_step(engine)
+    assert [r.request_id for r in engine.sequences.waiting] == ["waits"]
     assert drafted[40:].count(MAX_K) > 0.5 * len(drafted[40:])
 
 
