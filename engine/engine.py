@@ -188,6 +188,7 @@ class Engine:
                 raise InvalidRequestError(
                     "grammar: the engine was given no token table or no eos token ids"
                 )
+        self.sequences.check_room(len(requests))  # before a process is started for a grammar
         queued = [Request(new, self._config.eos_token_ids) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
@@ -198,7 +199,7 @@ class Engine:
                     request.grammar = self._grammars.start(
                         request.params.grammar, request.params.stop_token_ids
                     )
-            self.sequences.add(queued)  # last, so that a refusal leaves nothing behind
+            self.sequences.add(queued)
         except BaseException:
             for request in queued:
                 self.sequences.finish(request)

@@ -43,19 +43,22 @@ class Sequences:
         self.running: list[Request] = []
         self._arrivals = count()
 
-    def add(self, requests: list[Request]) -> None:
-        """Queue sequences, all or none. Raises QueueFullError or InvalidRequestError."""
+    def check_room(self, num_new: int) -> None:
+        """Raises QueueFullError or InvalidRequestError if so many more cannot be queued."""
         places = self.config.max_num_seqs + self.config.max_queue_len
-        if len(requests) > places:
+        if num_new > places:
             raise InvalidRequestError(
-                f"n: the {len(requests)} sequences of one request can never be queued together; "
+                f"n: the {num_new} sequences of one request can never be queued together; "
                 f"{places} may run or wait (max_num_seqs and max_queue_len): ask for fewer"
             )
-        if len(self.by_id) + len(requests) > places:
+        if len(self.by_id) + num_new > places:
             raise QueueFullError(
                 f"the queue is full: {len(self.running)} sequences run, {len(self.waiting)} wait; "
-                f"{len(requests)} more do not fit into {places} places"
+                f"{num_new} more do not fit into {places} places"
             )
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue sequences; there must be room."""
         for request in requests:
             request.turn = (request.turn[0], next(self._arrivals))
             insort(self.waiting, request, key=_TURN)

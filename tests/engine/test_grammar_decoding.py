@@ -11,7 +11,13 @@ import pytest
 from engines import GREEDY, engine_config, run, tokens
 from tokenizers_for_tests import byte_level_tokenizer
 
-from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
+from outrider.engine.api import (
+    InvalidRequestError,
+    NewRequest,
+    QueueFullError,
+    RequestOutput,
+    SamplingParams,
+)
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar_messages import Verdict
@@ -203,6 +209,19 @@ def test_sequences_whose_grammars_cannot_be_compiled_leave_nothing_behind(
     monkeypatch.undo()
     for outputs in run(engine, [PROMPT] * 2, params):
         assert outputs[-1].finish_reason == "length"
+
+
+def test_a_request_that_finds_the_queue_full_costs_no_grammar(
+    tiny_model: Callable[..., Path],
+) -> None:
+    engine = Engine(config(tiny_model, max_num_seqs=1, max_queue_len=0))
+    assert engine._grammars is not None
+    params = replace(GREEDY, grammar=OBJECT, max_tokens=4)
+    engine.submit([NewRequest(request_id="a", prompt_token_ids=PROMPT, params=params)])
+    other = replace(params, grammar=f"{OBJECT} ")
+    with pytest.raises(QueueFullError):
+        engine.submit([NewRequest(request_id="b", prompt_token_ids=PROMPT, params=other)])
+    assert list(engine._grammars._processes) == [OBJECT]
 
 
 def test_a_compilation_that_ends_in_an_exception_ends_its_own_sequence(
