@@ -32,7 +32,6 @@ from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.commit import Committer
 from .scheduling.kv_cache import KVCacheManager, PageEvent
 from .scheduling.pace import Pace
-from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequences import Sequences
 from .validation import check_request
@@ -139,13 +138,8 @@ class Engine:
                 self.sequences.wait_for_grammars(_IDLE_S)
             self._forget_void_step()
             return outputs
-        is_behind = self._in_flight is not None
-        if not is_behind:
-            _follow(plan)
         step = self.worker.launch(plan)
-        if is_behind:
-            outputs += self._commit()
-            _follow(plan)
+        outputs += self._commit()
         self.worker.verify(step)
         self.committer.launched(plan)
         self._in_flight = step
@@ -244,14 +238,6 @@ class Engine:
         """Account for every page and slot; raises RuntimeError on a leak. Cheap; run when idle."""
         self.sequences.kv_cache.check_integrity(self.sequences.running)
         self.worker.slots.check_integrity(self.sequences.running)
-
-
-def _follow(plan: Plan) -> None:
-    """Advance the grammars over the tokens that the host has learned since."""
-    for scheduled in plan.sampled:
-        if not scheduled.is_void:
-            scheduled.request.follow_grammar()
-            scheduled.request.edit_error = None  # it may concern a draft that was rejected
 
 
 def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":

@@ -141,10 +141,12 @@ class Request:
             draft_token_ids=draft_token_ids,
         )
 
-    def follow_grammar(self) -> None:
-        """Advance the grammar over all known tokens."""
+    def learn(self, token_ids: list[int]) -> None:
+        """Extend the known tokens, and forget what was found out behind drafts."""
+        self.token_ids.extend(token_ids)
+        self.edit_error = None
         if self.grammar is not None:
-            self.grammar.follow(self.token_ids[self.num_prompt_tokens + self.grammar.num_known :])
+            self.grammar.follow(token_ids)
 
     def forget_computed(self) -> None:
         """Its pages are gone: everything must be computed again from its tokens."""
@@ -152,4 +154,5 @@ class Request:
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.num_recorded_pages = self.num_recorded_draft_pages = 0
         self.num_drafts_in_flight = None
+        self.learn([])  # the drafts of a step in flight are void
         self.epoch += 1

@@ -16,7 +16,6 @@ class Grammar:
     """
 
     def __init__(self, process: GrammarProcess, eos_mask: np.ndarray, end_mask: np.ndarray) -> None:
-        self.num_known = 0  # output tokens followed so far
         self.drafts: list[int] = []
         self.masks: list[np.ndarray] = []
         self.num_words = len(eos_mask)
@@ -48,7 +47,6 @@ class Grammar:
     def follow(self, token_ids: list[int]) -> None:
         """Advance by newly known tokens, and forget the drafts of the step before."""
         self.drafts, self.masks = [], []
-        self.num_known += len(token_ids)
         self._unsent += token_ids
 
     def fitting(self, token_ids: list[int]) -> list[int]:

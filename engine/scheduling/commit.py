@@ -116,7 +116,7 @@ class Committer:
 
         request.num_scored_tokens = request.num_prompt_tokens
         kept = self._until_stop(request, drawn)
-        request.token_ids.extend(kept)
+        request.learn(kept)
         self._stats.generation_tokens += len(kept)
         num_valid = min(num_valid, request.num_tokens - 1)
         request.num_computed_tokens = num_valid

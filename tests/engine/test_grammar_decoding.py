@@ -21,6 +21,7 @@ from outrider.engine.api import (
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar_messages import Verdict
+from outrider.engine.scheduling.plan import Plan
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB = TOKENIZER.backend.get_vocab_size()
@@ -134,6 +135,57 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(tiny_model: Callable[..., P
     engine = Engine(config(tiny_model, num_pages=18))
     assert [tokens(o) for o in run(engine, [PROMPT] * 2, params)] == alone
     assert engine.stats().preemptions > 0
+
+
+def test_drafts_after_a_preemption_fit_the_grammar(tiny_model: Callable[..., Path]) -> None:
+    """It comes back while a step of others is in flight."""
+    base = config(tiny_model, num_pages=20)
+    engine = Engine(replace(base, draft=base.target))  # every draft that the grammar allows stands
+    engine.scheduler.lag = 1
+    free = replace(GREEDY, num_speculative_tokens=0)
+    each = [
+        replace(free, max_tokens=16),
+        replace(free, max_tokens=40),
+        replace(GREEDY, max_tokens=60, grammar='start: ("1" "23" "456" "7890"){40}'),
+    ]
+    run(engine, [PROMPT], replace(each[2], max_tokens=1))  # compiles it
+    bound = run(engine, [PROMPT] * 3, each)[2][-1]
+    assert engine.stats().preemptions > 0
+    assert bound.num_accepted_tokens == bound.num_draft_tokens > 0
+
+
+def test_masks_behind_the_drafts_of_a_void_step_count_no_more(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(tiny_model, "ngram", k=2))
+    engine.scheduler.lag = 1
+    a, b, one, two = (TOKENIZER.encode(c, add_special_tokens=False)[0] for c in "ab12")
+    params = replace(
+        GREEDY, grammar='start: ("a1" | "b2")+', allowed_token_ids=(a, b, one, two), max_tokens=16
+    )
+    [plain] = run(engine, [PROMPT], replace(params, num_speculative_tokens=0))
+    truth, other = tokens(plain), {a: b, b: a, one: one, two: two}
+    slots, is_void = engine.worker.slots, True
+
+    def propose(plan: Plan) -> None:
+        """The truth, but other letters in a step that will be void."""
+        for scheduled in plan.sampled:
+            if scheduled.num_drafts:
+                drafts = truth[scheduled.request.num_output_tokens :][: scheduled.num_drafts]
+                drafts = [other[draft] if is_void else draft for draft in drafts]
+                slots.write_drafts(scheduled.request, drafts)
+
+    monkeypatch.setattr(engine.worker.proposer, "_propose", propose)
+    engine.submit([NewRequest(request_id="0", prompt_token_ids=PROMPT, params=params)])
+    outputs: list[RequestOutput] = []
+    while engine.has_work():
+        outputs += engine.step()
+        if (request := engine.sequences.by_id.get("0")) and request.num_drafts_in_flight:
+            if is_void:
+                engine.sequences.preempt(request)
+            is_void = not is_void
+    assert tokens(outputs) == truth
+    assert outputs[-1].num_accepted_tokens > 0
 
 
 def test_others_run_while_a_grammar_is_compiled(
