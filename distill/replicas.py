@@ -143,8 +143,9 @@ def _train_replica(
     report("the target reads", 0, len(mine))
     target = _load_target(recipe.target, device)
     read_tokens = recipe.reading_tokens
-    kept = kept_states(recipe, target, sum(len(c.token_ids) for c in conversations))
-    held_out_lessons = read(target, conversations[:num_held_out], read_tokens, boundaries=kept)
+    held_out_text = conversations[:num_held_out]
+    kept = kept_states(recipe, target, sum(len(c.token_ids) for c in held_out_text + mine))
+    held_out_lessons = read(target, held_out_text, read_tokens, boundaries=kept)
     lessons = read(target, mine, read_tokens, lambda n, m: report("the target reads", n, m), kept)
 
     def new_trainer() -> Trainer:

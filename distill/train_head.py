@@ -1,12 +1,13 @@
 """The head learns the target's distributions, each draft after those that it recycles."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from outrider.engine.host_memory import available_bytes
 
 from .divergence import mean_divergence
 from .eagle3 import HeadModule, default_boundaries, new_head, states_of
@@ -36,7 +37,7 @@ def _room(device: torch.device) -> int:
     """Free memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes()
 
 
 class HeadTrainer(Trainer):

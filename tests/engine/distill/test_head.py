@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from heads import NUM_HEADS, PlainHead, tensors_of
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from outrider.distill.eagle3 import HeadModule, default_boundaries, draft_tokens, states_of
+from outrider.distill.recipe import Recipe
+from outrider.distill.train_head import kept_states
+from outrider.engine import host_memory
 
 
 def test_training_runs_what_is_served(tmp_path: Path) -> None:
@@ -84,6 +88,18 @@ def test_the_most_frequent_tokens_are_drafted() -> None:
     assert len(draft_tokens(text, 151_936, 0)) == 32_000
     assert len(draft_tokens(text, 49_152, 0)) == 8_192
     assert len(draft_tokens(text, 12, 0)) == 12
+
+
+def test_states_are_kept_if_half_of_what_a_container_leaves_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path / "target", num_hidden_layers=6, vocab_size=60)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    recipe = Recipe(target=str(path), out=str(tmp_path / "head"), kind="eagle3")
+    a_token = 3 * 4 * model.config.hidden_size
+    monkeypatch.setattr(host_memory, "_left_by_groups", lambda: [2 * 100 * a_token])
+    assert kept_states(recipe, model, 99) == default_boundaries(6)
+    assert kept_states(recipe, model, 101) == ()
 
 
 def test_boundaries_of_few_layers_are_apart() -> None:
