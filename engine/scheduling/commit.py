@@ -33,8 +33,6 @@ class Committer:
                 request.num_computed_tokens = request.num_tokens
             else:
                 request.num_computed_tokens = scheduled.end
-                if scheduled.num_prompt_logits:
-                    request.num_scored_tokens = scheduled.end
             # Pages may be shared at once: whoever finds them runs later on the device, and starts
             # over if they turn out to hold NaN.
             self._kv_cache.record_computed(request)
@@ -48,11 +46,13 @@ class Committer:
         self._observe(plan, elapsed_s)
         outputs = []
         for scheduled in plan.scheduled:
-            if not scheduled.samples:
-                if output := self._commit_chunk(scheduled):
-                    outputs.append(output)
-            elif not scheduled.is_void:
+            if scheduled.is_void:
+                if scheduled.has_nan:  # others may find its pages
+                    self._kv_cache.forget(scheduled.request)
+            elif scheduled.samples:
                 outputs.append(self._commit_drawn(scheduled))
+            elif output := self._commit_chunk(scheduled):
+                outputs.append(output)
         return outputs
 
     def _observe(self, plan: Plan, elapsed_s: float) -> None:
@@ -72,19 +72,14 @@ class Committer:
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
         request = scheduled.request
-        # A sequence preempted since then still needs these: its prompt is not scored twice, unless
-        # it starts over.
-        counts = scheduled.end <= request.num_scored_tokens
-        if scheduled.is_void and not (counts and request in self._sequences.waiting):
-            return None
         if scheduled.has_nan:
             if not request.speculates:
                 return self._commit_bad(request, may_be_its_edits=False)
-            request.num_scored_tokens = scheduled.end - scheduled.num_prompt_logits
             self._start_over(request)
             return None
         if scheduled.prompt_logprobs is None:
             return None
+        request.num_scored_tokens = scheduled.end
         return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
 
     def _commit_drawn(self, scheduled: ScheduledRequest) -> RequestOutput:
@@ -144,8 +139,7 @@ class Committer:
         """
         request.speculates = False
         self._kv_cache.forget(request)
-        if request.slot is not None:
-            self._sequences.preempt(request)
+        self._sequences.preempt(request)
 
     def _commit_bad(self, request: Request, *, may_be_its_edits: bool) -> RequestOutput:
         request.finish_reason = "error"

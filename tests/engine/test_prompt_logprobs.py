@@ -133,7 +133,9 @@ def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
     """A draft that makes the target NaN spoils a page. Before the host knows, a prompt that was
     preempted after its first chunk finds it.
     """
-    sound, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=0, num_hidden_layers=1)
+    # Three layers: behind a page of NaN, the third layer's keys and values are NaN.
+    sound = tiny_model("llama", seed=0, num_hidden_layers=3)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
     begin, rest = prompts([43, 100], VOCAB, seed=3)
     prompt = [*begin, *generate(sound, begin, 1), *rest]  # the first 44 fill 11 pages
     poison = next(t for t in range(VOCAB) if t not in prompt)
@@ -159,7 +161,7 @@ def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
         return sequences.by_id[name]
 
     scored = submit("scored", prompt, replace(SCORED, max_tokens=1), 1)
-    outputs = engine.step()
+    outputs = engine.step() + engine._commit()
     sequences.kv_cache.forget(scored)  # as if others had taken its pages
     sequences.preempt(scored)
     submit("spoils", begin, replace(GREEDY, max_tokens=4), 0)
@@ -179,7 +181,11 @@ def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
     assert_are_the_targets_own(tmp_path, prompt, told(by_name["scored"]))
     assert tokens(by_name["scored"]) == generate(sound, prompt, 1)
     assert tokens(by_name["spoils"]) == generate(sound, begin, 4)
-    assert not scored.speculates  # it did start over
+    assert scored.speculates == (meanwhile == "preempted again")  # otherwise it did start over
+    later = submit("finds what it left", prompt, replace(GREEDY, max_tokens=1), 0)
+    while engine.has_work():
+        engine.step()
+    assert later.speculates
 
 
 def test_a_prompt_is_scored_even_if_its_first_drafts_come_to_nothing(
