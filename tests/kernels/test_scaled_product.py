@@ -174,6 +174,22 @@ def test_adding_parts_may_round_the_norm_of_the_sum(format_: tuple[Kind, int, in
     assert torch.equal(scaled_linear(got, matrix), scaled_linear(normed, matrix))
 
 
+@needs_kernels
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("width", [300, 5000])
+def test_a_norm_rounds_alike_behind_a_sum_and_before_a_product(
+    format_: tuple[Kind, int, int], width: int
+) -> None:
+    row_format = format_of(make(format_, 16, width))
+    randn = normals()  # 16 bits would hide most of what another order of the sum changes
+    residual, norm, parts = randn(64, width), Norm(randn(width), 1e-5), normals(1)(1, 64, width)
+    got = add_parts(residual, parts, norm._replace(rounds=row_format))
+    expected = round_rows(residual, row_format, norm)
+    assert isinstance(got, RowCodes)
+    assert torch.equal(got.scale, expected.scale)
+    assert torch.equal(got.codes.float(), expected.codes.float())
+
+
 def test_splits_are_whole_blocks() -> None:
     for num_in in (96, 512, 1024, 1536):
         matrix = make(FORMATS[0], 32, num_in)
