@@ -136,7 +136,10 @@ def store_codes(
     SIZE: tl.constexpr = GROUP if GROUP < NUM_IN else BLOCK
     NUM_GROUPS: tl.constexpr = (NUM_IN + GROUP - 1) // GROUP
     groups = tl.reshape(x, [BLOCK // SIZE, SIZE])
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(groups), 1), 1e-12), LARGEST)
+    # As integers, among which NaN is the largest.
+    largest = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    largest = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.div_rn(largest, LARGEST)
     group = tl.arange(0, BLOCK // SIZE)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
     x = tl.reshape(_quotient(groups, scale[:, None], tl.div_rn(1.0, scale)[:, None]), [BLOCK])

@@ -99,6 +99,19 @@ def test_the_kernel_rounds_as_the_reference(format_: tuple[Kind, int, int], num_
 
 
 @needs_kernels
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("nan", [torch.nan, -torch.nan])
+def test_rounding_lets_nan_through(format_: tuple[Kind, int, int], nan: float) -> None:
+    matrix = make(format_, 16, 300)
+    x = normals()(7, 300)
+    x[4, 260] = nan
+    rows, expected = round_rows(x, format_of(matrix)), round_rows_reference(x, format_of(matrix))
+    assert torch.equal(rows.scale.isnan(), expected.scale.isnan())
+    out = scaled_linear(rows, matrix)
+    assert out.isnan().all(1).tolist() == out.isnan().any(1).tolist() == [i == 4 for i in range(7)]
+
+
+@needs_kernels
 @pytest.mark.parametrize(
     ("format_", "fused", "num_rows", "size"), pairwise(FORMATS, FUSED, NUM_ROWS, SIZES)
 )
