@@ -52,7 +52,7 @@ class NarrowMatrix(NamedTuple):
     group: int  # inputs that share a scale
     rows: int = 1  # outputs that share a scale
     order: Tensor | None = None  # [K]: column j of the codes multiplies input order[j]
-    rounds_inputs: bool = False  # to codes of its kind; 8 bits only, and whole groups of STEP
+    rounds_inputs: bool = False  # to codes of its kind; 8 bits only, and one group or STEP * 2^n
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -16,7 +16,9 @@ from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.checkpoint import Checkpoint
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.formats import fp8
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.narrow_weight import Narrow, Scaled, Stacked
 from outrider.engine.models.paged_model import PagedModel
@@ -100,6 +102,26 @@ def test_steps_of_every_kind(plain: Path, tmp_path: Path) -> None:
     path = quantise(plain, tmp_path, "ct fp8 of rows")
     model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
     check_against_eager(model, tmp_path / "meant")
+
+
+@pytest.mark.parametrize(
+    ("width", "rounds_inputs"), [(128, True), (256, True), (384, False), (640, True)]
+)
+def test_inputs_are_rounded_where_blocks_are_as_wide_as_the_kernels_take(
+    width: int, rounds_inputs: bool, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(16, 640, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(1, -(-640 // width), generator=generator)
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    told = {"weight_block_size": [128, width], "activation_scheme": "dynamic"}
+    checkpoint = Checkpoint(tmp_path, torch.float32, DEVICE, lambda *_: None, read=fp8.reader(told))
+    weight = checkpoint.linear("a").weight
+    assert (weight.input_eps > 0) == rounds_inputs
+    x = torch.randn(3, 640, generator=generator).to(DEVICE)
+    expected = x @ weight.dequantised().t()
+    assert (weight.multiply(x, None) - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

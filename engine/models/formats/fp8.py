@@ -45,5 +45,6 @@ def read(
         scale = scale.t()
     else:
         raise UnsupportedFormatError(f"{layer} has scales of the shape {tuple(scale.shape)}")
-    rounds_inputs = rounds_inputs and (group >= num_in or group % STEP == 0)
+    is_served = group >= num_in or (group >= STEP and group.bit_count() == 1)
+    rounds_inputs = rounds_inputs and is_served
     return narrow_matrix("fp8", codes, scale, group=group, rows=rows, rounds_inputs=rounds_inputs)
