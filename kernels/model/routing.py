@@ -80,7 +80,7 @@ def route(logits: Tensor, top_k: int) -> Routing:
 
 def choose_reference(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Ids and weights of each row's experts. Shape: [T, E] -> [T, k] int32, [T, k] float32."""
-    sane = logits.float().nan_to_num(_FLOOR, neginf=_FLOOR)
+    sane = logits.float().nan_to_num(_FLOOR, posinf=torch.inf, neginf=_FLOOR)
     order = sane.argsort(dim=1, descending=True, stable=True)[:, :top_k]
     return order.int(), sane.gather(1, order).softmax(1)
 

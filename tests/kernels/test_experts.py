@@ -75,6 +75,13 @@ def test_rows_get_their_best_experts(
     assert torch.equal(got.ids[0], torch.arange(top_k, device=device, dtype=torch.int32))
 
 
+def test_infinite_logits_give_no_weights(device: torch.device) -> None:
+    logits = torch.tensor([[0, torch.inf, 1], [torch.inf, 0, torch.inf], [0, 1, 2]], device=device)
+    expected = logits.topk(2).values.softmax(1)
+    assert expected.isnan().all(1).tolist() == [True, True, False]
+    torch.testing.assert_close(route(logits, 2).weights, expected, equal_nan=True)
+
+
 @needs_kernels
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 33, 300])
 def test_every_pair_is_in_one_tile_of_its_expert(
