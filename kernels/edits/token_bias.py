@@ -83,4 +83,5 @@ def _token_bias_kernel(
         bias = tl.load(token_bias.bias + at, mask=exists, other=0.0)
         banned = position < tl.load(token_bias.banned_until + at, mask=exists, other=0)
         logit = tl.load(logits_ptr + token, mask=exists, other=0.0).to(tl.float32)
-        tl.store(logits_ptr + token, tl.where(banned, -float("inf"), logit + bias), mask=exists)
+        logit += tl.where(banned, -float("inf"), bias)  # NaN stays
+        tl.store(logits_ptr + token, logit, mask=exists)

@@ -143,6 +143,19 @@ def test_biases_are_added_and_early_ends_are_banned(
     assert_equal(found, truth, case)
 
 
+def test_neither_a_bias_nor_a_ban_hides_nan(road: str) -> None:
+    case = make_case(40, 40, torch.float32)
+    ids, bias, until = table(3, 5).int(), table(1.0, 1.0), table(KNOWN + 9, 0, dtype=torch.int64)
+    token_bias = BiasState(
+        *(field.expand(4, 2).contiguous() for field in (ids, bias, until)),
+        table(2, 2, 2, 2, dtype=torch.int32),
+    )
+    found = torch.full_like(case.logits, torch.nan)
+    with on_road(road):
+        apply_token_bias(found, case.rows, token_bias)
+    assert bool(found.isnan().all())
+
+
 @pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], DRAWING_ROADS))
 def test_bad_words_ban_what_would_complete_them_in_the_output(
     shape: tuple[int, int], dtype: torch.dtype, road: str
