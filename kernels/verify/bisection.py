@@ -210,7 +210,7 @@ def _bisect_kernel(
         own = settle_row(
             accept_test(drafted, state, inv_t), tl.full((), OPEN, tl.int64), request, offset, row,
             row_ptr, state, inv_t, stats.group_max + row * groups, groups, vocab_size,
-            num_columns, slot, position, tokens_ptr, sampling, rows,
+            num_columns, slot, position, tokens_ptr, step, sampling, rows,
         )  # fmt: skip
         conclude_row(
             own, tl.load(sampling.rule + slot) == 1, request, offset, k, num_columns, slot,

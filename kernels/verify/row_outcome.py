@@ -14,7 +14,7 @@ import torch
 from ..triton_or_none import tl, triton
 from .decide import BAD, accept_tests
 from .match import own_token
-from .sampling import BLOCK
+from .sampling import BLOCK, store_state
 from .step import COLUMNS, emit
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -75,18 +75,17 @@ def conclude_row(
 @triton.jit
 def settle_row(
     test, drawn, request, offset, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
-    vocab_size, num_columns, slot, position, tokens_ptr, sampling, rows,
+    vocab_size, num_columns, slot, position, tokens_ptr, step, sampling, rows,
 ):  # fmt: skip
-    """Write a sampled row's state and test; returns its own token.
+    """Write a sampled row's state, also where a draw keeps it, and test; returns its own token.
 
     `drawn` is the token that recovers the draft, or OPEN.
     """
     row_max, log_z, threshold, cutoff = state
-    at = rows.state + row * 4
-    tl.store(at, row_max)
-    tl.store(at + 1, log_z)
-    tl.store(at + 2, threshold)
-    tl.store(at + 3, cutoff)
+    store_state(rows.state + row * 4, state)
+    if step.kept_state is not None:
+        kept_row = step.kept_state + slot * step.kept_stride
+        store_state(kept_row + tl.load(step.offset + request) * 4, state)
     ratio, u, accepts = test
     at = rows.tests + (request * num_columns + offset) * 2
     tl.store(at, ratio)

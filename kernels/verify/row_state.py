@@ -210,7 +210,7 @@ def _row_state_kernel(
                     )
             own = settle_row(
                 test, own, request, offset, row, row_ptr, state, inv_t, group_max_ptr, groups,
-                vocab_size, num_columns, slot, position, tokens_ptr, sampling, rows,
+                vocab_size, num_columns, slot, position, tokens_ptr, step, sampling, rows,
             )  # fmt: skip
     if is_settled:
         conclude_row(

@@ -95,6 +95,15 @@ def load_state(state_ptr, mask):
 
 
 @triton.jit
+def store_state(state_ptr, state):
+    row_max, log_z, threshold, cutoff = state
+    tl.store(state_ptr, row_max)
+    tl.store(state_ptr + 1, log_z)
+    tl.store(state_ptr + 2, threshold)
+    tl.store(state_ptr + 3, cutoff)
+
+
+@triton.jit
 def log_prob(logits, token_ids, row_max, log_z, threshold, cutoff, inv_t):
     kept = (logits > threshold) | ((logits == threshold) & (token_ids <= cutoff.to(tl.int32)))
     return tl.where(kept, (logits - row_max) * inv_t - log_z, -float("inf"))

@@ -115,6 +115,9 @@ def _scan_kernel(
     num_requests,
     slot_ptr,  # [B], each request's index in `sampling`
     sampling,  # None: temperature 1 and group maxima for every row
+    offset_ptr,  # [B], or None
+    kept_ptr,  # [num_slots, num_kept, width]: row i is kept at (slot[i], offset[i]); or None
+    num_kept,
     stats,
     counters_ptr,  # [B + 2], set to 0; or None
     DEPENDENT: tl.constexpr,
@@ -149,6 +152,10 @@ def _scan_kernel(
         wants_groups = True
         if sampling is not None:
             slot = tl.load(slot_ptr + request)
+            if kept_ptr is not None:
+                kept_row = slot.to(tl.int64) * num_kept + tl.load(offset_ptr + request)
+                at_kept = kept_ptr + kept_row * width + first + lane
+                tl.store(at_kept, x.to(kept_ptr.dtype.element_ty), mask=first + lane < width)
             temperature = tl.load(sampling.temperature + slot)
             scale = tl.where(temperature > 0, _LOG2_E / temperature, 0.0)
             wants_groups = is_filtered(slot, sampling, vocab_size)
@@ -203,12 +210,17 @@ def scan(
     slot: torch.Tensor | None = None,
     sampling: Sampling | None = None,
     counters: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> BlockStats:
     """Stats of every request's rows; without `sampling`, stats of the raw logits.
 
-    Shape: logits [N, V], cu_rows [B + 1] (None: one row a request), slot [B], sampling [num_slots].
-    Sets `counters` [B + 2] to 0 for the kernels that follow.
+    Sets `counters` to 0 for the kernels that follow. Copies each row to its slot and offset in
+    `kept`, as far as blocks of the vocabulary reach.
+    Shape: logits [N, V], cu_rows [B + 1] (None: one row a request), slot [B], sampling [num_slots],
+    counters [B + 2], offset [B], kept [num_slots, K, V].
     """
+    assert kept is None or (kept.is_contiguous() and kept.shape[2] == logits.shape[1])
     shape = (len(logits), num_blocks(vocab_size))
     new = logits.new_empty
     stats = BlockStats(
@@ -227,6 +239,9 @@ def scan(
         len(logits) if cu_rows is None else len(cu_rows) - 1,
         slot,
         sampling,
+        offset,
+        kept,
+        0 if kept is None else kept.shape[1],
         stats,
         counters,
         DEPENDENT=dependent_launch(logits.device)["DEPENDENT"],

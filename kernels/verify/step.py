@@ -48,8 +48,9 @@ class Step(NamedTuple):
     # [B] of any integers: how many drafts of the step stand before the one to draw; None: these are
     # no draws of drafts, but what verification emits
     offset: Tensor | None
-    # [num_slots, K, V'] raw draft logits, and their states: [num_slots, K, 4] float32; None: drafts
-    # are one-hot. They are so, too, where the log_z of a state is NaN.
+    # [num_slots, K, V'] raw draft logits, and their states: [num_slots, K, 4] float32. Draws of
+    # drafts write them if they are there. Without them drafts are one-hot; also where the log_z of
+    # a state is NaN.
     kept: tuple[Tensor, Tensor] | None
     vocab_size: int
     words: Tensor | None  # [B, K + 2, 4] int64 random words to use instead of Philox's
@@ -62,10 +63,12 @@ class Step(NamedTuple):
     def arguments(self, num_blocks: int) -> tuple[object, ...]:
         """The first arguments of every kernel after the scan."""
         logits, slots = self.logits, self.slots
+        kept_state = None if self.kept is None or self.offset is None else self.kept[1]
         step = StepArguments(
             logits, logits.stride(0), logits.shape[1], self.vocab_size, self.cu_rows,
             self.num_drafts, slots.token_ids, slots.token_ids.stride(0), slots.num_tokens,
-            self.slot, self.offset, self.words,
+            self.slot, self.offset, kept_state,
+            0 if kept_state is None else kept_state.stride(0), self.words,
         )  # fmt: skip
         return step, self.max_drafts + 1, num_blocks, self._draft_logits(), slots.sampling
 
@@ -90,6 +93,8 @@ class StepArguments(NamedTuple):
     num_tokens: Tensor  # [num_slots]
     slot: Tensor  # [B]
     offset: Tensor | None  # [B]
+    kept_state: Tensor | None  # [num_slots, kept_stride], where draws keep their states, if they do
+    kept_stride: int
     words: Tensor | None  # [B, K + 2, 4]
 
 

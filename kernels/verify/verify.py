@@ -1,6 +1,7 @@
 """Speculative verification and sampling. Every emitted token comes from here.
 
-    scan        K1   reads every row once, for the maxima and sums of exponentials of its blocks
+    scan        K1   reads every row once, for the maxima and sums of exponentials of its blocks;
+                     keeps a draft's logits
     row_state   K1b  one program a row: its state, the test of its draft and, mostly, its own token;
                      a request whose rows all have one is done
     bisection        the same, for filtered rows that are too flat for row_state
@@ -21,7 +22,6 @@ from .bisection import bisect_rows
 from .decide import decide_reference
 from .draw import draw_reference
 from .finish import finish
-from .keep import keep, keep_reference
 from .residual import residual_reference
 from .row_outcome import RowOutcomes
 from .row_state import row_state, row_state_reference
@@ -76,10 +76,7 @@ def draft_sample(
     step = Step(logits, None, slots, slot, None, 0, offset, kept, vocab_size, words)
     if cpu.takes(logits):
         return cpu.draw(step)
-    out, state = _sample(step, filters, samples)
-    if kept is not None:
-        (keep if uses_triton(logits) else keep_reference)(step, kept, state)
-    return out[:, 0]
+    return _sample(step, filters, samples)[:, 0]
 
 
 def verify(
@@ -146,11 +143,11 @@ def verify(
     )
     if cpu.takes(target_logits, None if kept is None else kept[0]):
         return cpu.verify(step)
-    return _sample(step, filters, samples)[0]
+    return _sample(step, filters, samples)
 
 
-def _sample(step: Step, filters: bool, samples: bool) -> tuple[Tensor, Tensor]:
-    """The requests' outcomes [B, K + 2], also in their slots, and the rows' states."""
+def _sample(step: Step, filters: bool, samples: bool) -> Tensor:
+    """The requests' outcomes, also in their slots. Shape: [B, K + 2]."""
     if not uses_triton(step.logits):
         return _sample_reference(step)
     _check_layout(step)
@@ -171,17 +168,18 @@ def _sample(step: Step, filters: bool, samples: bool) -> tuple[Tensor, Tensor]:
     out = new((batch, k_max + 2), dtype=torch.int64)
     filters = filters and samples
     stats = scan(
-        step.logits, step.vocab_size, step.cu_rows, step.slot, step.slots.sampling, rows.counters
-    )
+        step.logits, step.vocab_size, step.cu_rows, step.slot, step.slots.sampling, rows.counters,
+        step.offset, None if step.offset is None or step.kept is None else step.kept[0],
+    )  # fmt: skip
     row_state(step, stats, filters, rows, out)
     if filters:
         bisect_rows(step, stats, rows, out)
     if samples and (filters or k_max > 0):
         finish(step, stats.max.shape[1], rows, out)
-    return out, rows.state
+    return out
 
 
-def _sample_reference(step: Step) -> tuple[Tensor, Tensor]:
+def _sample_reference(step: Step) -> Tensor:
     gathered = gather_reference(step)
     logits, vocab_size = gathered.logits, step.vocab_size
     num_rows = gathered.drafts.num_drafts.long() + 1
@@ -192,7 +190,11 @@ def _sample_reference(step: Step) -> tuple[Tensor, Tensor]:
     mass = residual_reference(gathered, rows, decision)
     out = draw_reference(gathered, stats, rows, decision, mass)
     emit_reference(step, gathered.position, out)
-    return out, rows.state
+    if step.offset is not None and step.kept is not None:
+        kept, states = step.kept
+        kept[step.slot, step.offset] = logits.to(kept.dtype)
+        states[step.slot, step.offset] = rows.state
+    return out
 
 
 def _check_layout(step: Step) -> None:
@@ -202,8 +204,8 @@ def _check_layout(step: Step) -> None:
     assert step.logits.stride(1) == 1, "logits: the vocabulary must be the dense dimension"
     assert all(x is None or x.stride(0) == 1 or len(x) == 1 for x in vectors)
     assert slots.token_ids.stride(1) == 1
-    if step.kept is not None and step.max_drafts > 0:
+    if step.kept is not None and (step.max_drafts > 0 or step.offset is not None):
         logits, state = step.kept
         assert logits.stride(2) == 1
         assert state.is_contiguous(), "the states of drafts must be contiguous"
-        assert state.shape[1] == step.max_drafts
+        assert step.max_drafts in (0, state.shape[1])
