@@ -83,4 +83,4 @@ class Eagle3Head(AutoregressiveHead):
         return rms_norm(y, self.norm) if self.norm_output else y
 
     def logits(self, y: Tensor) -> Tensor:
-        return self.head(rms_norm(y, self.norm))
+        return self.head(y, norm=self.norm)
