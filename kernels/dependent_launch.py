@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel's programs start while the kernel before it finishes.
 
-Before it calls `wait_for_inputs`, a kernel may only read weights and what was written before the
-first kernel of the chain, which is launched in the ordinary way. The output of the kernels between
-may not be there yet: each may let the next one start before it has waited itself.
+Before it calls `wait_for_inputs`, a kernel may only read weights and what was written up to the
+first kernel of the chain, which is launched in the ordinary way: the second starts after its end.
+The output of the kernels between may not be there yet: each may let the next one start before it
+has waited itself.
 """
 
 import functools

@@ -66,9 +66,9 @@ class PassContext:
             self._rotary[key] = rotary_table(self.batch.rows.positions, *rope, dtype)
         return self._rotary[key]
 
-    def items(self, num_kv_heads: int, group: int) -> AttentionItems:
-        """The list of work for the attention kernel, for layers with these heads."""
-        key = (num_kv_heads, group)
+    def items(self, layer: "PagedAttention") -> AttentionItems:
+        """The list of work for the attention kernel, for layers with as many heads."""
+        key = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         if key not in self._items:
             batch, rows = self.batch, self.batch.rows
             self._items[key] = list_items(
@@ -76,8 +76,7 @@ class PassContext:
                 rows.seq_lens,
                 rows.slots,
                 len(rows.positions),
-                num_kv_heads,
-                group,
+                *key,
                 batch.block_table.shape[1] * batch.page_size,
                 batch_invariant=self._batch_invariant,
             )
@@ -182,13 +181,12 @@ class PagedAttention:
         Shape: query [T, num_heads, head_dim] -> [T, num_heads, value_dim]
         """
         keys, values = self.bound_pages
-        group = self.num_heads // self.num_kv_heads
         if uses_triton(query):
             return paged_attention(
                 query,
                 keys,
                 values,
-                context.items(self.num_kv_heads, group),
+                context.items(self),
                 context.batch.block_table,
                 self.scale,
                 self.window,

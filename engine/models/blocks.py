@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store
 from outrider.kernels.model.row_codes import Normed
@@ -42,6 +43,10 @@ class AttentionMixer(Part):
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
     ) -> Normed | None:
+        # Launched before the product: what reads them does so before it waits for its inputs.
+        context.rotary(self.rope, x.dtype)
+        if uses_triton(x):
+            context.items(self.attention)
         qkv = self.qkv.of_normed(x, normed, self.norm)
         query = self.store(qkv, self.attention.num_heads, context)
         out = self.attention(query, context)
