@@ -63,28 +63,19 @@ class AnyCheckpoint(ABC):
     def linear(self, *names: str) -> Linear:
         """Linear layers that read the same input, as one layer with the outputs of all.
 
-        Raises UnsupportedFormatError if one is in a format that is not served, ValueError if its
-        tensors do not fit together.
+        Raises UnsupportedFormatError if one is in a format that is not served.
         """
-        return self._with_bias(self._weight(names), names)
+        return Linear(self._weight(names), self._bias(names))
 
     def head(self, name: str, tied: Tensor | None = None) -> Linear:
         """The layer that computes the logits; `tied` is the embedding if it shares its matrix."""
         if tied is not None:
             return Linear(self._tied(tied), None)
-        return self._with_bias(self._weight((name,), is_head=True), (name,))
+        return Linear(self._weight((name,), is_head=True), self._bias((name,)))
 
-    def _with_bias(self, weight: Weight, names: tuple[str, ...]) -> Linear:
+    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
         biases = [f"{name}.bias" for name in names]
-        if biases[0] not in self:
-            return Linear(weight, None)
-        bias = self.tensor(*biases)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{' + '.join(biases)} is {' x '.join(map(str, bias.shape))}; by its weight it "
-                f"must be {weight.shape[0]}"
-            )
-        return Linear(weight, bias)
+        return self.tensor(*biases) if biases[0] in self else None
 
     def _count(self, name: str) -> None:
         if name not in self._names_read:

@@ -16,7 +16,7 @@ from .attention import Rope
 from .checkpoint import AnyCheckpoint
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
-from .llama import LlamaReader, check_shape
+from .llama import LlamaReader, check_linear, check_shape
 
 # The declared fields of a configuration that the code below implements.
 _IMPLEMENTED = {
@@ -125,7 +125,7 @@ def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
     if config.tie_word_embeddings and "lm_head.weight" in checkpoint:
         config.tie_word_embeddings = torch.equal(checkpoint.tensor("lm_head.weight"), embedding)
     head = checkpoint.head("lm_head", embedding if config.tie_word_embeddings else None)
-    check_shape("lm_head.weight", head.weight, shape)
+    check_linear(head, shape, "lm_head")
     return Decoder(embedding, blocks, reader.norm("model.norm"), head)
 
 

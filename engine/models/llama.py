@@ -41,8 +41,7 @@ class LlamaReader:
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
         made = self.checkpoint.linear(*num_outputs)
-        shape = (sum(num_outputs.values()), num_inputs)
-        check_shape(" + ".join(f"{name}.weight" for name in num_outputs), made.weight, shape)
+        check_linear(made, (sum(num_outputs.values()), num_inputs), *num_outputs)
         return made
 
     def rope(self) -> Rope:
@@ -128,6 +127,13 @@ class LlamaReader:
         if not 0 < float(scale) < math.inf:
             raise ValueError(f"{name} is {float(scale)}; it must be a positive number")
         return float(scale)
+
+
+def check_linear(linear: Linear, shape: tuple[int, int], *names: str) -> None:
+    """Check the weight and bias of these layers, read as one, as `check_shape` does."""
+    check_shape(" + ".join(f"{name}.weight" for name in names), linear.weight, shape)
+    if linear.bias is not None:
+        check_shape(" + ".join(f"{name}.bias" for name in names), linear.bias, shape[:1])
 
 
 def check_shape(name: str, found: Tensor | Weight, shape: tuple[int, ...]) -> None:

@@ -216,6 +216,14 @@ def test_a_checkpoint_with_tensors_that_transformers_ignores_is_left_to_it(
     torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_a_bias_of_another_length_is_left_to_transformers(own_copy: Tiny) -> None:
+    path = own_copy("llama")
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.bias"] = torch.randn(90)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert isinstance(load(path), HuggingFaceModel)
+
+
 def test_a_bias_of_zeros_does_no_harm(own_copy: Tiny) -> None:
     """Old checkpoints in GPTQ have one in every layer."""
     path = own_copy("llama")

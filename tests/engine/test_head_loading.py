@@ -96,7 +96,7 @@ def test_a_bias_of_another_length_is_told_at_load(name: str, target: Path, tmp_p
     for each in (name, *(name.replace("q_proj", other) for other in others)):
         tensors[f"{each}.bias"] = torch.zeros(9)
     save_file(tensors, head / "model.safetensors")
-    check_refused(target, head, f"{name}.bias .*is {27 if others else 9}; by its weight it must be")
+    check_refused(target, head, f"{name}.bias .*is {27 if others else 9}; by its config it must be")
 
 
 @pytest.mark.parametrize(

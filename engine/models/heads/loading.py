@@ -20,7 +20,7 @@ from ..architectures import load_config
 from ..blocks import Block
 from ..checkpoint import Checkpoint, Progress, Read
 from ..families import window_of
-from ..llama import LlamaReader, check_shape
+from ..llama import LlamaReader, check_linear, check_shape
 from ..loading import quantised_format, rounds_weights
 from ..network import Network
 from ..weights import packed
@@ -110,6 +110,7 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
             f"states of this target, each {target_width} wide, it must be {width} x "
             f"{num_taps * target_width}"
         )
+    check_linear(fc, fc.weight.shape, "fc")
     reader = LlamaReader(checkpoint, config.layers)
     first = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
     shared: dict[str, Any] = {
