@@ -231,7 +231,8 @@ def _grammar_of_calls(rules: list[str], functions: list[dict[str, Any]]) -> Gram
 
 def _named_call(function: dict[str, Any]) -> str:
     """A call from its name on."""
-    parameters = function.get("parameters") or {"type": "object"}
+    # A schema without a type allows any value, but arguments are an object.
+    parameters = {**(function.get("parameters") or {}), "type": "object"}
     if "properties" in parameters:  # allow only the arguments that the function knows
         parameters = {"additionalProperties": False} | parameters
     name = json.dumps(json.dumps(function["name"], ensure_ascii=False))
