@@ -233,7 +233,11 @@ def _named_call(function: dict[str, Any]) -> str:
     """A call from its name on."""
     # A schema without a type allows any value, but arguments are an object.
     parameters = {**(function.get("parameters") or {}), "type": "object"}
-    if "properties" in parameters:  # allow only the arguments that the function knows
+    # Allow only the arguments that the function knows, if one place names them all.
+    if "properties" in parameters and parameters.keys().isdisjoint(_MORE_PROPERTIES):
         parameters = {"additionalProperties": False} | parameters
     name = json.dumps(json.dumps(function["name"], ensure_ascii=False))
     return rf'{name} WS? "," WS? "\"arguments\"" WS? ":" WS? {json_of_schema(parameters)}'
+
+
+_MORE_PROPERTIES = ("allOf", "anyOf", "oneOf", "$ref")  # may declare some, too

@@ -262,6 +262,27 @@ def test_parameters_that_a_tool_does_not_declare_are_not_invented(
     assert allows(compiler, tokenizer, grammar, more)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"allOf": [{"properties": {"b": NUMBER}}]},
+        {"anyOf": [{"properties": {"b": NUMBER}, "required": ["b"]}]},
+        {"oneOf": [{"properties": {"b": NUMBER}, "required": ["b"]}]},
+        {"$ref": "#/$defs/more", "$defs": {"more": {"properties": {"b": NUMBER}}}},
+        {"patternProperties": {"^b": NUMBER}},
+    ],
+)
+def test_parameters_may_be_declared_beside_the_properties(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, more: dict[str, Any]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": NUMBER}, **more}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    grammar = grammar_of(served, tools=tools, tool_choice="required")
+    other_order = CALL_ADD.replace('"a": 1, "b": 2', '"b": 2, "a": 1')
+    calls = (f"[{CALL_ADD}]", f"[{other_order}]")  # llguidance takes one of them
+    assert any(allows(compiler, tokenizer, grammar, call) for call in calls)
+
+
 def test_tool_without_parameters_takes_any_object(
     served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
