@@ -70,8 +70,9 @@ class _ChatAnswer(ChoicesAnswer):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        ends_in_calls = delta.num_calls and not isinstance(delta.stop_reason, str)
         # As OpenAI does: a client that named the tool to call learns nothing from the reason.
-        if delta.finish_reason == "stop" and delta.num_calls and not self._calls_one_by_name:
+        if delta.finish_reason == "stop" and ends_in_calls and not self._calls_one_by_name:
             fields["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]

@@ -36,6 +36,8 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
     body.top_logprobs = service.num_logprobs(body.top_logprobs, "top_logprobs") or 0
     calls = choose(body.tool_choice, body.tools, parallel=body.parallel_tool_calls)
+    if calls.required and calls.input_grammar is None:
+        body.stop = []  # the answer is JSON that the client does not see
     prompt = await chat_prompt(
         service,
         body,

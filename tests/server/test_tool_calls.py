@@ -336,6 +336,15 @@ def test_answer_that_is_cut_off_has_its_length_as_reason(
     assert chat(served).json()["choices"][0]["finish_reason"] == "length"
 
 
+def test_answer_that_a_stop_string_ends_is_not_ended_by_its_calls(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = stopping(serve(tool_call_format="hermes"), tokenizer, CALL_ROME)
+    (choice,) = chat(served, stop="Ro").json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Ro")
+
+
 @pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
 def test_without_tools_calls_are_text(
     serve: Serve, tokenizer: Tokenizer, fields: dict[str, Any]

@@ -122,6 +122,33 @@ def test_answer_is_made_of_calls_alone(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stop", ["}", "[", ", "])
+def test_stop_strings_do_not_act_on_the_json_of_required_calls(
+    served: Served, stop: str, stream: bool
+) -> None:
+    reply = chat(served, tool_choice="required", stop=stop, stream=stream)
+    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
+    messages = [choice["delta" if stream else "message"] for choice in choices]
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    if stream:
+        calls = merged_calls(calls)
+    arguments = [json.loads(call["function"]["arguments"]) for call in calls]
+    assert arguments == [{"a": 1, "b": 2}, {"a": 1}]
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("tool_calls", None)
+
+
+def test_stop_strings_act_on_an_input_that_is_the_whole_answer(
+    served: Served, tokenizer: Tokenizer
+) -> None:
+    named = {"type": "custom", "custom": {"name": "date"}}
+    ids = [*tokenizer.encode("2026-11", add_special_tokens=False), EOS]
+    served.client.play = lambda request: steps(request, ids, finish="stop")
+    (choice,) = chat(served, tools=[DATE], tool_choice=named, stop="-").json()["choices"]
+    assert choice["message"]["tool_calls"][0]["custom"]["input"] == "2026"
+    assert choice["stop_reason"] == "-"
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_call_that_is_cut_off_is_no_content(
     served: Served, tokenizer: Tokenizer, stream: bool
 ) -> None:
