@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from .tool_calls import CallFormat, is_text
 
-MAX_HEAD_CHARS = 512  # before a call's arguments, or between two of them
+MAX_HEAD_CHARS = 512  # before a call's arguments, between two of them, or before a custom text
 
 
 @dataclass(frozen=True, slots=True)

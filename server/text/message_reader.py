@@ -5,7 +5,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from .call_stream import CallArguments, CallStart
+from .call_stream import MAX_HEAD_CHARS, CallArguments, CallStart
 from .message_parser import MessageParser, Part, Text
 from .tokenizer import INCOMPLETE
 from .tool_calls import calls_of_field
@@ -125,7 +125,7 @@ class _InputStream:
         if self._inside is None:
             if head := _INPUT_HEAD.match(self._held):
                 self._inside, self._held = True, self._held[head.end() :]
-            elif len(self._held) > 64 or not _INPUT_HEAD_BEGUN.fullmatch(self._held):
+            elif len(self._held) > MAX_HEAD_CHARS or not _INPUT_HEAD_BEGUN.fullmatch(self._held):
                 self._inside = False
         if self._inside is None:
             return ""

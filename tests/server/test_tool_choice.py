@@ -420,6 +420,19 @@ def test_custom_tool_is_called_with_a_text(
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+def test_blanks_that_the_grammar_allows_are_no_part_of_the_input(
+    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    blanks = "\n" * 64
+    arguments = f'{{{blanks}"input"{blanks}:{blanks}"a"{blanks}}}'
+    text = f'[{{"name": "note", "arguments": {arguments}}}]'
+    ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+    served.client.play = lambda request: steps(request, ids, sizes=(1,), finish="stop")
+    (choice,) = chat(served, tools=[NOTE], tool_choice="required").json()["choices"]
+    assert choice["message"]["tool_calls"][0]["custom"]["input"] == "a"
+    assert allows(compiler, tokenizer, served.client.submitted[-1][0].params.grammar, text)
+
+
 def test_arguments_of_another_form_are_the_text_itself(
     served: Served, tokenizer: Tokenizer
 ) -> None:
