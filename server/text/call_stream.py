@@ -4,18 +4,22 @@ A call that has been reported cannot be taken back. So the readers here accept o
 models are trained to write. Anything else is left to the readers of whole calls (`tool_calls`).
 """
 
+import ast
 import json
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
-from .tool_calls import CallFormat, is_text
+from .tool_calls import CallFormat, types_of
 
 MAX_HEAD_CHARS = 512  # before a call's arguments, between two of them, or before a custom text
+MAX_LITERAL_CHARS = 4096  # of Python, which takes a second to read a megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +180,9 @@ class XMLCallStream(CallStream):
 
     _name: str | None = None  # of the current call
     _num_values = 0
-    _value: list[str] | None = None  # of the current parameter
-    _is_text = False  # whether that value is a string
+    _value: list[str] | None = None  # of the current parameter: what is held of it
+    _is_text = False  # whether that value is a string, of which nothing is held
+    _may_become_text = False  # whether it is one unless it is null
 
     def _read(self, text: str, at: int, parts: list[CallPart]) -> int:
         if self._value is not None:
@@ -201,7 +206,9 @@ class XMLCallStream(CallStream):
         parameters = self._tools.get(self._name, {}).get("parameters") or {}
         properties = parameters.get("properties")
         schema = properties.get(tag["key"]) if isinstance(properties, dict) else None
-        self._is_text = is_text(schema, parameters.get("$defs"))
+        types = types_of(schema, parameters.get("$defs"))
+        self._may_become_text = "string" in types and "null" in types
+        self._is_text = "string" in types and not self._may_become_text
         comma = ", " if self._num_values else ""
         quote = '"' if self._is_text else ""
         key = json.dumps(tag["key"], ensure_ascii=False)
@@ -218,6 +225,10 @@ class XMLCallStream(CallStream):
         piece = text[at:tail]
         if not self._is_text:
             value.append(piece)
+            held = "".join(value) if self._may_become_text else ""
+            if not any(null.startswith(held) for null in _NULLS):
+                self._is_text, self._may_become_text = True, False
+                parts.append(CallArguments(f'"{_escaped(held)}'))
         elif piece:
             parts.append(CallArguments(_escaped(piece)))
         if end < 0:
@@ -237,11 +248,28 @@ class XMLCallStream(CallStream):
 
 
 def _as_json(text: str) -> str:
-    """A value as JSON, which it may be already."""
-    try:
-        return json.dumps(from_json(text, allow_inf_nan=False), ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)
+    """A value as JSON, which it may be already, or a literal of Python."""
+    for read in (_json_value, _python_value):
+        with suppress(*_NOT_A_VALUE):
+            told = json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            told.encode()  # fails at half of a surrogate pair
+            return told
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_value(text: str) -> Any:
+    return from_json(text, allow_inf_nan=False)
+
+
+def _python_value(text: str) -> Any:
+    if len(text) > MAX_LITERAL_CHARS:
+        raise ValueError("too long")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an unknown escape would be quoted in the log
+        return ast.literal_eval(text.strip())
+
+
+_NOT_A_VALUE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
 def _escaped(text: str) -> str:
@@ -250,5 +278,6 @@ def _escaped(text: str) -> str:
 
 _XML_HEAD = re.compile(r"\s*+(?:<tool_call>)?+\s*+<function=(?P<name>[^>\n]++)>")
 _XML_TAG = re.compile(r"<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>")
+_NULLS = ("null", "None")
 _END_VALUE = "</parameter>"
 _END_VALUES = (_END_VALUE, "\n" + _END_VALUE)

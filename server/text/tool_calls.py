@@ -72,17 +72,17 @@ def calls_of_field(value: Any, tools: dict[str, Any]) -> list[ToolCall]:
     ]
 
 
-def is_text(schema: Any, definitions: Any) -> bool:
-    """Whether a parameter's value may be a string, as far as its schema says.
+def types_of(schema: Any, definitions: Any) -> list[Any]:
+    """The types that a parameter's value may have, as far as its schema says; else it is a string.
 
-    A `$ref` is looked up in `definitions`, the tool's `$defs`; what is not there is no text.
+    A `$ref` is looked up in `definitions`, the tool's `$defs`; what is not there has no type.
     """
     left, seen = [schema], set[str]()
+    types: list[Any] = []
     while left:
         match left.pop():
             case {"type": kind}:
-                if "string" in (kind if isinstance(kind, list) else [kind]):
-                    return True
+                types += kind if isinstance(kind, list) else [kind]
             case {"$ref": str(ref)}:
                 name = ref.removeprefix("#/$defs/")
                 if isinstance(definitions, dict) and name in definitions and name not in seen:
@@ -91,8 +91,8 @@ def is_text(schema: Any, definitions: Any) -> bool:
             case {"anyOf": list(kinds)} | {"oneOf": list(kinds)} | {"allOf": list(kinds)}:
                 left += kinds
             case _:
-                return True
-    return False
+                types.append("string")
+    return types
 
 
 def json_calls(form: CallFormat, text: str, tools: dict[str, Any]) -> list[ToolCall]:

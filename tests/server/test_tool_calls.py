@@ -160,7 +160,25 @@ def test_pieces_make_no_difference(name: str, text: str, expected: list[Any]) ->
         ({"$ref": "#/$defs/Loop"}, "5", 5),
         ({"$ref": "#/elsewhere"}, "5", 5),
         ({"type": "object", "anyOf": [{"required": ["a"]}]}, '{"a": 1}', {"a": 1}),
-        # What may be a text is one.
+        # Templates show models what Python writes.
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "\nNone\n", None),
+        ({"type": "object"}, "{'a': [True, \"it's\", None]}", {"a": [True, "it's", None]}),
+        ({"type": "array"}, r"['\d']", ["\\d"]),
+        ({"type": "array"}, "[open('x')]", "[open('x')]"),
+        ({"type": "array"}, r"['\ud800']", r"['\ud800']"),
+        ({"type": "array"}, "{1, 2}", "{1, 2}"),
+        ({"type": "array"}, f"[{'9, ' * 3000}'']", f"[{'9, ' * 3000}'']"),
+        # What may be a text is one, unless it may also be nothing, and is.
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "\nnull\n", None),
+        ({"type": ["string", "null"]}, "nul", "nul"),
+        ({"type": ["string", "null"]}, "null.", "null."),
+        ({"type": ["string", "null"]}, "Nonesuch", "Nonesuch"),
+        ({"type": ["string", "null"]}, "", ""),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, "True", "True"),
         ({"type": ["string", "null"]}, "12", "12"),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", "12"),
         ({"allOf": [{"$ref": "#/$defs/Colour"}]}, "12", "12"),
@@ -190,6 +208,20 @@ def test_a_value_in_a_tag_has_the_type_of_its_schema(
     (call,) = joined(parts + parser.flush())
     assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == {"a": expected}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [("Ro", '{"a": "Ro'), ("null", '{"a": '), ("N", '{"a": ')]
+)
+def test_a_text_is_told_while_it_is_written_once_it_is_not_null(
+    written: str, expected: str
+) -> None:
+    parameters = {"properties": {"a": {"type": ["string", "null"]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    parser = MessageFormat(TEMPLATES["qwen_xml"]).parser("", [tool])
+    assert parser is not None
+    parts = parser.push(f"<tool_call><function=f><parameter=a>{written}")
+    assert joined(parts) == joined(parts + parser.flush()) == [ToolCall("f", expected)]
 
 
 def test_nothing_is_lost_of_what_is_no_call() -> None:
