@@ -54,6 +54,10 @@ def _accepted(schema: Any) -> Any:
         match key, value:
             case "uniqueItems", False:
                 continue
+            case "propertyNames", _ if value in ({}, True, {"type": "string"}):
+                continue
+            case "dependentRequired", _ if value == {}:
+                continue
             case "format", str() if value in _OPENAPI_FORMATS:
                 continue
             case _, float() if key in _COUNTS and value.is_integer():

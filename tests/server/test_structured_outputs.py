@@ -148,10 +148,25 @@ def test_a_grammar_may_have_thousands_of_alternatives(tiny: Serve) -> None:
         {"type": "array", "uniqueItems": False, "minItems": 1.0, "maxItems": 2e0},
         {"type": "string", "format": "password", "maxLength": 8.0},
         {"anyOf": [{"format": "int32"}, {"items": {"format": "byte"}}]},
+        # A record of Zod's.
+        {
+            "type": "object",
+            "propertyNames": {"type": "string"},
+            "additionalProperties": {"type": "integer"},
+        },
+        {"type": "object", "propertyNames": {}, "dependentRequired": {}},
+        {"type": "object", "propertyNames": True},
     ],
 )
 def test_keywords_without_effect_and_integers_as_floats_are_taken(schema: dict[str, Any]) -> None:
     assert LLMatcher.validate_grammar(lark_of_schema(schema).text) == ""
+
+
+@pytest.mark.parametrize(
+    "schema", [{"propertyNames": {"pattern": "^a"}}, {"dependentRequired": {"a": ["b"]}}]
+)
+def test_keywords_with_an_effect_are_not_dropped(schema: dict[str, Any]) -> None:
+    assert "Unimplemented" in LLMatcher.validate_grammar(lark_of_schema(schema).text)
 
 
 def test_properties_and_values_that_are_called_like_keywords_stay() -> None:
