@@ -69,6 +69,8 @@ class Message(APIRequest):
             message.setdefault("reasoning_content", message["reasoning"])
         if self.content is None:
             message["content"] = message.get("refusal") or ""  # many templates write it in any case
+        if not self.tool_calls:  # some templates ask only whether the list is there
+            message.pop("tool_calls", None)
         if isinstance(self.content, list):
             message["content"] = text_of(self.content)
         return message

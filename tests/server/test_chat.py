@@ -326,6 +326,14 @@ def test_call_without_arguments_is_one(serve: Serve, arguments: str | None) -> N
     assert prompt == "<user>Hi<eos>\n<assistant><eos>\n<assistant>"
 
 
+def test_no_calls_are_no_list_of_calls_to_the_template() -> None:
+    wrapper = byte_level_wrapper()
+    wrapper.chat_template = "{{ messages[-1].content }}{{ 'tool_calls' in messages[-1] }}"
+    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    messages = [*HI, {"role": "assistant", "content": "Yes.", "tool_calls": []}]
+    assert prompt_of(served, messages=messages) == "Yes.False"
+
+
 TELLS_CALLS = (
     "{% for c in messages[-1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
 )
