@@ -55,8 +55,9 @@ def _call(given: Any) -> ToolCall:
     """One call from the JSON that models write; raises ValueError."""
     match given:
         case {"name": str(name), **rest} if name:
-            arguments = rest.get("arguments", rest.get("parameters", {}))
-            arguments = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+            arguments = rest.get("arguments", rest.get("parameters"))
+            arguments = from_json(arguments or "null") if isinstance(arguments, str) else arguments
+            arguments = {} if arguments is None else arguments
             if isinstance(arguments, dict):
                 call = ToolCall(name, json.dumps(arguments, ensure_ascii=False))
                 (call.name + call.arguments).encode()  # fails at half of a surrogate pair

@@ -39,6 +39,7 @@ TEMPLATES = {
     "llama3_json": '{"name": ..., "parameters": ...}',
 }
 ROME = ToolCall("weather", '{"city": "Rome"}')
+BARE = ToolCall("weather", "{}")
 OSLO = ToolCall("weather", '{"city": "Oslo", "days": 3}')
 
 
@@ -74,6 +75,10 @@ CASES = [
     # Keys after the arguments say nothing.
     ("hermes", CALL_ROME.replace('"}}', '"}, "id": "}1\\\\", "a": {"b": {}}}'), [ROME]),
     ("hermes", CALL_ROME.replace('"}}', '"}, "id": "1\\').removesuffix("\n</tool_call>"), [ROME]),
+    # No arguments, told as null.
+    ("hermes", CALL_ROME.replace('{"city": "Rome"}', "null"), [BARE]),
+    ("llama3_json", '{"name": "weather", "parameters": "null"}', [BARE]),
+    ("llama3_json", '{"name": "weather"}', [BARE]),
     ("hermes", '<tool_call>{"name": 1}</tool_call>', [Text('<tool_call>{"name": 1}</tool_call>')]),
     (
         "qwen_xml",
