@@ -74,21 +74,22 @@ def sampling_params(
 
 
 def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of words, at the start of a text and after a space.
+    """Token sequences of words, at the start of a text and after a space; of blanks, as they are.
 
     vLLM uses the second form only if it is as long as the first. That lets a word through which is
     one token after a space, but several otherwise. Raises APIError for a word without tokens.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
+        said = word.lstrip()
         bare, spaced = (
-            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
-            for space in ("", " ")
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in (said or word, f" {said}")
         )
         if not bare:
             raise invalid_value("bad_words", f"The bad word {cut(word)!r} has no tokens.")
         sequences[bare] = None
-        if spaced[-len(bare) :] != bare:  # otherwise the first form bans it already
+        if said and spaced[-len(bare) :] != bare:  # otherwise the first form bans it already
             sequences[spaced] = None
     return tuple(sequences)
 

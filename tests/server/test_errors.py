@@ -92,7 +92,6 @@ def failing_after_two(request: NewRequest) -> list[Any]:
         (OK | {"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         (OK | {"bad_words": "word"}, "bad_words"),
         (OK | {"bad_words": [""]}, "bad_words"),
-        (OK | {"bad_words": [" "]}, "bad_words"),
         (OK | {"bad_words": ["x"] * 129}, "bad_words"),
         (OK | {"logits_processors": "name"}, "logits_processors"),
         (OK | {"logits_processors": [{"args": {}}]}, "logits_processors"),

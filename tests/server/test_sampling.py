@@ -53,6 +53,12 @@ def test_bad_words_are_banned_at_the_start_of_a_text_and_behind_a_space(
     assert bad_word_ids(["ZQ"], tokenizer) == (ids("ZQ"),)
 
 
+@pytest.mark.parametrize("blank", ["\n", " ", " \n"])
+def test_blanks_can_be_bad_words(tokenizer: Tokenizer, blank: str) -> None:
+    ids = tuple(tokenizer.encode(blank, add_special_tokens=False))
+    assert bad_word_ids([blank], tokenizer) == (ids,)
+
+
 def test_bad_word_of_a_tokenizer_that_adds_the_space_itself_is_one_sequence() -> None:
     tokenizer = byte_fallback_tokenizer()
     ids = tokenizer.backend.token_to_id("▁Hello")
