@@ -196,7 +196,11 @@ def _input_item(item: Item) -> dict[str, Any]:
     told: dict[str, Any] = {"id": f"item_{uuid.uuid4().hex}", "type": "message"}
     told |= item.model_dump(exclude_unset=True)
     if isinstance(content := told.get("content"), str):
-        told["content"] = [{"type": "input_text", "text": content}]
+        kind = "output_text" if told["role"] == "assistant" else "input_text"
+        told["content"] = [{"type": kind, "text": content}]
+    for part in told.get("content", ()):
+        if part["type"] == "output_text":
+            part.setdefault("annotations", [])
     return told
 
 

@@ -319,6 +319,28 @@ def test_input_items_come_in_pages(serve: Serve, tokenizer: Tokenizer) -> None:
         assert (reply.status, reply.error["param"]) == (400, query.partition("=")[0])
 
 
+def test_input_items_tell_what_the_assistant_said_as_output(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = saying(serve, tokenizer, "Hello")
+    parts = [{"type": "output_text", "text": "Yes."}, {"type": "refusal", "refusal": "No."}]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "assistant", "content": parts},
+        {"role": "user", "content": "And?"},
+    ]
+    path = f"/v1/responses/{ask(served, input=turns).json()['id']}/input_items?order=asc"
+    told = [item["content"] for item in get(served.app, path).json()["data"]]
+    said = {"type": "output_text", "text": "Yes.", "annotations": []}
+    assert told == [
+        [{"type": "input_text", "text": "Hi"}],
+        [said],
+        [said, parts[1]],
+        [{"type": "input_text", "text": "And?"}],
+    ]
+
+
 def test_nothing_is_kept_that_was_not_to_be(serve: Serve, tokenizer: Tokenizer) -> None:
     served = saying(serve, tokenizer, "Hello")
     answer = ask(served, store=False).json()
