@@ -94,12 +94,8 @@ class _CompletionAnswer(ChoicesAnswer):
         self._echo = [""] * len(prompts)
         self._echoed_tokens: list[list[Token]] = [[] for _ in prompts]
         if body.echo:
-            skipped = service.tokenizer.special_ids if body.skip_special_tokens else frozenset()
             for i, (given, prompt) in enumerate(zip(body.prompts, prompts, strict=True)):
-                text, tokens = _decoded(service, prompt, skipped)
-                if isinstance(given, str) and body.truncate_prompt_tokens is None:
-                    text = given
-                self._echo[i], self._echoed_tokens[i] = text, tokens
+                self._echo[i], self._echoed_tokens[i] = _echoed(service, body, given, prompt)
 
     def _answer(self, choices: list[Any]) -> Completion:
         return Completion(object="text_completion", choices=choices, **self._head)
@@ -163,6 +159,20 @@ class _CompletionAnswer(ChoicesAnswer):
                 name = f"token_id:{token_id}" if text in entries else text
                 entries[name] = max(logprob, MIN_LOGPROB)
         return entries
+
+
+def _echoed(
+    service: Service, body: CompletionRequest, given: object, prompt: list[int]
+) -> tuple[str, list[Token]]:
+    """A prompt's text, as it was given if all of it was kept, and its tokens."""
+    tokenizer = service.tokenizer
+    if isinstance(given, str) and body.truncate_prompt_tokens is None:
+        # The special tokens that the text does not spell were added to it.
+        used = tokenizer.special_ids.intersection(prompt)
+        added = frozenset(each for each in used if tokenizer.token_text(each) not in given)
+        return given, _decoded(service, prompt, added)[1]
+    skipped = tokenizer.special_ids if body.skip_special_tokens else frozenset[int]()
+    return _decoded(service, prompt, skipped)
 
 
 def _decoded(

@@ -10,7 +10,7 @@ from asgi import post
 from scripted_client import Play, steps
 from served import Served
 from tokenizers import processors
-from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer
+from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer, byte_level_wrapper
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
@@ -297,6 +297,28 @@ def test_echo_of_token_ids_is_their_text(serve: Serve, tokenizer: Tokenizer) -> 
     ids = tokenizer.encode("the fox", add_special_tokens=False)
     answer = post(serve().app, {"prompt": ids, "echo": True}).json()
     assert answer["choices"][0]["text"] == "the fox Hello world"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("adds_token", [True, False])
+def test_tokens_of_an_echoed_text_are_told_at_their_places_in_it(
+    adds_token: bool, skip: bool
+) -> None:
+    wrapper = byte_level_wrapper()
+    if adds_token:
+        wrapper.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, 1)]
+        )
+    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    body = {"prompt": f"the{EOS} fox{EOS}", "echo": True, "logprobs": 0, "max_tokens": 1}
+    (choice,) = post(served.app, body | {"skip_special_tokens": skip}).json()["choices"]
+    assert choice["text"].startswith(f"the{EOS} fox{EOS}")
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert offsets[0] == 0
+    assert (tokens[0] == BOS) == adds_token
+    for token, offset in zip(tokens[adds_token:], offsets[adds_token:], strict=True):
+        assert choice["text"][offset:].startswith(token)
+    assert offsets[-1] == len(body["prompt"])
 
 
 def test_alternative_of_the_same_text_does_not_hide_the_chosen_token(serve: Serve) -> None:
