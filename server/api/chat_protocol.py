@@ -62,17 +62,21 @@ class Message(APIRequest):
             raise ValueError("a message of role 'assistant' needs content or tool_calls")
         return self
 
+    @property
+    def text(self) -> str:
+        """What it says, or why it does not."""
+        if self.content is None:
+            return str((self.model_extra or {}).get("refusal") or "")
+        return text_of(self.content)
+
     def for_template(self) -> dict[str, Any]:
         """With its content as one text."""
         message = self.model_dump(exclude_unset=True)
         if message.get("reasoning"):  # answers have both names; templates know only the other one
             message.setdefault("reasoning_content", message["reasoning"])
-        if self.content is None:
-            message["content"] = message.get("refusal") or ""  # many templates write it in any case
+        message["content"] = self.text  # many templates write it in any case
         if not self.tool_calls:  # some templates ask only whether the list is there
             message.pop("tool_calls", None)
-        if isinstance(self.content, list):
-            message["content"] = text_of(self.content)
         return message
 
     def unknown_fields(
@@ -101,6 +105,11 @@ class ChatFields(APIRequest):
         return self.add_generation_prompt and not self.continue_final_message
 
     @property
+    def continued(self) -> str:
+        """The text of the turn that the answer continues, if it does."""
+        return self.messages[-1].text if self.continue_final_message else ""
+
+    @property
     def has_two_ends(self) -> bool:
         """Whether both ways of ending the prompt are asked for, and not just by a default."""
         asked = "add_generation_prompt" in self.model_fields_set
@@ -122,8 +131,7 @@ class ChatCompletionRequest(ChoiceFields, ChatFields):
     def echoed(self) -> str:
         """What the answer begins with: the assistant's turn that it continues."""
         last = self.messages[-1]
-        text = last.for_template().get("content") if last.role == "assistant" else None
-        return str(text or "") if self.echo else ""
+        return last.text if self.echo and last.role == "assistant" else ""
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from .service import Service
 class ChatPrompt(NamedTuple):
     text: str
     token_ids: list[int]
+    continued: str  # the turn that the answer continues, or nothing
 
 
 class ChatTurn(NamedTuple):
@@ -94,6 +95,7 @@ def _readers(
         return service.message_format.parser(
             prompt.text,
             calls.tools,
+            continued=prompt.continued,
             must_call=calls.required,
             follows_grammar=follows_grammar,
             calls_are_json=calls_are_json,
@@ -141,9 +143,8 @@ async def _grammar_of_strict_calls(
         return None
     if not (service.grammars.can_compile and service.tokenizer.has_tokens(markers)):
         return None
-    grammar = text_and_calls_grammar(
-        calls.tools, reasons=form.has_reasoning, begun=form.has_begun_reasoning(prompt.text)
-    )
+    begun = form.has_begun_reasoning(prompt.text, prompt.continued)
+    grammar = text_and_calls_grammar(calls.tools, reasons=form.has_reasoning, begun=begun)
     return await service.grammars.check("tools", grammar)
 
 
@@ -210,4 +211,4 @@ async def chat_prompt(
         add_special_tokens=body.add_special_tokens,
         must_fit="messages" if must_fit else None,
     )
-    return ChatPrompt(text, ids)
+    return ChatPrompt(text, ids, body.continued)

@@ -197,13 +197,8 @@ def text_and_calls_grammar(
     if reasons:
         text += f" & {_without(THINK)}"
         thought = f"{THINK} THOUGHT? {END_THINK} | "
-    start = "said"
-    if begun:
-        start = f"THOUGHT? {END_THINK} said"
-    elif reasons:  # the prompt may continue a thought of the last message
-        start = f"(TEXT? {END_THINK})? said"
     rules = [
-        f"start: {start}",
+        f"start: THOUGHT? {END_THINK} said" if begun else "start: said",
         f"said: TEXT? (({thought}{CALL} WS? call WS? {END_CALL}) TEXT?)*",
         text,
         f"THOUGHT: {_without(END_THINK)}",

@@ -51,19 +51,25 @@ class MessageFormat:
             return None
         return (CALL, END_CALL, *((THINK, END_THINK) if self.has_reasoning else ()))
 
-    def has_begun_reasoning(self, prompt: str) -> bool:
-        return self.has_reasoning and prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(THINK)
+    def has_begun_reasoning(self, prompt: str, continued: str = "") -> bool:
+        """Whether the answer begins within a thought: one that the prompt opens at its end, or one
+        that is open in the turn which the answer continues."""
+        opens = prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(THINK)
+        is_open = continued.rfind(THINK) > continued.rfind(END_THINK)
+        return self.has_reasoning and (opens or is_open)
 
     def parser(
         self,
         prompt: str,
         tools: Sequence[dict[str, Any]],
         *,
+        continued: str = "",
         must_call: bool = False,
         follows_grammar: bool = False,
         calls_are_json: bool = False,
     ) -> MessageParser | None:
-        """A parser for one answer to this prompt; None if everything in the answer is content.
+        """A parser for one answer to this prompt, which may continue the turn that ends the prompt;
+        None if everything in the answer is content.
 
         An answer that must call tools is a JSON list of calls, whatever the model's own format. An
         answer that follows a grammar contains no reasoning. If a grammar sees to it that
@@ -79,7 +85,7 @@ class MessageFormat:
         form = self._format if tools else None
         if form is None and not reasoning:
             return None
-        begun = reasoning and self.has_begun_reasoning(prompt)
+        begun = reasoning and self.has_begun_reasoning(prompt, continued)
         return MarkerParser(
             form, tools, reasoning=reasoning, begun=begun, calls_are_json=calls_are_json
         )

@@ -422,6 +422,34 @@ def test_reasoning_is_a_field_of_its_own_if_the_model_reasons(
     assert message["content"] == "Yes."
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("continued", "thought", "said"),
+    [
+        ("<think>four", "teen", "Yes."),
+        ("<think>a</think>b<think>", "teen", "Yes."),
+        ("<think>four</think>", "", "teen</think>Yes."),
+        ("four", "", "teen</think>Yes."),
+    ],
+)
+def test_a_thought_that_the_last_message_leaves_open_goes_on(
+    tokenizer: Tokenizer, path: str, continued: str, thought: str, said: str
+) -> None:
+    served = Served(lambda request: [], tokenizer, reasoning_content=True)
+    served = stopping(served, tokenizer, "teen</think>Yes.")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": continued}]
+    if path == "/v1/messages":
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        body: dict[str, Any] = {"messages": turns, "max_tokens": 50, "thinking": thinking}
+        blocks = post(served.app, body, path=path).json()["content"]
+        told = {block["type"]: block.get("text") or block.get("thinking") for block in blocks}
+        assert told == ({"thinking": thought} if thought else {}) | {"text": said}
+    else:
+        body = {"messages": turns, "continue_final_message": True}
+        message = post(served.app, body, path=path).json()["choices"][0]["message"]
+        assert (message.get("reasoning", ""), message["content"]) == (thought, said)
+
+
 def test_reasoning_stays_in_the_text_if_the_server_says_so(tokenizer: Tokenizer) -> None:
     text = "<think>Hm.</think>Yes."
     served = Served(lambda request: [], reasoning_tokenizer(), reasoning_content=False)

@@ -546,8 +546,7 @@ def marking_compiler(marking: Tokenizer) -> GrammarCompiler:
         (None, f"<think>Hm.</think>{marked(WRONG_ADD)}", False),
         ("<think>\n", f"Hm.</think>{marked(CALL_ADD)}", True),
         ("<think>\n", f"Hm.</think>{marked(WRONG_ADD)}", False),
-        (None, f"so.</think>{marked(CALL_ADD)}", True),  # of a thought that the prompt begins
-        (None, f"so.</think>{marked(WRONG_ADD)}", False),
+        (None, f"so.</think>{marked(CALL_ADD)}", False),
     ],
 )
 def test_call_of_a_strict_tool_follows_its_schema(
@@ -563,6 +562,18 @@ def test_call_of_a_strict_tool_follows_its_schema(
     assert allows(marking_compiler, marking, grammar, text) == allowed
     spelled = [marking.backend.token_to_id(character) for character in "<tool_call>"]
     assert compile_grammar(marking_compiler, grammar).fitting(spelled) != spelled or mood
+
+
+def test_call_of_a_strict_tool_follows_its_schema_behind_a_thought_of_the_last_message(
+    marking: Tokenizer, marking_compiler: GrammarCompiler
+) -> None:
+    served = saying("", marking, marking_compiler)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>And"}]
+    given: dict[str, Any] = {"messages": turns, "continue_final_message": True}
+    grammar = grammar_of(served, tools=[STRICT_ADD, NEGATE], **given)
+    for call, allowed in ((CALL_ADD, True), (WRONG_ADD, False)):
+        text = f" so.</think>{marked(call)}"
+        assert allows(marking_compiler, marking, grammar, text) == allowed
 
 
 def test_reasoning_before_the_call_of_a_strict_tool_is_told_apart(
