@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import asdict
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 from .recipe import Extent, Recipe
@@ -82,7 +84,6 @@ the target's. The recipe, whole:
 
 
 def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) -> None:
-    target = Path(recipe.target).name
     data = (
         f"User turns from `{recipe.prompts}`, half of them whole, half of them finished by the "
         "target, or about a text that it wrote before, and its answers."
@@ -90,51 +91,26 @@ def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) 
         else "Conversations that the target wrote by itself: the user's turn, from nothing, from a "
         "few words or about a text that it wrote before, and the answer."
     )
-    if recipe.kind == "eagle3":
-        _write_head_card(recipe, extent, held_out, folder, data)
-        return
     start = (
         f"Went on from `{Path(recipe.start).name}`."
         if recipe.start
         else f"New, {recipe.size} (layers x width): a Llama, its embedding (tied to the head) the\n"
         "target's along its strongest axes, its layers from random."
     )
+    each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
     (folder / "README.md").write_text(
-        _CARD.format(
-            target=target,
+        (_HEAD_CARD if recipe.kind == "eagle3" else _CARD).format(
+            target=Path(recipe.target).name,
             greedy=held_out.greedy_agreement,
             sampled=held_out.sampled_acceptance,
-            num_tokens=held_out.num_tokens,
-            data=data,
-            start=start,
-            num_steps=extent.num_steps,
-            num_shards=extent.num_shards,
-            divergence=recipe.divergence.replace("_", " "),
-            last_divergence=recipe.last_divergence.replace("_", " "),
-            last_share=recipe.last_share,
-            recipe=_whole(recipe),
-        )
-    )
-
-
-def _write_head_card(
-    recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path, data: str
-) -> None:
-    each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
-    tokens, stands = 1.0, 1.0
-    for greedy, _ in each:
-        stands *= greedy
-        tokens += stands
-    rows = [f"| draft {i} | {g:.3f} | {s:.3f} |" for i, (g, s) in enumerate(each, 1)]
-    target = Path(recipe.target).name
-    (folder / "README.md").write_text(
-        _HEAD_CARD.format(
-            target=target,
-            drafts="\n".join(rows),
+            drafts="\n".join(
+                f"| draft {i} | {g:.3f} | {s:.3f} |" for i, (g, s) in enumerate(each, 1)
+            ),
             num_tokens=held_out.num_tokens,
             k=len(each),
-            tokens=tokens,
+            tokens=1 + sum(accumulate((greedy for greedy, _ in each), mul)),
             data=data,
+            start=start,
             divergence=recipe.divergence.replace("_", " "),
             last_divergence=recipe.last_divergence.replace("_", " "),
             last_share=recipe.last_share,

@@ -129,9 +129,6 @@ class Recipe:
         told = asdict(self)
         return {name: told[name] for name in _OF_TEXT} | {"target": Path(self.target).name}
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
-
     @staticmethod
     def load(path: Path) -> "Recipe":
         return Recipe(**json.loads(path.read_text()))

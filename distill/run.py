@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,12 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
     Size.parse(recipe.size)
     _check(recipe, out)
     with _disk_errors_told(out), _alone(work):
-        _keep_recipe(recipe, work / "recipe.json")
+        _keep(
+            asdict(recipe),
+            work / "recipe.json",
+            f"{work} holds an unfinished run",
+            "repeat that one to go on with it, or remove the folder",
+        )
         start_s = time.time()
         extent_path = work / "plan.json"
         extent = _extent(extent_path) if extent_path.exists() else None
@@ -48,7 +54,8 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
             num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
             text = text_folder(recipe, work)
             with _alone(text) if recipe.text else contextlib.nullcontext():
-                _keep_text_recipe(recipe, text / "text.json")
+                what = f"text: {text} holds text"
+                _keep(recipe.of_text(), text / "text.json", what, "name another folder")
                 extent = write_text(recipe, text, num_tokens, until_s, report)
             _save_extent(extent, extent_path)
         if extent.num_steps is None and budget.tokens:
@@ -100,27 +107,12 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _keep_recipe(recipe: Recipe, path: Path) -> None:
-    if path.exists() and Recipe.load(path) != recipe:
-        before, now = asdict(Recipe.load(path)), asdict(recipe)
-        differing = [f"{name} was {before[name]!r}" for name in now if now[name] != before[name]]
-        raise DistillError(
-            f"{path.parent} holds an unfinished run of another recipe ({', '.join(differing)}); "
-            "repeat that one to go on with it, or remove the folder"
-        )
-    recipe.save(path)
-
-
-def _keep_text_recipe(recipe: Recipe, path: Path) -> None:
-    """Refuse to mix texts that were written in different ways in one folder."""
-    now = recipe.of_text()
-    before = json.loads(path.read_text()) if path.exists() else now
-    differing = [f"{name} was {before[name]!r}" for name in now if now[name] != before[name]]
+def _keep(now: dict[str, Any], path: Path, what: str, advice: str) -> None:
+    """Write down the settings of what lies beside `path`; refuse if they were others before."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    differing = [f"{name} was {was!r}" for name, was in before.items() if now.get(name) != was]
     if differing:
-        raise DistillError(
-            f"text: {path.parent} holds text of another recipe ({', '.join(differing)}); name "
-            "another folder"
-        )
+        raise DistillError(f"{what} of another recipe ({', '.join(differing)}); {advice}")
     path.write_text(json.dumps(now, indent=2) + "\n")
 
 
