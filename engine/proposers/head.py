@@ -11,6 +11,7 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 
 from abc import abstractmethod
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -56,8 +57,8 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         self._wide = torch.full(
             (num_wide, head.vocab_size), -torch.inf, dtype=head.dtype, device=slots.device
         )
-        # By slot: the sequence that can be drafted for there, and its epoch.
-        self._holders: list[tuple[Request, int] | None] = [None] * (slots.max_num_seqs + 1)
+        # Of each sequence that the head has read, the epoch in which it did.
+        self._epochs: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._reads = Phase(self._read, slots.device)
         self._drafts = Phase(self._draft, slots.device)
 
@@ -124,7 +125,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         one_by_one: list[ScheduledRequest] = []
         edited_np = self._edits.asked_by(slots_of(plan.scheduled))
         for scheduled, is_edited in zip(plan.scheduled, edited_np.tolist(), strict=True):
-            if self._holders[scheduled.slot] != (scheduled.request, scheduled.epoch):
+            if self._epochs.get(scheduled.request) != scheduled.epoch:
                 scheduled.num_drafts = 0
             if scheduled.num_drafts > 0:
                 alone = is_edited or (self.stops_early and scheduled.least_chance > 0)
@@ -139,9 +140,8 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
     def _follow(self, plan: Plan, scored: Pass) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""
         self._read_pass(scored)
-        for scheduled in plan.scheduled:
-            holder = (scheduled.request, scheduled.epoch) if scheduled.samples else None
-            self._holders[scheduled.slot] = holder
+        for scheduled in plan.sampled:
+            self._epochs[scheduled.request] = scheduled.epoch
 
     def _read_pass(self, scored: Pass) -> None:
         assert scored.shape is not None

@@ -1,5 +1,7 @@
 """Heads: their formulas, and what they leave behind of every kind of step."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -358,6 +360,17 @@ def test_a_head_that_knows_the_next_token_is_always_right(tiny_model: Tiny, tmp_
     assert stats.drafted_per_position[0] > 20
 
 
+def test_nothing_of_an_ended_sequence_lives_on_in_its_heads_proposer(any_pair: Pair) -> None:
+    target, path = any_pair
+    engine = Engine(engine_config(target, path, k=K))
+    engine.submit([NewRequest(request_id="0", prompt_token_ids=HIT, params=GREEDY)])
+    ended = weakref.ref(engine.sequences.by_id["0"])
+    while engine.has_work():
+        engine.step()
+    gc.collect()
+    assert ended() is None
+
+
 def test_a_rehearsal_for_nobody_leaves_nothing_behind(any_pair: Pair) -> None:
     target = any_pair[0]
     config = engine_config(*any_pair, k=K, max_num_seqs=4)
@@ -389,7 +402,7 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
         n = [int(slots.num_tokens[s.slot]) for s in plan.sampled]
         propose(plan)
         for scheduled, k, known in zip(plan.sampled, wanted, n, strict=True):
-            if k == 0 or proposer._holders[scheduled.slot] is None:
+            if k == 0 or scheduled.request not in proposer._epochs:
                 continue
             ids = slots.token_ids[scheduled.slot].tolist()
             tokens, drafts = ids[:known], ids[known : known + k]
