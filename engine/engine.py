@@ -136,7 +136,6 @@ class Engine:
             outputs += self._commit()
             if not outputs:
                 self.sequences.wait_for_grammars(_IDLE_S)
-            self._forget_void_step()
             return outputs
         step = self.worker.launch(plan)
         outputs += self._commit()

@@ -111,7 +111,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         passes = self._target.captured
         for done, (shape, captured) in enumerate(passes.items()):
             report("capturing the head's passes", done, len(passes))
-            self._reads.capture(_NOTHING, shape, _tensors(captured.output))
+            self._reads.capture(NONE_NP, shape, _tensors(captured.output))
         sizes = padded_sizes(self._slots.max_num_seqs)
         for done, size in enumerate(sizes):
             report("capturing the head's drafts", done, len(sizes))
@@ -145,7 +145,7 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
 
     def _read_pass(self, scored: Pass) -> None:
         assert scored.shape is not None
-        self._reads(_NOTHING, scored.shape, *_tensors(scored))
+        self._reads(NONE_NP, scored.shape, *_tensors(scored))
 
     def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
         """Draw k_i drafts for each sequence on the device; returns the output of `_draft`."""
@@ -159,9 +159,6 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         if self._head.target_ids is None:
             return logits
         return self._wide[: len(logits)].index_copy_(1, self._head.target_ids, logits)
-
-
-_NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def _tensors(computed: Pass) -> tuple[Tensor, ...]:

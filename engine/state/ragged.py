@@ -2,7 +2,7 @@
 
 import numpy as np
 
-NONE_NP = np.zeros(0, dtype=np.int64)  # no indices: of a batch that is all padding
+NONE_NP = np.zeros(0, dtype=np.int64)  # no integers, or a batch that is all padding
 
 
 def ragged_arange(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
