@@ -59,13 +59,6 @@ def takes(logits: Tensor, draft_logits: Tensor | None = None) -> bool:
     return layers.reads(logits) and (draft_logits is None or layers.reads(draft_logits))
 
 
-def verify(step: Step) -> Tensor:
-    """The requests' outcomes, also in their slots. Shape: [B, K + 2]."""
-    out = torch.empty(len(step.slot), step.max_drafts + 2, dtype=torch.int64)
-    _call("outrider_verify", step, out)
-    return out
-
-
 def verify_arrays(
     slots: SlotState,
     slots_np: np.ndarray,
@@ -74,11 +67,13 @@ def verify_arrays(
     logits: Tensor,
     vocab_size: int,
     kept: tuple[Tensor, Tensor] | None,
+    words: Tensor | None = None,
 ) -> Tensor:
     """`verify` for what the host has in arrays: to make tensors of them takes longer than to verify
     a small step.
 
-    Shape: slots_np, num_drafts_np [B] int64; logits [sum(num_drafts + 1), V] -> [B, K + 2].
+    Shape: slots_np, num_drafts_np [B] int64; logits [sum(num_drafts + 1), V] or more rows,
+    words [B, K + 2, 4] -> [B, K + 2].
     """
     ends_np = (num_drafts_np + 1).cumsum()
     counts_np = np.array((ends_np - num_drafts_np - 1, num_drafts_np), dtype=np.int32)
@@ -87,29 +82,21 @@ def verify_arrays(
     given.first_rows = counts_np.ctypes.data
     given.num_drafts = counts_np.ctypes.data + counts_np.strides[0]
     given.columns, given.out = max_drafts, pointer(out, torch.int64)
+    given.words = pointer(words, torch.int64)
     _library().outrider_verify(ctypes.byref(given))
     return out
 
 
 def draw(step: Step) -> Tensor:
     """Drafts, also in their slots, and what they were drawn from in `step.kept`. Shape: [N]."""
-    out = torch.empty(len(step.slot), dtype=torch.int64)
-    _call("outrider_draw", step, out)
-    return out
-
-
-def _call(name: str, step: Step, out: Tensor) -> None:
-    slot, words = step.slot.long(), None if step.words is None else step.words.contiguous()
+    slot, out = step.slot.long(), torch.empty(len(step.slot), dtype=torch.int64)
     given = _in_slots(
         step.slots, slot.numpy(), step.logits, step.vocab_size, step.kept, step.purpose
     )
-    given.first_rows = pointer(step.cu_rows, torch.int32)
-    given.num_drafts = pointer(step.num_drafts, torch.int32)
-    given.columns = step.max_drafts
-    given.offset = pointer(step.offset, torch.int64)
-    given.words = pointer(words, torch.int64)
-    given.out = pointer(out, torch.int64)
-    getattr(_library(), name)(ctypes.byref(given))
+    given.offset, given.out = pointer(step.offset, torch.int64), pointer(out, torch.int64)
+    given.words = pointer(step.words, torch.int64)
+    _library().outrider_draw(ctypes.byref(given))
+    return out
 
 
 @dataclass(slots=True)

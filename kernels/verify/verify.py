@@ -138,11 +138,14 @@ def verify(
         raise ValueError(
             f"vocab_size {vocab_size} exceeds the {target_logits.shape[1]} target logits of a row"
         )
+    if cpu.takes(target_logits, None if kept is None else kept[0]):
+        slots_np, num_drafts_np = slot.long().numpy(), num_drafts.long().numpy()
+        return cpu.verify_arrays(
+            slots, slots_np, num_drafts_np, max_drafts, target_logits, vocab_size, kept, words
+        )
     step = Step(
         target_logits, cu_rows, slots, slot, num_drafts, max_drafts, None, kept, vocab_size, words
     )
-    if cpu.takes(target_logits, None if kept is None else kept[0]):
-        return cpu.verify(step)
     return _sample(step, filters, samples)
 
 
