@@ -65,17 +65,17 @@ struct Mass {
 };
 
 // A row of float32 or bfloat16, as it is.
-template <bool BF16>
 struct RawRow {
     const uint8_t* data;
+    int32_t is_bf16;
     int64_t width;
 
     F vector(int64_t at) const {
-        return BF16 ? from_bf16(data + 2 * at) : load((const float*)data + at);
+        return is_bf16 ? from_bf16(data + 2 * at) : load((const float*)data + at);
     }
     float operator[](int64_t at) const {
         float x;
-        if (BF16) {
+        if (is_bf16) {
             uint16_t half;
             std::memcpy(&half, data + 2 * at, 2);
             const uint32_t bits = (uint32_t)half << 16;
@@ -126,15 +126,9 @@ struct RawRow {
     }
 };
 
-const uint8_t* row_of(const Step& step, int64_t row) {
-    return step.logits + row * step.stride * (step.is_bf16 ? 2 : 4);
-}
-
-// The first choice of a row; -1 as above.
-int64_t choice_of(const Step& step, int64_t row) {
-    const uint8_t* from = row_of(step, row);
-    return step.is_bf16 ? RawRow<true>{from, step.vocab_size}.choice()
-                        : RawRow<false>{from, step.vocab_size}.choice();
+RawRow row_of(const Step& step, int64_t row) {
+    const int64_t at = row * step.stride * (step.is_bf16 ? 2 : 4);
+    return {step.logits + at, step.is_bf16, step.vocab_size};
 }
 
 // A row's logits, -inf from the vocabulary's end to that of its last block, and their distribution.
@@ -145,26 +139,20 @@ struct Row {
     float state[4], inverse_t = 1.0f;
 
     // False if a logit is NaN.
-    bool read(const uint8_t* from, bool is_bf16, int width, int vocab) {
+    bool read(RawRow from, int vocab) {
         vocab_size = vocab;
         blocks = (vocab + BLOCK - 1) / BLOCK;
         x.resize((size_t)blocks * BLOCK);
         I is_nan = {};
-        int i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            const F v = is_bf16 ? from_bf16(from + 2 * i) : load((const float*)from + i);
+        int64_t i = 0;
+        for (; i + LANES <= from.width; i += LANES) {
+            const F v = from.vector(i);
             is_nan |= v != v;
             store(&x[i], v);
         }
         bool bad = any(is_nan);
-        for (; i < width; i++) {
-            uint32_t bits = 0;
-            std::memcpy(is_bf16 ? (uint8_t*)&bits + 2 : (uint8_t*)&bits, from + i * (is_bf16 ? 2 : 4),
-                        is_bf16 ? 2 : 4);
-            std::memcpy(&x[i], &bits, 4);
-            bad |= x[i] != x[i];
-        }
-        std::fill(x.begin() + width, x.end(), -INFINITY);
+        for (; i < from.width; i++) bad |= std::isnan(x[i] = from[i]);
+        std::fill(x.begin() + from.width, x.end(), -INFINITY);
         return !bad;
     }
 
@@ -188,7 +176,7 @@ struct Row {
 
     // `b` is the request's entry.
     void read(const Step& step, int64_t b, int64_t row) {
-        const bool whole = read(row_of(step, row), step.is_bf16, step.vocab_size, step.vocab_size);
+        const bool whole = read(row_of(step, row), step.vocab_size);
         find_maxima();
         is_bad = !whole || !std::isfinite(state[MAX]);
         const float t = step.temperature[b];

@@ -39,11 +39,6 @@ float exponential_variate(uint32_t word) {
     return v * series;
 }
 
-float probability(const uint8_t* row, bool is_bf16, int64_t width, int64_t token) {
-    return is_bf16 ? RawRow<true>{row, width}.probability(token)
-                   : RawRow<false>{row, width}.probability(token);
-}
-
 class Request {
 public:
     Request(const Step& step, int b)
@@ -62,7 +57,7 @@ public:
         int64_t last = -1;  // a bad row's
         if (is_greedy_ || step_.rule[entry_] == MATCH_RULE) {
             for (;; accepted++) {
-                last = is_greedy_ ? choice_of(step_, first_row_ + accepted) : own_token(accepted);
+                last = is_greedy_ ? row_of(step_, first_row_ + accepted).choice() : own_token(accepted);
                 if (accepted == k_ || last < 0 || last != draft(accepted)) break;
             }
         } else {
@@ -86,12 +81,12 @@ public:
         if (step_.draft_state != nullptr) {
             const int64_t at = entry_ * step_.draft_stride + offset * step_.draft_column_stride;
             const int width = step_.is_bf16 ? 2 : 4;
-            std::memcpy(step_.draft_logits + at * width, row_of(step_, first_row_), step_.draft_width * width);
+            std::memcpy(step_.draft_logits + at * width, row_of(step_, first_row_).data, step_.draft_width * width);
             state = draft_state(offset);
         }
         int64_t token;
         if (is_greedy_)
-            token = choice_of(step_, first_row_);
+            token = row_of(step_, first_row_).choice();
         else
             token = step_.rule[entry_] == MATCH_RULE ? own_token(0) : draw(0, 0.0f);
         if (state != nullptr) std::memcpy(state, read(0).state, sizeof Row::state);
@@ -120,24 +115,22 @@ private:
     bool is_one_hot(int i) const {
         return step_.draft_logits == nullptr || std::isnan(draft_state(i)[LOG_Z]);
     }
-    const uint8_t* draft_logits(int i) const {
+    RawRow draft_logits(int i) const {
         const int64_t at = entry_ * step_.draft_stride + i * step_.draft_column_stride;
-        return step_.draft_logits + at * (step_.draft_is_bf16 ? 2 : 4);
+        const uint8_t* data = step_.draft_logits + at * (step_.draft_is_bf16 ? 2 : 4);
+        return {data, step_.draft_is_bf16, std::min(step_.draft_width, step_.vocab_size)};
     }
     Distribution drafted(int i) {
-        if (i != draft_read_) {
-            const int width = std::min(step_.draft_width, step_.vocab_size);
-            draft_row_.read(draft_logits(i), step_.draft_is_bf16, width, step_.vocab_size);
-        }
+        if (i != draft_read_) draft_row_.read(draft_logits(i), step_.vocab_size);
         draft_read_ = i;
         return {draft_row_.x.data(), draft_state(i), read(i).inverse_t};
     }
     float log_probability_of_draft(int i) {
-        const int64_t id = draft(i), width = step_.draft_width;
-        if (id >= width) return -INFINITY;
-        const uint8_t* from = draft_logits(i);
-        const float logit = step_.draft_is_bf16 ? RawRow<true>{from, width}[id] : RawRow<false>{from, width}[id];
-        return Distribution{nullptr, draft_state(i), read(i).inverse_t}.log_probability(id, logit);
+        const int64_t id = draft(i);
+        const RawRow logits = draft_logits(i);
+        if (id >= logits.width) return -INFINITY;
+        const Distribution q = {nullptr, draft_state(i), read(i).inverse_t};
+        return q.log_probability(id, logits[id]);
     }
 
     float accept_uniform(int i) const {
@@ -367,7 +360,8 @@ PUBLIC void outrider_draft(
             const int s = sequence[i];
             bool goes_on = counts[s] > j + 1;
             if (goes_on && least[s] > 0) {
-                chance[s] *= probability(row_of(step, i), step.is_bf16, batch.vocab_size, drawn[i]);
+                const RawRow row = {row_of(step, i).data, step.is_bf16, batch.vocab_size};
+                chance[s] *= row.probability(drawn[i]);
                 goes_on = chance[s] >= least[s];
             }
             if (!goes_on) {
@@ -390,8 +384,8 @@ PUBLIC void outrider_probabilities(
     const int64_t* token_ids, float* out
 ) {
     for (int n = 0; n < count; n++) {
-        const uint8_t* row = data + n * stride * (is_bf16 ? 2 : 4);
-        out[n] = probability(row, is_bf16, width, token_ids[n]);
+        const RawRow row = {data + n * stride * (is_bf16 ? 2 : 4), is_bf16, width};
+        out[n] = row.probability(token_ids[n]);
     }
 }
 }
