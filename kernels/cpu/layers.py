@@ -145,12 +145,12 @@ def builds() -> dict[str, ctypes.CDLL]:
         spec = importlib.util.find_spec(f"outrider.kernels.cpu.{name}")
         if spec is not None and spec.origin is not None:
             try:
-                library = ctypes.CDLL(spec.origin)
+                found = ctypes.CDLL(spec.origin)
                 for call in _CALLS:
-                    getattr(library, call).restype = None
+                    getattr(found, call).restype = None
             except (OSError, AttributeError):  # built for another system or version
                 continue
-            loaded[name] = library
+            loaded[name] = found
     return loaded
 
 
@@ -158,6 +158,13 @@ def builds() -> dict[str, ctypes.CDLL]:
 def compiled() -> ctypes.CDLL | None:
     """The compiled layers for this processor; None if there are none."""
     return next(iter(builds().values()), None)
+
+
+def library() -> ctypes.CDLL:
+    """The compiled layers where there are some."""
+    found = compiled()
+    assert found is not None
+    return found
 
 
 def reads(logits: Tensor) -> bool:
@@ -207,13 +214,11 @@ def matrix(weight: PackedTiles, bias: Tensor | None) -> Matrix:
 
 def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tensor:
     """x W^T + b. Shape: x [T, K] float32 -> [T, N] float32."""
-    library = compiled()
-    assert library is not None
     assert x.dtype == torch.float32
     assert x.shape[1] == weight.shape[1]
     x = x.contiguous()
     out = torch.empty(len(x), weight.shape[0])
-    library.outrider_product(
+    library().outrider_product(
         ctypes.byref(matrix(weight, bias)),
         c_void_p(x.data_ptr()),
         len(x),
@@ -225,10 +230,8 @@ def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tenso
 
 def unpacked(weight: PackedTiles) -> Tensor:
     """The matrix in float32. Shape: [N, K]."""
-    library = compiled()
-    assert library is not None
     out = torch.empty(weight.shape)
-    library.outrider_unpack(
+    library().outrider_unpack(
         ctypes.byref(matrix(weight, None)), c_void_p(out.data_ptr()), num_threads()
     )
     return out
@@ -236,16 +239,12 @@ def unpacked(weight: PackedTiles) -> Tensor:
 
 def run_pass(decoder: Decoder, batch: Batch) -> None:
     """Compute the rows of a batch: their KV, and the logits and taps that are asked for."""
-    library = compiled()
-    assert library is not None
-    library.outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), num_threads())
+    library().outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), num_threads())
 
 
 def run_pass_in_slots(decoder: Decoder, batch: Batch, slots: Slots) -> None:
     """`run_pass` for rows that are looked up in slots; `batch` lacks them."""
-    library = compiled()
-    assert library is not None
-    library.outrider_pass_in_slots(
+    library().outrider_pass_in_slots(
         ctypes.byref(decoder), ctypes.byref(batch), ctypes.byref(slots), num_threads()
     )
 

@@ -38,9 +38,7 @@ def call(
     row, slot, position = (field.data_ptr() for field in rows)
     width = logits.shape[1]
     given = _Rows(logits.data_ptr(), logits.stride(0), width, len(rows.row), row, slot, position)
-    library = layers.compiled()
-    assert library is not None
-    getattr(library, f"outrider_{name}")(
+    getattr(layers.library(), f"outrider_{name}")(
         ctypes.byref(given),
         (c_void_p * len(tables))(*(table.data_ptr() for table in tables)),
         *(c_int64(size) for size in sizes),

@@ -8,14 +8,13 @@ in a million draws.
 import ctypes
 from ctypes import Structure, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cpu import layers
-from ..cpu.layers import Batch, Decoder, Slots, compiled, num_threads, pointer
+from ..cpu.layers import Batch, Decoder, Slots, library, num_threads, pointer
 from .philox import Purpose
 from .step import SlotState, Step
 
@@ -83,7 +82,7 @@ def verify_arrays(
     given.num_drafts = counts_np.ctypes.data + counts_np.strides[0]
     given.columns, given.out = max_drafts, pointer(out, torch.int64)
     given.words = pointer(words, torch.int64)
-    _library().outrider_verify(ctypes.byref(given))
+    library().outrider_verify(ctypes.byref(given))
     return out
 
 
@@ -95,7 +94,7 @@ def draw(step: Step) -> Tensor:
     )
     given.offset, given.out = pointer(step.offset, torch.int64), pointer(out, torch.int64)
     given.words = pointer(step.words, torch.int64)
-    _library().outrider_draw(ctypes.byref(given))
+    library().outrider_draw(ctypes.byref(given))
     return out
 
 
@@ -120,7 +119,7 @@ class LinesOfDrafts:
         given = _in_slots(
             self.slots, self.slots_np, logits, self.vocab_size, self.kept, Purpose.DRAFT
         )
-        _library().outrider_draft(
+        library().outrider_draft(
             ctypes.byref(model),
             ctypes.byref(batch),
             ctypes.byref(rows),
@@ -187,7 +186,7 @@ def probabilities(logits: Tensor, token_ids: Tensor) -> np.ndarray:
     if not takes(logits):
         return probabilities_reference(logits, token_ids)
     out_np = np.empty(len(token_ids), dtype=np.float32)
-    _library().outrider_probabilities(
+    library().outrider_probabilities(
         c_void_p(logits.data_ptr()),
         c_int64(logits.stride(0)),
         c_int64(logits.shape[1]),
@@ -203,9 +202,3 @@ def probabilities_reference(logits: Tensor, token_ids: Tensor) -> np.ndarray:
     probs = torch.softmax(logits.float(), dim=-1).gather(1, token_ids[:, None])
     of_row: np.ndarray = probs.squeeze(1).numpy(force=True)
     return of_row
-
-
-def _library() -> Any:
-    library = compiled()
-    assert library is not None
-    return library
