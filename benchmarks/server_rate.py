@@ -58,9 +58,10 @@ async def over_http(
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "seed": params.seed,
+        "speculation": {"verification": params.verification},
     }
     if params.num_speculative_tokens is not None:
-        body["speculation"] = {"num_speculative_tokens": params.num_speculative_tokens}
+        body["speculation"]["num_speculative_tokens"] = params.num_speculative_tokens
     start_s = time.perf_counter()
     answer = await client.post("/v1/completions", json=body)
     seconds = time.perf_counter() - start_s
@@ -85,6 +86,8 @@ async def in_turn(
                         max_tokens=args.max_tokens,
                         temperature=args.temperature,
                         seed=i,
+                        # As without a seed: with one alone the server takes `match`.
+                        verification=config.speculation.verification,
                         num_speculative_tokens=k,
                     )
                     for way in ("evaluate", "server")[:: 1 if i % 2 else -1]:
