@@ -27,8 +27,9 @@ def distill_command(
         str | None,
         typer.Option(
             metavar="FILE|DATASET",
-            help="User turns: a text file (one per line), a .jsonl file or a hub data set. Of half "
-            "of them the target finishes the first words. \\[default: it writes them all]",
+            help="User turns: a text file (one per line), a .jsonl file or a hub data set. Half "
+            "are used whole; the target rewrites the others from their first words on. "
+            "\\[default: it writes them all]",
         ),
     ] = None,
     text: Annotated[
