@@ -165,17 +165,18 @@ def _narrow_kernel(
     if zero_ptr is not None:
         zero_at = zero_ptr + weight_row
     mask = is_row & is_out[:, None]
+    split = 0
     if parts_ptr is not None:
         split = tl.program_id(1)
-        part = _share(
-            x_ptr, codes_at, scale_at, zero_at, row, is_row, is_out, is_read, x_stride,
-            scale_stride, num_weight_rows, split, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS,
-            CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT,
-        )  # fmt: skip
-        total = part
+    total = _share(
+        x_ptr, codes_at, scale_at, zero_at, row, is_row, is_out, is_read, x_stride, scale_stride,
+        num_weight_rows, split, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS, CHUNK, IN_PAIRS,
+        BLOCK_M, BLOCK_N, WARPS, DEPENDENT,
+    )  # fmt: skip
+    if parts_ptr is not None:
         part_at = parts_ptr + row * num_weight_rows + weight_row[:, None]
         stride = num_rows.to(tl.int64) * num_weight_rows
-        tl.store(part_at + split * stride, part, mask=mask)
+        tl.store(part_at + split * stride, total, mask=mask)
         if out_ptr is not None:
             tl.debug_barrier()  # all stores of the program must come before its count
             counter = counters_ptr + tl.program_id(0)
@@ -189,11 +190,6 @@ def _narrow_kernel(
                     part_at + each * stride, mask=mask, other=0.0, cache_modifier=".cg"
                 )
     else:
-        total = _share(
-            x_ptr, codes_at, scale_at, zero_at, row, is_row, is_out, is_read, x_stride,
-            scale_stride, num_weight_rows, 0, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS,
-            CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT,
-        )  # fmt: skip
         if ADDS:
             out_at = out_ptr + row * num_out + n[:, None]
             total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
