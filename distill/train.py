@@ -80,19 +80,22 @@ class Trainer:
         self, lessons: Lessons, rows: Tensor, divergence: Divergence, weight: float
     ) -> Tensor:
         """Add the gradient of these rows' loss, [B, L], times `weight`; returns the loss."""
-        positions = rows[lessons.is_answered[rows]]
+        answered = lessons.is_answered[rows].nonzero(as_tuple=True)
+        positions = rows[answered]
         part = mean_divergence(
             divergence,
             lessons.top_ids[positions],
             lessons.top_log_probs[positions],
-            self._logits(lessons, rows, mask_of(lessons.conversation_of[rows])),
+            self._logits(lessons.token_ids[rows], answered, mask_of(lessons.conversation_of[rows])),
             weight,
         )
         part.backward()
         return part.detach()
 
-    def _logits(self, lessons: Lessons, rows: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The draft's logits [N, V] at the answers' positions in rows [B, L] of the lessons.
+    def _logits(
+        self, token_ids: Tensor, at: tuple[Tensor, ...], mask: Tensor | None = None
+    ) -> Tensor:
+        """The draft's logits [N, V] at N places of [B, L] tokens.
 
         Without a mask each row is one conversation.
         """
@@ -100,9 +103,9 @@ class Trainer:
         enabled = self._dtype != torch.float32
         with torch.autocast(self.device.type, self._dtype, enabled=enabled):
             states = draft.get_decoder()(
-                lessons.token_ids[rows].long(), attention_mask=mask, use_cache=False
+                token_ids.long(), attention_mask=mask, use_cache=False
             ).last_hidden_state
-            logits: Tensor = draft.get_output_embeddings()(states[lessons.is_answered[rows]])
+            logits: Tensor = draft.get_output_embeddings()(states[at])
         return logits
 
     @torch.no_grad()
@@ -111,11 +114,11 @@ class Trainer:
         same = torch.zeros((), dtype=torch.int64, device=self.device)
         overlap = torch.zeros((), device=self.device)
         for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
-            row = torch.arange(start, start + length, device=self.device)
-            at = row[lessons.is_answered[row]]
-            of_part = agreement(
-                lessons.top_ids[at], lessons.top_log_probs[at], self._logits(lessons, row[None])
-            )
+            part = slice(start, start + length)
+            answered = lessons.is_answered[None, part].nonzero(as_tuple=True)
+            at = start + answered[1]
+            logits = self._logits(lessons.token_ids[None, part], answered)
+            of_part = agreement(lessons.top_ids[at], lessons.top_log_probs[at], logits)
             same += of_part[0]
             overlap += of_part[1]
         num_tokens = int(lessons.is_answered.sum())
