@@ -1,32 +1,36 @@
 """What the target writes to learn from."""
 
 from pathlib import Path
+from typing import Any
 
 from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoTokenizer
 
 from outrider.distill.prompts import TASKS
 from outrider.distill.recipe import Recipe
-from outrider.distill.text import Writer, load_shards, shard_path
+from outrider.distill.text import Conversation, Writer, load_shards, shard_path
+
+
+def written(folder: Path, **told: Any) -> tuple[Any, list[Conversation]]:
+    """The tokenizer of a tiny target, and a shard that it wrote by such a recipe."""
+    target = save_tiny_model_with_tokenizer(folder / "target", max_position_embeddings=512)
+    path = shard_path(folder, 0)
+    Writer(Recipe(target=str(target), out="", **told), "cpu").write(0, path)
+    return AutoTokenizer.from_pretrained(target), load_shards([path])
 
 
 def test_given_turns_are_taken_whole_or_begun_and_the_answer_is_known(tmp_path: Path) -> None:
-    target = save_tiny_model_with_tokenizer(tmp_path / "target", max_position_embeddings=512)
     given = "how do bees find their way home"
     (tmp_path / "turns.txt").write_text(given)
-    recipe = Recipe(
-        target=str(target),
-        out="",
+    tokenizer, conversations = written(
+        tmp_path,
         prompts=str(tmp_path / "turns.txt"),
         conversations_per_shard=20,
         max_prompt_tokens=64,
         max_answer_tokens=8,
     )
-    path = shard_path(tmp_path, 0)
-    Writer(recipe, "cpu").write(0, path)
-    tokenizer = AutoTokenizer.from_pretrained(target)
     texts = []
-    for conversation in load_shards([path]):
+    for conversation in conversations:
         prompt, answer = conversation.token_ids.tensor_split([conversation.num_prompt_tokens])
         text = tokenizer.decode(prompt, skip_special_tokens=True)
         assert text.endswith("<assistant>")
@@ -39,20 +43,10 @@ def test_given_turns_are_taken_whole_or_begun_and_the_answer_is_known(tmp_path: 
 
 
 def test_some_users_ask_about_a_text_that_another_conversation_ended_with(tmp_path: Path) -> None:
-    target = save_tiny_model_with_tokenizer(tmp_path / "target", max_position_embeddings=512)
-    recipe = Recipe(
-        target=str(target),
-        out="",
-        conversations_per_shard=10,
-        max_prompt_tokens=160,
-        max_answer_tokens=32,
+    tokenizer, texts = written(
+        tmp_path, conversations_per_shard=10, max_prompt_tokens=160, max_answer_tokens=32
     )
-    path = shard_path(tmp_path, 0)
-    Writer(recipe, "cpu").write(0, path)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    conversations = [
-        tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in load_shards([path])
-    ]
+    conversations = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in texts]
     first, about = conversations[:7], conversations[7:]
     assert len(about) == 3
     for conversation in about:
