@@ -123,6 +123,7 @@ class ForwardBatch:
     @staticmethod
     def of_next_tokens(rows: BatchRows, slots: Slots) -> "ForwardBatch":
         """The same rows, each with the token after its own as input; no row gets logits."""
+        # Shifted by a view: adding 1 to positions would be a launch.
         input_ids = slots.token_ids[:, 1:][rows.slot_of_row, rows.positions].long()
         no_logits = rows.slots[:0]
         return ForwardBatch(input_ids, rows, no_logits, slots.block_table, slots.page_size)
