@@ -37,12 +37,17 @@ def rms_norm(
     if not uses_triton(x):
         return out.copy_(rms_norm_reference(x if rows is None else x[rows], norm))
     assert x.stride(1) == out.stride(1) == 1
-    block = triton.next_power_of_2(width)
     _rms_norm_kernel[(num_rows,)](
-        out, x, rows, norm.weight, norm.eps, out.stride(0), x.stride(0), width, BLOCK=block,
-        num_warps=max(1, min(8, block // 512)), **dependent_launch(x.device),
+        out, x, rows, norm.weight, norm.eps, out.stride(0), x.stride(0), WIDTH=width,
+        **block_of_row(width), **dependent_launch(x.device),
     )  # fmt: skip
     return out
+
+
+def block_of_row(width: int, most_warps: int = 8) -> dict[str, int]:
+    """How a program takes a whole row; the order of a norm's sum depends on it."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": max(1, min(most_warps, block // 512))}
 
 
 def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
@@ -58,23 +63,33 @@ def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
 
 @triton.jit
 def _rms_norm_kernel(
-    out_ptr,  # [T, width]
-    x_ptr,  # [N, width]
+    out_ptr,  # [T, WIDTH]
+    x_ptr,  # [N, WIDTH]
     rows_ptr,  # [T], or None for all
-    weight_ptr,  # [width]
+    weight_ptr,  # [WIDTH]
     eps,
     out_stride,
     x_stride,
-    width,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_next_kernel(DEPENDENT)
     out_row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + k, mask=k < width, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     row = out_row if rows_ptr is None else tl.load(rows_ptr + out_row)
-    x = tl.load(x_ptr + row * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
-    tl.store(out_ptr + out_row * out_stride + k, y.to(out_ptr.dtype.element_ty), mask=k < width)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    y = normed_row(x, weight, eps, WIDTH)
+    tl.store(out_ptr + out_row * out_stride + k, y.to(out_ptr.dtype.element_ty), mask=k < WIDTH)
+
+
+@triton.jit
+def normed_row(x, weight, eps, WIDTH: tl.constexpr):
+    """The norm of a row, of which each thread has the same numbers in every kernel that must agree.
+
+    Not a division: by a width that is an argument the GPU's is inexact, by a constant it is not.
+    Shape: [BLOCK] float32, 0 behind the width
+    """
+    return x * tl.rsqrt(tl.fma(tl.sum(x * x, 0), 1.0 / WIDTH, eps)) * weight

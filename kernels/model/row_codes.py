@@ -20,7 +20,7 @@ from ..dependent_launch import (
 from ..triton_or_none import tl, triton
 from .fp8 import MAX_E4M3, e4m3, to_e4m3
 from .narrow_matrix import RowFormat
-from .rms_norm import Norm, rms_norm_reference
+from .rms_norm import Norm, block_of_row, normed_row, rms_norm_reference
 
 _INTERPRET = tl.constexpr(INTERPRET)
 _MAX_INT8 = 127.0
@@ -45,7 +45,6 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
         return round_rows_reference(x, format_, norm)
     assert x.stride(-1) == 1
     rows = empty_rows(x, format_)
-    block = triton.next_power_of_2(format_.width)
     _round_rows_kernel[(len(x),)](
         rows.codes,
         rows.scale,
@@ -56,9 +55,7 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
         NUM_IN=x.shape[1],
         WIDTH=format_.width,
         GROUP=format_.group,
-        BLOCK=block,
-        # With a norm no more than `add_parts` takes: its order of summation hangs on them.
-        num_warps=max(1, min(16 if norm is None else 8, block // 512)),
+        **block_of_row(format_.width, 16 if norm is None else 8),  # a norm as `add_parts` takes it
         **dependent_launch(x.device),
     )
     return rows
@@ -119,7 +116,7 @@ def _round_rows_kernel(
     wait_for_inputs(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / NUM_IN + eps) * norm
+        x = normed_row(x, norm, eps, NUM_IN)
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # as a layer of other weights would get it
     store_codes(x, row, codes_ptr, scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
 

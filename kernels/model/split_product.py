@@ -18,7 +18,7 @@ from ..dependent_launch import (
 )
 from ..triton_or_none import tl, triton
 from .product import is_ahead, parts_of, product_parts
-from .rms_norm import Norm
+from .rms_norm import Norm, block_of_row, normed_row
 from .row_codes import Normed, empty_rows, store_codes
 
 _MIN_LARGE_WEIGHTS = 1 << 24
@@ -72,7 +72,6 @@ def add_parts(
     rows = empty_rows(residual, format_) if format_ is not None else None
     if norm is not None and rows is None and out is None:
         out = torch.empty_like(residual)
-    block = triton.next_power_of_2(width if format_ is None else format_.width)
     _add_parts_kernel[(num_rows,)](
         residual,
         out,
@@ -83,13 +82,11 @@ def add_parts(
         norm.weight if norm is not None else None,
         norm.eps if norm is not None else 0.0,
         num_rows,
-        width,
+        NUM_IN=width,
         WIDTH=format_.width if format_ is not None else 0,
         GROUP=format_.group if format_ is not None else 0,
-        NUM_IN=width if format_ is not None else 0,
         SPLITS=num_splits,
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+        **block_of_row(width if format_ is None else format_.width),
         **dependent_launch(residual.device),
     )
     return out if rows is None else rows
@@ -97,19 +94,18 @@ def add_parts(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_parts_kernel(
-    residual_ptr,  # [num_rows, width]
+    residual_ptr,  # [num_rows, NUM_IN]
     out_ptr,  # as residual, or None
     codes_ptr,  # [num_rows, WIDTH] or None
     codes_scale_ptr,  # [num_rows, groups] or None
-    parts_ptr,  # [SPLITS, num_rows, width] float32
-    bias_ptr,  # [width] or None
-    norm_ptr,  # [width] or None
+    parts_ptr,  # [SPLITS, num_rows, NUM_IN] float32
+    bias_ptr,  # [NUM_IN] or None
+    norm_ptr,  # [NUM_IN] or None
     eps,
     num_rows,
-    width,
+    NUM_IN: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
-    NUM_IN: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -118,21 +114,22 @@ def _add_parts_kernel(
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
-    mask = n < width
+    mask = n < NUM_IN
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    at = row * width + n
+    at = row * NUM_IN + n
     wait_for_inputs(DEPENDENT)
     y = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    stride = num_rows.to(tl.int64) * NUM_IN
     for split in tl.static_range(SPLITS):
-        y += tl.load(parts_ptr + split * (num_rows.to(tl.int64) * width) + at, mask=mask, other=0.0)
+        y += tl.load(parts_ptr + split * stride + at, mask=mask, other=0.0)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
     stored = y.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, stored, mask=mask)
     if norm_ptr is not None:
         y = stored.to(tl.float32)  # normalise what was stored
-        z = (y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * norm).to(stored.dtype)
+        z = normed_row(y, norm, eps, NUM_IN).to(stored.dtype)
         if codes_ptr is not None:
             z = z.to(tl.float32)
             store_codes(z, row, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)

@@ -17,8 +17,11 @@ from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix
 from outrider.kernels.model.narrow_product import narrow_product
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.product import product
+from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing, Tiles
+from outrider.kernels.model.row_codes import round_rows
 from outrider.kernels.model.scaled_linear import scaled_linear
+from outrider.kernels.model.split_product import add_parts
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
 pytestmark = [
@@ -84,6 +87,32 @@ def test_narrow_products_do_not_overwrite_what_is_multiplied(
         matrix = make_matrix(kind, 512, 1024, group)
         narrow_product(empty(num_rows, 512), empty(num_rows, 1024), matrix, None, 1, None)
     check(kernels)
+
+
+def layout_of_sum(kernel: Any) -> tuple[str, str]:
+    """In which a kernel adds up the first thing that it reduces."""
+    code = kernel.asm["ttgir"]
+    found = re.search(r'"tt.reduce".*?tensor<(\w+), (#\w+)>', code, re.DOTALL)
+    assert found is not None
+    return found[1], re.findall(rf"^{found[2]} = (.*)$", code, re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("width", [300, 5000])
+def test_kernels_norm_a_row_in_one_way(width: int) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        matrix = make_matrix("int8", 16, width, width)._replace(rounds_inputs=True)
+        assert matrix.row_format is not None
+        x, norm = empty(9, width), Norm(empty(width), 1e-5)
+        parts = empty(2, 9, width, dtype=torch.float32)
+        rms_norm(x, norm)
+        add_parts(x, parts, norm)
+        round_rows(x, matrix.row_format, norm)
+        add_parts(x, parts, norm._replace(rounds=matrix.row_format))
+    layouts = [layout_of_sum(kernel) for kernel in kernels]
+    assert layouts[0] == layouts[1]
+    assert layouts[2] == layouts[3]
+    # Its bits depend on whether the compiler knows the divisor.
+    assert not any("div.full" in kernel.asm["ptx"] for kernel in kernels)
 
 
 def plain(num_rows: int) -> None:
