@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels.model.rows import keep_last_rows
+
 from ..models.attention import PassContext
 from ..models.heads.head import AutoregressiveHead
 from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
@@ -39,11 +41,8 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
         """Compute the rows, and keep each sequence's last one, from which its drafts start."""
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
         y = self._head(self._head.fused(taps), batch.input_ids, self._context(batch))
-        # For a sequence with n known tokens, the row at n - 2; for an unfinished prompt, any row.
         slots, seq_lens, bounds = batch.rows.slots, batch.rows.seq_lens, batch.rows.cu_seqlens_q
-        first, last = bounds[:-1], bounds[1:] - 1
-        row = last - 1 + self._slots.num_tokens[slots] - seq_lens
-        self._last_rows[slots] = y[row.clamp(first, last)]
+        keep_last_rows(self._last_rows, y, slots, seq_lens, bounds, self._slots.num_tokens)
         return y
 
     def _context(self, batch: ForwardBatch) -> PassContext:

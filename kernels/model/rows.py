@@ -1,4 +1,4 @@
-"""Looks up each row of a batch: its token, and where in the pages its KV goes."""
+"""Looks up each row of a batch: its token, where its KV goes, which is the last of a sequence."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import uses_triton
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 
 
@@ -129,3 +130,60 @@ def _read_rows_kernel(
     tl.store(out_ids_ptr + row, token.to(tl.int64), mask=is_row)
     tl.store(out_positions_ptr + row, position, mask=is_row)
     tl.store(slot_mapping_ptr + row, slot_mapping, mask=is_row)
+
+
+def keep_last_rows(
+    kept: Tensor, y: Tensor, slots: Tensor, seq_lens: Tensor, bounds: Tensor, num_tokens: Tensor
+) -> None:
+    """Keep for each sequence the output of its last row that has a known token behind it.
+
+    With n known tokens it is at n - 2; of an unfinished prompt any row is kept.
+    Shape: kept [num_slots, H], y [T, H], both dense; slots, seq_lens (absolute) [B]; bounds
+        [B + 1], of each sequence's rows; num_tokens [num_slots].
+    """
+    if not uses_triton(y):
+        keep_last_rows_reference(kept, y, slots, seq_lens, bounds, num_tokens)
+        return
+    assert kept.is_contiguous()
+    assert y.is_contiguous()
+    width = y.shape[1]
+    _keep_last_rows_kernel[(len(slots),)](
+        kept, y, slots, seq_lens, bounds, num_tokens, WIDTH=width,
+        BLOCK=triton.next_power_of_2(width), **dependent_launch(y.device),
+    )  # fmt: skip
+
+
+def keep_last_rows_reference(
+    kept: Tensor, y: Tensor, slots: Tensor, seq_lens: Tensor, bounds: Tensor, num_tokens: Tensor
+) -> None:
+    first, last = bounds[:-1], bounds[1:] - 1
+    row = last - 1 + num_tokens[slots] - seq_lens
+    kept[slots] = y[row.clamp(first, last)]
+
+
+@triton.jit
+def _keep_last_rows_kernel(
+    kept_ptr,  # [num_slots, WIDTH]
+    y_ptr,  # [num_rows, WIDTH]
+    slots_ptr,  # [num_seqs]
+    seq_lens_ptr,  # [num_seqs]
+    bounds_ptr,  # [num_seqs + 1]
+    num_tokens_ptr,  # [num_slots]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Each program: one sequence."""
+    start_next_kernel(DEPENDENT)
+    seq = tl.program_id(0)
+    # All known since before the pass, whose first launch is an ordinary one.
+    slot = tl.load(slots_ptr + seq)
+    first = tl.load(bounds_ptr + seq)
+    last = tl.load(bounds_ptr + seq + 1) - 1
+    row = last - 1 + tl.load(num_tokens_ptr + slot) - tl.load(seq_lens_ptr + seq)
+    row = tl.minimum(tl.maximum(row, first), last)
+    k = tl.arange(0, BLOCK)
+    mask = (k < WIDTH) & (first <= last)  # padding has no rows
+    wait_for_inputs(DEPENDENT)
+    y = tl.load(y_ptr + row * WIDTH + k, mask=mask)
+    tl.store(kept_ptr + slot * WIDTH + k, y, mask=mask)

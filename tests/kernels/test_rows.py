@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from outrider.kernels.model.rows import read_rows, read_rows_reference
+from outrider.kernels.model.rows import (
+    keep_last_rows,
+    keep_last_rows_reference,
+    read_rows,
+    read_rows_reference,
+)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -28,3 +33,20 @@ def test_rows_are_looked_up(num_rows: list[int], ahead: int, device: torch.devic
     for x, y in zip(got, expected, strict=True):
         assert x.dtype == y.dtype
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("width", [8, 300])
+def test_the_row_before_the_last_known_token_is_kept(width: int, device: torch.device) -> None:
+    slots = torch.tensor([4, 0, 2, 3, 5])  # the last is the dummy
+    # Two of three drafts stand, none does, a prompt ends, another goes on; padding.
+    num_tokens = torch.tensor([41, 0, 9, 30, 7, 0])
+    seq_lens = torch.tensor([8, 43, 8, 12, 0])
+    bounds = torch.tensor([0, 4, 8, 16, 20, 20])
+    y = torch.randn(20, width, generator=torch.Generator().manual_seed(0))
+    given = [x.to(device) for x in (y, slots, seq_lens, bounds, num_tokens)]
+    got, expected = torch.zeros(2, 6, width, device=device)
+    keep_last_rows(got, *given)
+    keep_last_rows_reference(expected, *given)
+    assert torch.equal(got[:5], expected[:5])
+    rows = torch.tensor([1, 4, 15, 19], device=device)
+    assert torch.equal(got[[4, 0, 2, 3]], given[0][rows])
