@@ -29,6 +29,7 @@ from outrider.engine.models.gguf_file import FORMATS, GgufFile, UnknownFormatErr
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network, Pass
 from outrider.engine.models.one_prompt import one_prompt
+from outrider.kernels.cpu import layers
 from outrider.kernels.cpu.layers import compiled
 
 needs_layers = pytest.mark.skipif(
@@ -36,6 +37,12 @@ needs_layers = pytest.mark.skipif(
     reason="no layers were compiled here, or they are not asked",
 )
 QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q4_K, Type.Q6_K]
+
+
+@pytest.fixture
+def exact_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build for any processor, which does not round inputs."""
+    monkeypatch.setattr(layers, "compiled", lambda: layers.builds()["_layers"])
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +149,23 @@ def test_a_tensor_without_dimensions_is_refused(tmp_path: Path) -> None:
 
 @needs_layers
 @pytest.mark.parametrize("type_", QUANTISED)
+@pytest.mark.parametrize("rounds_inputs", [False, True])
 def test_logits_are_those_of_the_unpacked_model(
-    type_: Type, directory: Callable[[Type, Type], Path]
+    rounds_inputs: bool,
+    type_: Type,
+    directory: Callable[[Type, Type], Path],
+    request: pytest.FixtureRequest,
 ) -> None:
+    if not rounds_inputs:
+        request.getfixturevalue("exact_inputs")
     folder = directory(type_, Type.Q8_0)
     network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]
-    got = logits(network, ids)
-    assert (got - truth).norm() <= 3e-4 * truth.norm()
+    error = (logits(network, ids) - truth).norm() / truth.norm()
+    assert error <= (3e-4 if rounds_inputs else 1e-5)
 
 
 @needs_layers
