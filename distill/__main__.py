@@ -16,3 +16,6 @@ if __name__ == "__main__":
         print(distill(Recipe.load(Path(sys.argv[1])), _print_progress))
     except DistillError as error:
         sys.exit(f"distill: {error}")
+    except KeyboardInterrupt:
+        print("distill: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)

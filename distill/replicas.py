@@ -1,6 +1,8 @@
 """Training on every device: a replica each, on its own share of the text, gradients summed."""
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +34,7 @@ from .writers import devices_of
 _REPORT_STEPS = 10
 _POLL_S = 0.2
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations
+_SAVING_S = 30.0  # a checkpoint, at most
 _TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
 
 
@@ -73,7 +76,8 @@ def run_replicas(
 
     If a replica fails, the others would wait for it on their GPUs for ever. So none runs in this
     process, and all are ended when the first fails. Raises ProcessRaisedException, which has its
-    traceback, or ProcessExitedException.
+    traceback, or ProcessExitedException. On KeyboardInterrupt the first replica gets SIGTERM, and
+    time to save its work.
     """
     said: Queue[tuple[Any, ...]] = multiprocessing.get_context("spawn").Queue()
     replicas = start_processes(replica, (said, *args), world, join=False, start_method="spawn")
@@ -91,6 +95,10 @@ def run_replicas(
                         handlers[name](*values)
             except Empty:
                 pass
+    except KeyboardInterrupt:
+        replicas.processes[0].terminate()
+        replicas.processes[0].join(_SAVING_S)
+        raise
     finally:
         for process in replicas.processes:
             process.kill()
@@ -107,6 +115,8 @@ def _train_in_process(
     devices: list[str],
 ) -> None:
     """One of several replicas: the first of them keeps the extent, reports and has the result."""
+    os.setsid()  # Ctrl-C must not reach us: the first could not save without the others
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def say(name: str) -> Callable[..., None] | None:
         return (lambda *values: said.put((name, *values))) if rank == 0 else None

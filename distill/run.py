@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -31,15 +33,15 @@ _TARGET_FILES = ("LICENSE", "NOTICE", "generation_config.json")
 def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
     """Make the draft of a recipe in `recipe.out`, completely or not at all.
 
-    Work in progress is kept beside it; running the same recipe again continues from there.
-    Raises DistillError.
+    Work in progress is kept beside it, also on Ctrl-C and SIGTERM (KeyboardInterrupt); running the
+    same recipe again continues from there. Raises DistillError.
     """
     out = Path(recipe.out).absolute()
     work = out.with_name(f".{out.name}.distilling")
     budget = Budget.parse(recipe.budget)
     Size.parse(recipe.size)
     _check(recipe, out)
-    with _disk_errors_told(out), _alone(work):
+    with _ended_as_by_ctrl_c(), _disk_errors_told(out), _alone(work):
         _keep(
             asdict(recipe),
             work / "recipe.json",
@@ -90,6 +92,19 @@ def _check(recipe: Recipe, out: Path) -> None:
         raise DistillError(f"{out.parent} is no directory; make it first")
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise DistillError("device is cuda, but torch finds no GPU here; leave it out for the CPU")
+
+
+@contextlib.contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Take SIGTERM for Ctrl-C; only the main thread may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

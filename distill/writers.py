@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -90,16 +91,22 @@ def write_text(
         share = _SHARE_OF_MEMORY / per_device
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(
-            len(writers), spawn, initializer=_keep_ledger, initargs=(ledger,)
+            len(writers), spawn, initializer=_begin, initargs=(ledger,)
         ) as pool:
-            futures = [
-                pool.submit(_write_shards_of_pool, recipe, folder, device, share)
-                for device in writers
-            ]
-            while wait(futures, _POLL_S).not_done:
-                report(stage, min(ledger.num_written, (num_tokens or 1) - 1), num_tokens or 0)
-            for future in futures:
-                future.result()
+            try:
+                futures = [
+                    pool.submit(_write_shards_of_pool, recipe, folder, device, share)
+                    for device in writers
+                ]
+                while wait(futures, _POLL_S).not_done:
+                    report(stage, min(ledger.num_written, (num_tokens or 1) - 1), num_tokens or 0)
+                for future in futures:
+                    future.result()
+            except KeyboardInterrupt:
+                # The pool would wait until they have written all.
+                for writer in multiprocessing.active_children():
+                    writer.kill()
+                raise
     report(stage, num_tokens or 1, num_tokens or 1)
     return Extent(_num_shards(folder, num_tokens))
 
@@ -143,9 +150,17 @@ def write_shards(
 _ledger: Ledger | None = None  # in a process of the pool: it can only be passed at its start
 
 
-def _keep_ledger(ledger: Ledger) -> None:
+def _begin(ledger: Ledger) -> None:
     global _ledger
     _ledger = ledger
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """Else a writer whose parent is killed would write on, beside those of the next run."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def _write_shards_of_pool(recipe: Recipe, folder: Path, device: str, share: float) -> None:

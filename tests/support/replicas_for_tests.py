@@ -1,7 +1,9 @@
 """Replicas that run in processes of their own, which import them by name."""
 
+import signal
 import time
 from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 
@@ -18,3 +20,13 @@ def one_fails(rank: int, said: "Queue[tuple[Any, ...]]", how: str) -> None:
     if rank == 1:
         raise SystemExit(3)
     time.sleep(600)  # as in a sum over all replicas
+
+
+def save_in_the_end(rank: int, said: "Queue[tuple[Any, ...]]", path: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if rank == 0:
+            said.put(("begun",))
+        time.sleep(600)
+    except KeyboardInterrupt:
+        path.write_text("saved")

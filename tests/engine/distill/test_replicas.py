@@ -1,7 +1,10 @@
 """Replicas in processes of their own: what they say, and that none waits for one that failed."""
 
+import signal
+from pathlib import Path
+
 import pytest
-from replicas_for_tests import one_fails, talk
+from replicas_for_tests import one_fails, save_in_the_end, talk
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from outrider.distill.replicas import run_replicas
@@ -19,6 +22,13 @@ def test_the_first_replica_reports_and_has_the_result() -> None:
 def test_a_replica_that_fails_ends_all_and_is_told() -> None:
     with pytest.raises(ProcessRaisedException, match="out of luck"):
         run_replicas(one_fails, 2, ("raises",), {})
+
+
+def test_the_first_replica_saves_its_work_when_the_run_is_interrupted(tmp_path: Path) -> None:
+    handlers = {"begun": lambda: signal.raise_signal(signal.SIGINT)}
+    with pytest.raises(KeyboardInterrupt):
+        run_replicas(save_in_the_end, 2, (tmp_path / "checkpoint",), handlers)
+    assert (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.deep

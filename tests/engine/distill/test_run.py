@@ -1,6 +1,7 @@
 """A whole distillation of a tiny target: what appears, what goes on after a break, what not."""
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -117,9 +118,12 @@ def test_a_trained_head_is_served_and_described(head: Distilled, target: Path) -
     assert engine.info.proposer == "eagle3"
 
 
-@pytest.mark.parametrize("kind", ["draft", "head"])
+@pytest.mark.parametrize(
+    ("kind", "sig"), [("draft", signal.SIGINT), ("draft", signal.SIGTERM), ("head", signal.SIGINT)]
+)
 def test_interrupted_and_resumed_it_is_the_same(
     kind: str,
+    sig: signal.Signals,
     recipe_of: Callable[[str], Recipe],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,7 +134,7 @@ def test_interrupted_and_resumed_it_is_the_same(
 
     def interrupted(trainer: train.Trainer, *args: object) -> torch.Tensor:
         if trainer.step == 13:
-            raise KeyboardInterrupt
+            signal.raise_signal(sig)
         return whole_step(trainer, *args)
 
     with monkeypatch.context() as patch:

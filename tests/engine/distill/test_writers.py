@@ -1,13 +1,22 @@
 """Writers that share the work."""
 
+import json
+import signal
+import subprocess
+import sys
 import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from tiny_pairs import save_tiny_model_with_tokenizer
 
 from outrider.distill import writers
+from outrider.distill.recipe import Recipe
 
 
 def test_writers_start_together_once_a_first_one_has_started(tmp_path: Path) -> None:
@@ -41,3 +50,35 @@ def test_a_large_target_shares_its_gpu_among_few_writers(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     assert writers.num_writers(str(tmp_path), "cuda:0") == expected
     assert writers.num_writers(str(tmp_path), "cpu") == 1
+
+
+@pytest.mark.slow  # processes that load torch
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_no_writer_outlives_its_run(sig: signal.Signals, tmp_path: Path) -> None:
+    recipe = Recipe(
+        target=str(save_tiny_model_with_tokenizer(tmp_path / "target")),
+        out=str(tmp_path / "draft"),
+        budget="1B",
+        conversations_per_shard=2,
+        max_prompt_tokens=16,
+        max_answer_tokens=24,
+        writers_per_device=2,
+    )
+    (tmp_path / "recipe.json").write_text(json.dumps(asdict(recipe)))
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "outrider.distill", str(tmp_path / "recipe.json")], stderr=log
+        )
+    until_s = time.monotonic() + 60
+    while not list(tmp_path.glob(".draft.distilling/conversations-*")):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    processes = [*psutil.Process(run.pid).children(), psutil.Process(run.pid)]
+    assert len(processes) >= 3
+    run.send_signal(sig)
+    _, left = psutil.wait_procs(processes, timeout=15)
+    for process in left:
+        process.kill()
+    assert not left
+    stopped = "the same command goes on" in (tmp_path / "log").read_text()
+    assert stopped == (sig == signal.SIGTERM)
