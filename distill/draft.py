@@ -2,7 +2,13 @@
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from outrider.engine.models.admission import max_positions
 
@@ -12,24 +18,34 @@ _MLP_RATIO = 4  # few wide layers: with few rows, a layer's launches cost most
 _WEIGHT_STD = 0.02
 
 
-def starting_draft(
+def draft_to_train(
     target: PreTrainedModel, recipe: Recipe, device: torch.device
 ) -> PreTrainedModel:
     """The draft that the recipe starts from, or a new one; float32."""
     if recipe.start is None:
         return new_draft(target, Size.parse(recipe.size), recipe.seed, device)
-    draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        recipe.start, dtype=torch.float32, device_map={"": device}, local_files_only=True
-    )
-    sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
+    return load_start(recipe.start, target.config, device)
+
+
+def load_start(
+    start: str, target_config: PreTrainedConfig, device: torch.device
+) -> PreTrainedModel:
+    """The draft to go on from; raises DistillError if it cannot be trained for the target."""
+    try:
+        draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            start, dtype=torch.float32, device_map={"": device}, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DistillError(f"start: cannot load {start}: {error}") from error
+    sizes = [config.get_text_config().vocab_size for config in (draft.config, target_config)]
     if sizes[0] != sizes[1]:
         raise DistillError(
-            f"start: {recipe.start} has a vocabulary of {sizes[0]} tokens, the target one of "
+            f"start: {start} has a vocabulary of {sizes[0]} tokens, the target one of "
             f"{sizes[1]}; go on from a draft with the target's tokenizer"
         )
     if not _head_is_a_product(draft):
         raise DistillError(
-            f"start: {recipe.start} caps or scales its logits; go on from a model that does not"
+            f"start: {start} caps or scales its logits; go on from a model that does not"
         )
     return draft
 

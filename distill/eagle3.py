@@ -15,15 +15,27 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.engine.models.admission import max_positions
 
-from .recipe import Recipe
+from .recipe import DistillError, Recipe
 
 _WEIGHT_STD = 0.02
+_FROM_TARGET = ("num_key_value_heads", "rms_norm_eps", "intermediate_size", "rope_parameters")
 _MOST_DRAFT_TOKENS = ((64_000, 32_000), (16_000, 8_192))  # (vocabulary above, most draft tokens)
+
+
+def check_target(config: PreTrainedConfig) -> None:
+    """Refuse a target that is not of Llama's form, which a head takes over."""
+    told = config.get_text_config()
+    missing = [name for name in _FROM_TARGET if getattr(told, name, None) is None]
+    if missing:
+        raise DistillError(
+            f"kind: no head can be made for a {config.model_type}, whose config has no "
+            f"{' and no '.join(missing)}; leave kind out and make a draft"
+        )
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:

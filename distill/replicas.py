@@ -22,7 +22,7 @@ from outrider.engine.models.admission import resolve_dtype
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.gguf_file import transformers_arguments
 
-from .draft import starting_draft
+from .draft import draft_to_train
 from .lessons import read
 from .recipe import Extent, Recipe
 from .rows import TrainingRows
@@ -164,7 +164,7 @@ def _train_replica(
                 recipe, target, torch.cat([c.token_ids for c in conversations])
             )
         else:
-            trainer = Trainer(recipe, starting_draft(target, recipe, device), target.dtype)
+            trainer = Trainer(recipe, draft_to_train(target, recipe, device), target.dtype)
         if world > 1:
             for parameter in trainer.draft.parameters():
                 dist.broadcast(parameter.data, src=0)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,20 @@ from typing import Any
 import torch
 
 from outrider.engine.api import ReportProgress
+from outrider.engine.models.admission import check_config, max_positions
+from outrider.engine.models.architectures import load_config
 
 from .card import write_card
-from .prompts import load_tokenizer, user_turns
+from .draft import load_start
+from .eagle3 import check_target
+from .prompts import frame, load_tokenizer, user_turns
 from .recipe import Budget, DistillError, Extent, Recipe, Size
 from .replicas import train_draft
-from .text import text_folder
+from .text import longest_conversation, text_folder
 from .train import HeldOut
 from .writers import write_text
 
+_VERSION = 2  # of the work folder: what another version left unfinished, this one cannot go on with
 _WRITING_SHARE = 0.5  # of a budget of time: with less text, the draft would learn it by heart
 _TARGET_FILES = ("LICENSE", "NOTICE", "generation_config.json")
 
@@ -42,14 +47,16 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
     Size.parse(recipe.size)
     _check(recipe, out)
     with _ended_as_by_ctrl_c(), _disk_errors_told(out), _alone(work):
+        extent_path = work / "plan.json"
         _keep(
-            asdict(recipe),
+            asdict(recipe) | {"version": _VERSION},
             work / "recipe.json",
             f"{work} holds an unfinished run",
             "repeat that one to go on with it, or remove the folder",
+            # Of a recipe whose text is not complete, all the rest may still be mended.
+            all_but=() if extent_path.exists() else asdict(recipe).keys() - recipe.of_text().keys(),
         )
         start_s = time.time()
-        extent_path = work / "plan.json"
         extent = _extent(extent_path) if extent_path.exists() else None
         if extent is None:
             until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
@@ -74,7 +81,7 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
 
 
 def _check(recipe: Recipe, out: Path) -> None:
-    """Refuse what cannot succeed, before anything is loaded."""
+    """Refuse what cannot succeed, before anything is written."""
     target = Path(recipe.target)
     if not (target / "config.json").is_file():
         raise DistillError(f"{target} is no model directory: it has no config.json")
@@ -92,6 +99,26 @@ def _check(recipe: Recipe, out: Path) -> None:
         raise DistillError(f"{out.parent} is no directory; make it first")
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise DistillError("device is cuda, but torch finds no GPU here; leave it out for the CPU")
+    _check_models(recipe)
+
+
+def _check_models(recipe: Recipe) -> None:
+    try:
+        config = load_config(recipe.target)
+    except (OSError, ValueError, KeyError) as error:
+        raise DistillError(f"cannot read the config of {recipe.target}: {error}") from error
+    check_config(config)
+    framed = frame(load_tokenizer(recipe.target), recipe.target)
+    longest, room = longest_conversation(recipe, framed), max_positions(config)
+    if longest > room:
+        raise DistillError(
+            f"{recipe.target} has positions for {room} tokens, and conversations take up to "
+            f"{longest}; in a recipe, lower max_prompt_tokens or max_answer_tokens"
+        )
+    if recipe.kind == "eagle3":
+        check_target(config)
+    if recipe.start is not None:
+        load_start(recipe.start, config, torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -122,10 +149,18 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _keep(now: dict[str, Any], path: Path, what: str, advice: str) -> None:
+def _keep(
+    now: dict[str, Any], path: Path, what: str, advice: str, all_but: Collection[str] = ()
+) -> None:
     """Write down the settings of what lies beside `path`; refuse if they were others before."""
-    before = json.loads(path.read_text()) if path.exists() else {}
-    differing = [f"{name} was {was!r}" for name, was in before.items() if now.get(name) != was]
+    before = json.loads(path.read_text()) if path.exists() else now
+    if "version" in now:
+        before.setdefault("version", 1)
+    differing = [
+        f"{name} was {was!r}"
+        for name, was in before.items()
+        if name not in all_but and now.get(name) != was
+    ]
     if differing:
         raise DistillError(f"{what} of another recipe ({', '.join(differing)}); {advice}")
     path.write_text(json.dumps(now, indent=2) + "\n")

@@ -49,6 +49,12 @@ class Conversation:
     num_prompt_tokens: int
 
 
+def longest_conversation(recipe: Recipe, frame: Frame) -> int:
+    """In tokens."""
+    framing = len(frame.before) + len(frame.after or [])
+    return framing + recipe.max_prompt_tokens + recipe.max_answer_tokens
+
+
 class Writer:
     """Writes shards of conversations; shard i is the same whichever process writes it, and when."""
 
@@ -58,7 +64,6 @@ class Writer:
         self._frame: Frame = frame(self._tokenizer, recipe.target)
         self._turns = (tuple(user_turns(recipe.prompts)),) if recipe.prompts else None
         num_seqs = recipe.conversations_per_shard
-        framing = len(self._frame.before) + len(self._frame.after or [])
         self._engine = Engine(
             EngineConfig(
                 target=ModelConfig(path=recipe.target),
@@ -67,7 +72,7 @@ class Writer:
                 num_threads=None if device == "cpu" else 1,
                 eos_token_ids=self._frame.eos_token_ids,
                 gpu_memory_utilization=share_of_memory,
-                max_model_len=framing + recipe.max_prompt_tokens + recipe.max_answer_tokens,
+                max_model_len=longest_conversation(recipe, self._frame),
                 speculation=SpeculationConfig(proposer="none", num_speculative_tokens=0),
                 cache=CacheConfig(prefix_caching=False, memory_fraction=share_of_memory),
                 scheduler=SchedulerConfig(

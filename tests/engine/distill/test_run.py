@@ -3,7 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.distill import train
 from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.run import distill
+from outrider.distill.text import Writer
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 
@@ -182,9 +183,36 @@ def test_a_draft_can_go_on_from_where_another_ended(
         patch.setattr(train.Trainer, "train_step", _without_a_change)
         again = run(replace(recipe, start=str(draft.out), size="2x64"))
     assert all(torch.equal(tensor, again[name]) for name, tensor in draft.tensors.items())
-    other = save_tiny_model_with_tokenizer(tmp_path / "other", vocab_size=1024)
-    with pytest.raises(DistillError, match="vocabulary of 1024"):
-        run(replace(recipe, start=str(other), out=str(tmp_path / "third")))
+
+
+@pytest.mark.parametrize(
+    ("target_is", "start_is", "changes", "words"),
+    [
+        ({}, {"vocab_size": 1024}, {}, "vocabulary of 1024"),
+        ({}, {"architecture": "gemma2"}, {}, "caps or scales"),
+        ({"architecture": "gpt_neox"}, None, {"kind": "eagle3"}, "no num_key_value_heads"),
+        ({"architecture": "gpt2"}, None, {"kind": "eagle3"}, "no num_key_value_heads"),
+        ({"architecture": "opt"}, None, {"kind": "eagle3"}, "no num_key_value_heads"),
+        ({}, None, {"max_answer_tokens": 300}, "has positions for 256"),
+    ],
+)
+def test_what_does_not_suit_the_target_is_refused_before_it_writes(
+    target_is: dict[str, Any],
+    start_is: dict[str, Any] | None,
+    changes: dict[str, Any],
+    words: str,
+    recipe: Recipe,
+    tmp_path: Path,
+) -> None:
+    if target_is:
+        target = save_tiny_model_with_tokenizer(tmp_path / "target", **target_is)
+        recipe = replace(recipe, target=str(target))
+    if start_is:
+        start = save_tiny_model_with_tokenizer(tmp_path / "start", **start_is)
+        recipe = replace(recipe, start=str(start))
+    with pytest.raises(DistillError, match=words):
+        run(replace(recipe, **changes))
+    assert not list(tmp_path.glob(".draft*"))
 
 
 def test_a_head_does_not_go_on_from_a_draft(
@@ -238,6 +266,37 @@ def test_another_recipe_does_not_go_on_with_an_unfinished_run(
     with pytest.raises(DistillError, match="size was '1x64'"):
         run(replace(recipe, size="2x64"))
     run(recipe)
+
+
+def test_while_text_is_missing_what_it_does_not_depend_on_may_change(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    write = Writer.write
+
+    def interrupted(writer: Writer, shard: int, path: Path) -> int:
+        if shard == 1:
+            raise KeyboardInterrupt
+        written.append(shard)
+        return write(writer, shard, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe)
+        with pytest.raises(DistillError, match="seed was 0"):
+            run(replace(recipe, seed=1))
+        with pytest.raises(KeyboardInterrupt):
+            run(replace(recipe, size="2x64", budget="6K"))
+    assert written == [0]
+
+
+def test_the_unfinished_run_of_an_older_version_is_refused(recipe: Recipe) -> None:
+    work = Path(recipe.out).with_name(".draft.distilling")
+    work.mkdir()
+    (work / "recipe.json").write_text(json.dumps(asdict(recipe)))
+    with pytest.raises(DistillError, match="version was 1"):
+        run(recipe)
 
 
 def test_drafts_and_heads_learn_from_one_text(
