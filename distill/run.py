@@ -4,11 +4,11 @@ import contextlib
 import errno
 import fcntl
 import json
-import os
 import shutil
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from .recipe import Budget, DistillError, Extent, Recipe, Size
 from .replicas import train_draft
 from .text import longest_conversation, text_folder
 from .train import HeldOut
+from .whole_file import whole_file
 from .writers import write_text
 
 _VERSION = 2  # of the work folder: what another version left unfinished, this one cannot go on with
@@ -171,9 +172,8 @@ def _extent(path: Path) -> Extent:
 
 
 def _save_extent(extent: Extent, path: Path) -> None:
-    scratch = path.with_suffix(".partial")
-    scratch.write_text(json.dumps(asdict(extent)))
-    os.replace(scratch, path)
+    with whole_file(path) as scratch:
+        scratch.write_text(json.dumps(asdict(extent)))
 
 
 def _finish(recipe: Recipe, extent: Extent, folder: Path, held_out: HeldOut) -> None:
@@ -190,8 +190,9 @@ def _disk_errors_told(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and torch.save have their own error types: only the message tells.
-        words = str(error)
+        # safetensors and torch.save have their own error types: only the message tells, if need be
+        # that of the error behind theirs.
+        words = "".join(traceback.format_exception(error))
         if "No space left on device" in words or "Disk quota exceeded" in words:
             free_mb = shutil.disk_usage(out.parent).free // 10**6
             raise DistillError(

@@ -1,6 +1,5 @@
 """The target writes conversations with our own engine, which decodes many at once, plainly."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from .prompts import (
     user_turns,
 )
 from .recipe import Recipe
+from .whole_file import whole_file
 
 _MAX_BATCHED_TOKENS = 16384
 _GREEDY_SHARE = 0.5
@@ -198,16 +198,15 @@ def _seeds(rng: np.random.Generator, count: int) -> list[int]:
 def save_shard(conversations: list[list[int]], prompts: list[list[int]], path: Path) -> None:
     """Conversations as one row of tokens, with their lengths and their prompts', in a file."""
     tokens = [token_id for conversation in conversations for token_id in conversation]
-    scratch = path.with_suffix(".partial")
-    save_file(
-        {
-            "tokens": torch.tensor(tokens, dtype=torch.int32),
-            "lengths": torch.tensor([len(c) for c in conversations], dtype=torch.int32),
-            "prompt_lengths": torch.tensor([len(p) for p in prompts], dtype=torch.int32),
-        },
-        scratch,
-    )
-    os.replace(scratch, path)
+    with whole_file(path) as scratch:
+        save_file(
+            {
+                "tokens": torch.tensor(tokens, dtype=torch.int32),
+                "lengths": torch.tensor([len(c) for c in conversations], dtype=torch.int32),
+                "prompt_lengths": torch.tensor([len(p) for p in prompts], dtype=torch.int32),
+            },
+            scratch,
+        )
 
 
 def load_shards(paths: list[Path]) -> list[Conversation]:

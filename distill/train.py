@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from .divergence import agreement, mean_divergence
 from .lessons import Lessons
 from .recipe import Divergence, Recipe
 from .rows import TrainingRows
+from .whole_file import whole_file
 
 _WARMUP_STEPS = 50
 _LAST_LEARNING_RATE = 0.02  # relative to the first
@@ -133,14 +133,14 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Save everything that the next step depends on, completely or not at all."""
-        scratch = path.with_suffix(".partial")
         state = {
             "step": self.step,
             "draft": self.draft.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
-        torch.save(state, scratch)
-        os.replace(scratch, path)
+        # To a path, torch would write without telling why it failed.
+        with whole_file(path) as scratch, scratch.open("wb") as file:
+            torch.save(state, file)
 
     def restore(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)

@@ -268,6 +268,22 @@ def test_another_recipe_does_not_go_on_with_an_unfinished_run(
     run(recipe)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="nothing here is always full")
+def test_a_disk_too_full_for_a_checkpoint_is_told(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / ".draft.distilling/checkpoint.partial"
+
+    def interrupted(*args: object) -> torch.Tensor:
+        scratch.symlink_to("/dev/full")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.Trainer, "train_step", interrupted)
+    with pytest.raises(DistillError, match="no room left"):
+        run(recipe)
+    assert not scratch.is_symlink()
+
+
 def test_while_text_is_missing_what_it_does_not_depend_on_may_change(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
