@@ -14,6 +14,7 @@ from .recipe import DistillError
 
 _MARK = "\u241e"  # a sign that no template contains
 _MAX_PROMPTS = 200_000
+_MOST_SHOWN = 200  # characters of a record
 
 # How user turns may begin, by kind; the target continues them.
 _UNASKED = ("",)
@@ -138,16 +139,25 @@ def user_turns(source: str) -> list[str]:
     JSON lines and data sets have a field `prompt`, or `messages` as in chats.
     """
     path = Path(source)
-    if path.suffix == ".jsonl" and path.is_file():
-        records = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
-        turns = list(_turns(records, source))
-    elif path.is_file():
-        turns = [line for line in path.read_text().splitlines() if line.strip()]
+    if path.is_file():
+        turns = list(_turns_of_file(path))
     else:
-        turns = list(_turns(_dataset(source), source))
+        turns = [_turn(record, f"a record of {source}") for record in _dataset(source)]
     if not turns:
         raise DistillError(f"prompts: {source} has none")
     return turns
+
+
+def _turns_of_file(path: Path) -> Iterator[str]:
+    with path.open("rb") as lines:  # a text's splitlines would cut at other characters, too
+        for number, line in enumerate(lines, 1):
+            where = f"line {number} of {path}"
+            try:
+                text = line.decode().rstrip("\r\n")
+                if text.strip():
+                    yield _turn(json.loads(text), where) if path.suffix == ".jsonl" else text
+            except ValueError as error:
+                raise DistillError(f"prompts: {where} cannot be read: {error}") from None
 
 
 def _dataset(source: str) -> Iterator[dict[str, Any]]:
@@ -165,14 +175,17 @@ def _dataset(source: str) -> Iterator[dict[str, Any]]:
     yield from itertools.islice(records, _MAX_PROMPTS)
 
 
-def _turns(records: Iterator[dict[str, Any]], source: str) -> Iterator[str]:
-    for record in records:
-        if isinstance(prompt := record.get("prompt"), str):
-            yield prompt
-        elif isinstance(messages := record.get("messages"), list):
-            yield next(m["content"] for m in messages if m.get("role") == "user")
-        else:
-            raise DistillError(
-                f"prompts: a record of {source} has neither `prompt` nor `messages`, but "
-                f"{', '.join(sorted(record))}"
-            )
+def _turn(record: Any, where: str) -> str:
+    """What the user says first in a record."""
+    match record:
+        case {"prompt": str(prompt)}:
+            return prompt
+        case {"messages": list(messages)}:
+            for message in messages:
+                match message:
+                    case {"role": "user", "content": str(content)}:
+                        return content
+    raise DistillError(
+        f"prompts: {where} has neither a `prompt` nor `messages` with a user's text: "
+        f"{str(record)[:_MOST_SHOWN]}"
+    )

@@ -140,8 +140,10 @@ def _alone(folder: Path) -> Iterator[None]:
     """Make a folder, and lock it against a second run."""
     try:
         folder.mkdir(exist_ok=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DistillError(f"{folder.parent} is no directory; make it first") from None
+    except FileExistsError:
+        raise DistillError(f"{folder} is no directory; name another, or remove it") from None
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,7 @@ from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.distill import train
+from outrider.distill.prompts import user_turns
 from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.run import distill
 from outrider.distill.text import Writer
@@ -233,6 +234,7 @@ def _without_a_change(trainer: train.Trainer, *args: object) -> None:
         ({"target": "/nowhere"}, "no config.json"),
         ({"out": "/nowhere/draft"}, "no directory"),
         ({"text": "/nowhere/text"}, "/nowhere is no directory"),
+        ({"text": __file__}, "test_run.py is no directory"),
         ({"size": "small"}, "LAYERSxWIDTH"),
         ({"size": "2x100"}, "multiple of 64"),
         ({"budget": "10"}, "it is a time"),
@@ -355,3 +357,33 @@ def test_user_turns_may_come_from_a_file(recipe: Recipe, tmp_path: Path) -> None
     prompts.write_text('{"prompt": "ab"}\n{"messages": [{"role": "user", "content": "cd"}]}\n')
     run(replace(recipe, prompts=str(prompts)))
     assert "prompts.jsonl" in (Path(recipe.out) / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("p.jsonl", b'{"prompt": "ab"', "line 2 of .* cannot be read"),
+        ("p.jsonl", b'["ab"]', "line 2 of .* has neither"),
+        ("p.jsonl", b"null", "line 2 of .* has neither"),
+        (
+            "p.jsonl",
+            b'{"messages": [{"role": "system", "content": "ab"}]}',
+            "line 2 of .* has neither",
+        ),
+        ("p.jsonl", b'{"messages": ["ab"]}', "line 2 of .* has neither"),
+        ("p.txt", "déjà vu".encode("latin-1"), "line 2 of .* cannot be read"),
+    ],
+)
+def test_a_line_that_is_no_user_turn_is_named(
+    name: str, line: bytes, words: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(b'{"prompt": "ab"}\n' + line + b"\n")
+    with pytest.raises(DistillError, match=words):
+        run(replace(recipe, prompts=str(tmp_path / name)))
+
+
+def test_a_line_ends_only_where_the_file_says_so(tmp_path: Path) -> None:
+    turns = ["a\u2028b", "c\x85d"]
+    records = [json.dumps({"prompt": turn}, ensure_ascii=False) for turn in turns]
+    (tmp_path / "p.jsonl").write_text("\r\n".join(records), newline="")
+    assert user_turns(str(tmp_path / "p.jsonl")) == turns
