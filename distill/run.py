@@ -57,24 +57,29 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
             # Of a recipe whose text is not complete, all the rest may still be mended.
             all_but=() if extent_path.exists() else asdict(recipe).keys() - recipe.of_text().keys(),
         )
-        start_s = time.time()
-        extent = _extent(extent_path) if extent_path.exists() else None
-        if extent is None:
-            until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
-            num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
-            text = text_folder(recipe, work)
-            with _alone(text) if recipe.text else contextlib.nullcontext():
-                what = f"text: {text} holds text"
-                _keep(recipe.of_text(), text / "text.json", what, "name another folder")
-                extent = write_text(recipe, text, num_tokens, until_s, report)
-            _save_extent(extent, extent_path)
-        if extent.num_steps is None and budget.tokens:
-            num_steps = max(1, budget.tokens // recipe.batch_tokens)
-            extent = replace(extent, num_steps=num_steps)
-        until_s = start_s + budget.seconds if budget.seconds else None
-        held_out, extent = train_draft(
-            recipe, work, extent, until_s, lambda extent: _save_extent(extent, extent_path), report
-        )
+        with _clock(work / "spent.json") as start_s:
+            extent = _extent(extent_path) if extent_path.exists() else None
+            if extent is None:
+                until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
+                num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
+                text = text_folder(recipe, work)
+                with _alone(text) if recipe.text else contextlib.nullcontext():
+                    what = f"text: {text} holds text"
+                    _keep(recipe.of_text(), text / "text.json", what, "name another folder")
+                    extent = write_text(recipe, text, num_tokens, until_s, report)
+                _save_extent(extent, extent_path)
+            if extent.num_steps is None and budget.tokens:
+                num_steps = max(1, budget.tokens // recipe.batch_tokens)
+                extent = replace(extent, num_steps=num_steps)
+            until_s = start_s + budget.seconds if budget.seconds else None
+            held_out, extent = train_draft(
+                recipe,
+                work,
+                extent,
+                until_s,
+                lambda extent: _save_extent(extent, extent_path),
+                report,
+            )
         _finish(recipe, extent, work / "draft", held_out)
         (work / "draft").rename(out)
         shutil.rmtree(work)
@@ -167,6 +172,17 @@ def _keep(
     if differing:
         raise DistillError(f"{what} of another recipe ({', '.join(differing)}); {advice}")
     path.write_text(json.dumps(now, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _clock(path: Path) -> Iterator[float]:
+    """When the work would have begun had there been no breaks; `path` keeps the seconds it took."""
+    start_s = time.time() - (json.loads(path.read_text()) if path.exists() else 0.0)
+    try:
+        yield start_s
+    finally:
+        with whole_file(path) as scratch:
+            scratch.write_text(json.dumps(time.time() - start_s))
 
 
 def _extent(path: Path) -> Extent:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -307,6 +308,28 @@ def test_while_text_is_missing_what_it_does_not_depend_on_may_change(
         with pytest.raises(KeyboardInterrupt):
             run(replace(recipe, size="2x64", budget="6K"))
     assert written == [0]
+
+
+def test_a_budget_of_time_goes_on_after_a_break(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, left_s = 0.0, []
+
+    def write_for_a_quarter(*args: object) -> None:
+        nonlocal now_s
+        until_s = args[3]
+        assert isinstance(until_s, float)
+        left_s.append(until_s - now_s)
+        now_s += 900
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.distill.run.time", SimpleNamespace(time=lambda: now_s))
+    monkeypatch.setattr("outrider.distill.run.write_text", write_for_a_quarter)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(replace(recipe, budget="1h"))
+        now_s += 10_000
+    assert left_s == [1800, 900]
 
 
 def test_the_unfinished_run_of_an_older_version_is_refused(recipe: Recipe) -> None:
