@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Kind = Literal["draft", "eagle3"]  # a model of its own, or a head that reads the target's states
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
@@ -131,4 +131,29 @@ class Recipe:
 
     @staticmethod
     def load(path: Path) -> "Recipe":
-        return Recipe(**json.loads(path.read_text()))
+        """Of the fields in a JSON object; raises DistillError."""
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DistillError(f"cannot read the recipe {path}: {error}") from None
+        if not isinstance(told, dict):
+            raise DistillError(f"the recipe {path} is no JSON object")
+        allowed = get_type_hints(Recipe)
+        if unknown := told.keys() - allowed.keys():
+            names = ", ".join(sorted(unknown))
+            raise DistillError(f"{path} has {names}; a recipe may have {', '.join(allowed)}")
+        for name, hint in allowed.items():
+            if name in told and not _is_one(told[name], hint):
+                kind = hint.__name__ if isinstance(hint, type) else str(hint)
+                raise DistillError(f"{path}: {name} is {told[name]!r}; it is of {kind}")
+        if missing := {"target", "out"} - told.keys():
+            raise DistillError(f"{path} lacks {' and '.join(sorted(missing))}")
+        return Recipe.of(told.pop("device", "cpu"), **told)
+
+
+def _is_one(value: object, hint: Any) -> bool:
+    """Whether a value of JSON is one of a field's type."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    kinds = get_args(hint) or (hint,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
