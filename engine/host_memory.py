@@ -2,16 +2,23 @@
 
 from pathlib import Path
 
-import psutil
-
+_MACHINE = Path("/proc/meminfo")
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
     """Bytes that can be allocated without swapping or going beyond a container's limit."""
-    of_machine: int = psutil.virtual_memory().available
-    return min([of_machine, *_left_by_groups()])
+    return min([_left_by_machine(), *_left_by_groups()])
+
+
+def _left_by_machine() -> int:
+    if not _MACHINE.exists():  # no Linux
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    fields = dict(line.split(":") for line in _MACHINE.read_text().splitlines())
+    return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 
 
 def _left_by_groups() -> list[int]:

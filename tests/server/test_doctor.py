@@ -143,8 +143,7 @@ def test_a_configured_pair_is_looked_at_in_place_of_suggested_ones(
 
 
 def test_a_small_machine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = SimpleNamespace(available=4 * 10**8, total=10**9)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: small)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 4 * 10**8)
     assert machine.memory().state == "note"
     assert machine.pair(has_hub=True).state == "bad"
     usage = SimpleNamespace(free=10**9)
