@@ -4,7 +4,7 @@ ifeq ($(OS),Windows_NT)
 $(error Outrider runs on Linux, and on macOS without a GPU. On Windows, run it in WSL2 or in Docker)
 endif
 
-CONFIG ?= configs/default.toml
+CONFIG ?=
 ARGS ?=
 # Empty: resolve anew, for a torch that fits another CUDA driver or processor than constraints.txt.
 CONSTRAINTS ?= constraints.txt
@@ -58,7 +58,7 @@ help: ## list these targets
 	@echo '  make test ARGS="tests/server -k chat"'
 
 serve: .make/runtime ## start the server (CONFIG=, ARGS=)
-	@exec $(BIN)/outrider serve --config $(CONFIG) $(ARGS)
+	@exec $(BIN)/outrider serve $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: .make/dev ## run the tests (ARGS= for pytest)
 	$(TEST) $(ARGS)
@@ -123,7 +123,7 @@ format: .make/dev ## format and sort the code in place
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what was installed and built here (converted models stay)
-	rm -rf .venv .make build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .make build dist *.egg-info kernels/cpu/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # ---- set-up, each step once
 
