@@ -1,8 +1,14 @@
 """What docker/ says of the server: its metrics, its folders, its time to drain."""
 
 import asyncio
+import http.server
 import json
+import os
 import re
+import socketserver
+import subprocess
+import sys
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -125,6 +131,24 @@ def test_compose_gives_the_server_time_to_drain(file: str, name: str) -> None:
     service = load(DOCKER / file)["services"][name]
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
     assert grace_s > ServerSettings().shutdown_timeout_s
+
+
+def test_health_is_asked_past_the_proxy_of_a_container() -> None:
+    told = (DOCKER / "Dockerfile").read_text()
+    command = json.loads(re.search(r"^HEALTHCHECK .*?(\[.*?\])$", told, re.M | re.S)[1])
+    with socketserver.TCPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        program = command[-1].replace("8000", str(server.server_address[1]))
+        nowhere = {"http_proxy": "http://127.0.0.1:9"}
+        asked = subprocess.run([sys.executable, "-c", program], env=os.environ | nowhere)
+        server.shutdown()
+    assert asked.returncode == 0
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
 
 
 def test_image_holds_every_folder_of_the_package() -> None:
