@@ -28,9 +28,10 @@ T = TypeVar("T")
 
 
 class ChildProcess(Generic[T]):
-    """The parent's end. The socket's private directory is deleted after the child's first message,
-    so that nothing is left behind, however either process ends. If the child `is_shared`, the
-    directory stays, so that others can connect as long as the child lives.
+    """The parent's end. The socket's private directory is deleted after the child's first message:
+    then nothing is left behind, however either process ends. If the child `is_shared`, the
+    directory stays, so that others can connect as long as the child lives; a parent that is killed
+    leaves it behind, with the socket and nothing else.
     """
 
     def __init__(
