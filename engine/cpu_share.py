@@ -9,8 +9,12 @@ import os
 import time
 from collections.abc import Sequence
 
-import psutil
 import torch
+
+try:
+    import psutil
+except ImportError:  # then nothing tells how busy others are
+    psutil = None
 
 _INTERVAL_S = 0.25  # the kernel counts in hundredths of a second
 # Shares of a core. Our own HTTP process stays below the first; between the two nothing changes.
