@@ -232,6 +232,12 @@ class ServerSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _root_path_is_no_path_of_ours(self) -> Self:
+        if f"{self.root_path}/".startswith("/ui/"):
+            raise ValueError(f"root_path is {self.root_path!r}, where the page is; choose another")
+        return self
+
+    @model_validator(mode="after")
     def _socket_is_one(self) -> Self:
         if self.uds is not None and (self.api_workers > 1 or self.metrics_port is not None):
             raise ValueError(

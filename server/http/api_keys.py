@@ -9,7 +9,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..observe.metrics import Metrics
-from .errors import APIError, cut
+from .errors import APIError, cut, route_path
 
 log = logging.getLogger("outrider.server.requests")
 
@@ -47,7 +47,7 @@ class ApiKeys:
         headers = dict(reversed(scope["headers"]))
         header = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
         digest = self._match(_given_key(headers))
-        path = scope["path"]
+        path = route_path(scope)
         is_open = path.rstrip("/") in (*OPEN_PATHS, OPEN_FOLDER) or path.startswith(
             f"{OPEN_FOLDER}/"
         )

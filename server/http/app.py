@@ -143,7 +143,6 @@ def create_app(
     api = FastAPI(
         title="Outrider",
         version=VERSION,
-        root_path=settings.root_path,
         description="OpenAI-compatible completions and chat by speculative decoding. Accepted and "
         f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. A field that "
         "nobody knows is named in the header `x-unknown-fields`, or refused "

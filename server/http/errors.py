@@ -28,6 +28,12 @@ _ANTHROPIC_TYPES = {
 }
 
 
+def route_path(scope: Scope) -> str:
+    """The path of a request without the prefix under which this server is shown."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class APIError(HTTPException):
     """An error as OpenAI clients read it.
 
@@ -74,7 +80,7 @@ class APIError(HTTPException):
 
     def response(self, scope: Scope) -> JSONResponse:
         """The answer, in the form of the API that was called."""
-        is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
+        is_anthropic = route_path(scope).startswith(ANTHROPIC_PATH)
         body = self.anthropic_body() if is_anthropic else self.body()
         return JSONResponse(body, self.status_code, self.headers)
 

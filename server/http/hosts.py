@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config.server_settings import ServerSettings
 from .api_keys import OPEN_PATHS
-from .errors import APIError, cut
+from .errors import APIError, cut, route_path
 
 _PORT = re.compile(r":\d*$")  # of a Host header; an IPv6 address stands in brackets there
 
@@ -39,7 +39,7 @@ class Hosts:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].rstrip("/") not in OPEN_PATHS:
+        if scope["type"] == "http" and route_path(scope).rstrip("/") not in OPEN_PATHS:
             for given in Headers(scope=scope).getlist("host"):
                 if not self._admits(given):
                     await self._refusal(given).response(scope)(scope, receive, send)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..observe.metrics import Metrics
 from ..observe.tracing import Trace
-from .errors import APIError, cut, unavailable
+from .errors import APIError, cut, route_path, unavailable
 
 log = logging.getLogger("outrider.server.requests")
 
@@ -28,16 +28,24 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RootPath:
-    """Remove from request paths the prefix under which a proxy shows this server."""
+    """Put before every request path the prefix under which a proxy shows this server.
+
+    Requests come with it or without. ASGI's `path` has it, and `errors.route_path` is the rest, by
+    which alone a request is routed or judged.
+    """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
         self._prefix = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        prefix = self._prefix
-        if prefix and scope["type"] == "http" and scope["path"].startswith(f"{prefix}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        if scope["type"] == "http":
+            outer, path = scope.get("root_path", ""), scope["path"]  # outer: Ray's prefix
+            for prefix in (outer, self._prefix):
+                if path.startswith(f"{prefix}/"):
+                    path = path.removeprefix(prefix)
+            root_path = outer + self._prefix
+            scope = {**scope, "root_path": root_path, "path": root_path + path}
         await self._app(scope, receive, send)
 
 
@@ -85,9 +93,9 @@ class Observe:
         self._paths = paths  # one label each; others share one: clients can invent any number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
+        path = route_path(scope) if scope["type"] == "http" else ""
         # Routers poll /v1/loads every few seconds: do not count or log that.
-        if scope["type"] != "http" or not path.startswith("/v1/") or path == "/v1/loads":
+        if not path.startswith("/v1/") or path == "/v1/loads":
             await self._app(scope, receive, send)
             return
         status = 500
@@ -163,7 +171,7 @@ class Drain:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].rstrip("/") in self.always_open:
+        if scope["type"] != "http" or route_path(scope).rstrip("/") in self.always_open:
             await self._app(scope, receive, send)
         elif self._gate.open:
             with self._gate:
@@ -186,7 +194,7 @@ class MetricsPort:
         server = scope.get("server")
         if scope["type"] != "http" or not server or server[1] != self._port:
             await self._app(scope, receive, send)
-        elif scope["path"] == "/metrics":
+        elif route_path(scope) == "/metrics":
             await self._api(scope, receive, send)
         else:
             error = APIError(404, "Only /metrics is served on this port.", code="not_found")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from ..http.errors import route_path
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -95,7 +97,7 @@ class _Spans:
             {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         )
         end_ns = time.time_ns()
-        operation = _OPERATIONS.get(scope["path"])
+        operation = _OPERATIONS.get(route_path(scope))
         name = f"{operation} {self._model_name}" if operation else f"{facts['method']} /v1"
         span = self._tracer.start_span(
             name,

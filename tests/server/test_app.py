@@ -13,9 +13,11 @@ from asgi import Call, Reply, get, post, start_post
 from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
+from starlette.types import Receive, Scope, Send
 
 from outrider.engine.api import EngineStats, NewRequest, RequestOutput
 from outrider.engine.processes.client import EngineState
+from outrider.server.config.server_settings import ServerSettings
 
 Serve = Callable[..., Served]
 OK = {"prompt": "Hi"}
@@ -123,6 +125,7 @@ def test_pages_of_this_machine_are_let_in_from_any_port(
     assert "access-control-allow-credentials" not in headers
 
 
+@pytest.mark.filterwarnings("error::fastapi.exceptions.FastAPIDeprecationWarning")
 def test_server_below_a_path_is_asked_with_it_or_without(serve: Serve) -> None:
     served = serve(root_path="/models/a", api_keys=("one",))
     key = {"authorization": "Bearer one"}
@@ -138,6 +141,28 @@ def test_server_below_a_path_is_asked_with_it_or_without(serve: Serve) -> None:
     assert 'outrider_requests_total{outcome="ok",path="/v1/completions"} 2.0' in metrics.replace(
         'path="/v1/completions",outcome="ok"', 'outcome="ok",path="/v1/completions"'
     )
+
+
+@pytest.mark.parametrize("outer", ["", "/ui"])  # /ui: a prefix of Ray's, which settings refuse
+def test_a_request_is_judged_by_the_path_by_which_it_is_routed(serve: Serve, outer: str) -> None:
+    served = serve(root_path="/a", api_keys=("one",))
+
+    async def mounted(scope: Scope, receive: Receive, send: Send) -> None:
+        await served.app(scope | {"root_path": outer}, receive, send)
+
+    key = {"authorization": "Bearer one"}
+    assert get(mounted, f"{outer}/a/ui/").status == 200
+    assert get(mounted, f"{outer}/a/v1/models").status == 401
+    assert get(mounted, f"{outer}/a/v1/models", key).status == 200
+    assert get(mounted, f"{outer}/a/a/v1/models", key).status == 404
+    error = post(mounted, {}, key, path=f"{outer}/a/v1/messages").json()
+    assert error["type"] == "error"  # as Anthropic's clients read it
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/a"])
+def test_a_server_is_not_shown_below_its_own_page(path: str) -> None:
+    with pytest.raises(ValueError, match="where the page is"):
+        ServerSettings(root_path=path)
 
 
 def test_body_that_is_declared_too_large_is_not_read(serve: Serve) -> None:

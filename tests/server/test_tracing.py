@@ -75,6 +75,7 @@ def test_span_of_an_answer_continues_the_clients_trace(serve: Serve, receiver: R
     served = serve(
         lambda request: steps(request, [70, 71, 72], sizes=(2,), cached_tokens=1, num_drafts=2),
         otlp_endpoint=receiver.url,
+        root_path="/a",
     )
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
     before_ns = time.time_ns()
