@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from outrider.distill.recipe import DistillError, Recipe
+from outrider.distill.recipe import Recipe
 
+from .errors import errors_told
 from .progress import ProgressDisplay
 
 Kind = Literal["draft", "eagle3"]
@@ -75,14 +76,12 @@ def distill_command(
     """
     # Only now: they bring in torch.
     from outrider.distill.run import distill
-    from outrider.engine.models.admission import UnsupportedModelError
 
     from ..models.pair import resolve_device
     from ..models.resolve import resolve
-    from ..models.store import ModelError
 
     try:
-        with ProgressDisplay() as progress:
+        with errors_told(), ProgressDisplay() as progress:
             recipe = Recipe.of(
                 resolve_device(device),
                 target=str(resolve(target, progress=progress)),
@@ -98,9 +97,6 @@ def distill_command(
                 seed=seed,
             )
             held_out = distill(recipe, progress)
-    except (ModelError, DistillError, UnsupportedModelError) as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("outrider: stopped; the same command goes on from here", err=True)
         raise typer.Exit(130) from None

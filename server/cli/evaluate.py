@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..config.settings import Settings
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
+from .errors import errors_told
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -71,15 +72,12 @@ def evaluate_command(
         typer.echo(f"outrider: {problem}", err=True)
         raise typer.Exit(2)
     from outrider.engine.engine import Engine
-    from outrider.engine.models.admission import UnsupportedModelError
-    from outrider.engine.processes.client import EngineUnavailableError
 
     from ..evaluation import exactness, measure, report
     from ..models.pair import engine_config, prepare_pair, resolve_device
-    from ..models.store import ModelError
     from ..text.tokenizer import Tokenizer
 
-    try:
+    with errors_told():
         resolve_device(settings.target.device)  # a missing GPU is told before models are fetched
         with ProgressDisplay() as progress:
             pair = prepare_pair(settings, progress)
@@ -107,15 +105,6 @@ def evaluate_command(
                 info, tallies = asyncio.run(
                     _measured(told, progress, prompts, temperatures, ks, max_tokens, counted)
                 )
-    except (
-        ModelError,
-        UnsupportedModelError,
-        EngineUnavailableError,
-        ValueError,
-        OSError,
-    ) as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(1) from None
     if check_exact:
         typer.echo(exactness.told(found, lambda token_id: _text(tokenizer, token_id)))
         raise typer.Exit(1 if found.differences else 0)

@@ -1,7 +1,5 @@
 """`outrider models`: see, fetch, find and remove models."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -10,8 +8,8 @@ from rich.table import Table
 
 from ..models import builtin, store
 from ..models.known_drafts import KNOWN_DRAFTS
-from ..models.store import ModelError
 from .config import ConfigOption, SetOption, settings_or_exit
+from .errors import errors_told
 from .progress import ProgressDisplay
 
 models_app = typer.Typer(help="List, fetch, locate and remove models.", no_args_is_help=True)
@@ -24,15 +22,6 @@ RevisionOption = Annotated[
 ]
 
 
-@contextlib.contextmanager
-def _errors_told() -> Iterator[None]:
-    try:
-        yield
-    except ModelError as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
 @models_app.command("list")
 def list_models() -> None:
     """List the built-in models and what is in the store; hub ids are in the hub's own cache."""
@@ -40,7 +29,8 @@ def list_models() -> None:
     table.add_column("MODEL", no_wrap=True)
     table.add_column("SIZE", no_wrap=True, justify="right")
     table.add_column("WHAT IT IS")
-    stored = {entry.name: entry for entry in store.entries()}
+    with errors_told():
+        stored = {entry.name: entry for entry in store.entries()}
     for name in [*builtin.BUILTINS, *sorted(stored.keys() - builtin.BUILTINS.keys())]:
         entry = stored.get(name)
         known = builtin.BUILTINS.get(name)
@@ -84,7 +74,7 @@ def fetch_models(
     from ..models.pair import prepare_pair
     from ..models.resolve import resolve
 
-    with _errors_told(), ProgressDisplay() as progress:
+    with errors_told(), ProgressDisplay() as progress:
         if model is not None:
             typer.echo(resolve(model, revision, progress=progress))
             return
@@ -99,7 +89,7 @@ def show_path(model: ModelArgument, revision: RevisionOption = None) -> None:
     """Print the directory of a model that is on this machine; fetches nothing."""
     from ..models.resolve import find
 
-    with _errors_told():
+    with errors_told():
         typer.echo(find(model, revision))
 
 
@@ -108,6 +98,6 @@ def remove_model(
     name: Annotated[str, typer.Argument(help="A name that `outrider models list` shows.")],
 ) -> None:
     """Delete a model from the store. For hub ids use `hf cache rm`."""
-    with _errors_told():
+    with errors_told():
         store.remove(name)
     typer.echo(f"removed {name}")

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
+from .errors import errors_told
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -37,23 +38,8 @@ def run_batch_command(
     """
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
-    from outrider.engine.models.admission import UnsupportedModelError
-    from outrider.engine.processes.client import EngineUnavailableError
-
-    from ..models.store import ModelError
-
-    try:
-        with _opened(input_file, "r") as given, _opened(output_file, "w") as answers:
-            num_done, num_failed = asyncio.run(_run(settings, given, answers))
-    except (
-        ModelError,
-        UnsupportedModelError,
-        EngineUnavailableError,
-        ValueError,
-        OSError,
-    ) as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(1) from None
+    with errors_told(), _opened(input_file, "r") as given, _opened(output_file, "w") as answers:
+        num_done, num_failed = asyncio.run(_run(settings, given, answers))
     typer.echo(f"{num_done} requests, {num_failed} of them failed", err=True)
 
 
