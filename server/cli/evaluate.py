@@ -17,8 +17,8 @@ from .errors import errors_told
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from outrider.engine.api import EngineInfo, ReportProgress
-    from outrider.engine.config import EngineConfig
+    from outrider.engine.api import EngineInfo
+    from outrider.engine.processes.process_engine import ProcessEngine
 
     from ..evaluation.measure import Tallies
     from ..text.tokenizer import Tokenizer
@@ -72,6 +72,7 @@ def evaluate_command(
         typer.echo(f"outrider: {problem}", err=True)
         raise typer.Exit(2)
     from outrider.engine.engine import Engine
+    from outrider.engine.processes.process_engine import ProcessEngine
 
     from ..evaluation import exactness, measure, report
     from ..models.pair import engine_config, prepare_pair, resolve_device
@@ -102,8 +103,10 @@ def evaluate_command(
                 found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
             else:
                 counted = partial(progress, "measuring")
+                step_timeout_s = settings.engine.step_timeout_s or None
+                served = ProcessEngine(told, progress, step_timeout_s=step_timeout_s)
                 info, tallies = asyncio.run(
-                    _measured(told, progress, prompts, temperatures, ks, max_tokens, counted)
+                    _measured(served, prompts, temperatures, ks, max_tokens, counted)
                 )
     if check_exact:
         typer.echo(exactness.told(found, lambda token_id: _text(tokenizer, token_id)))
@@ -125,8 +128,7 @@ def evaluate_command(
 
 
 async def _measured(
-    config: "EngineConfig",
-    progress: "ReportProgress",
+    engine: "ProcessEngine",
     prompts: dict[str, list[list[int]]],
     temperatures: list[float],
     ks: list[int | None],
@@ -134,11 +136,8 @@ async def _measured(
     counted: Callable[[int, int], None],
 ) -> "tuple[EngineInfo, Tallies]":
     """Measure with an engine in a process of its own."""
-    from outrider.engine.processes.process_engine import ProcessEngine
-
     from ..evaluation.measure import measure
 
-    engine = ProcessEngine(config, progress)
     try:
         info = await engine.start()
         return info, await measure(engine, prompts, temperatures, ks, max_tokens, counted)

@@ -1,10 +1,8 @@
 """`outrider run-batch`: answer a file of requests."""
 
 import asyncio
-import contextlib
 import json
-import sys
-from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -34,30 +32,36 @@ def run_batch_command(
     """Answer a file of requests in OpenAI's batch format, and exit.
 
     Each line of the output has the custom_id of its request; lines come in
-    the order in which answers finish.
+    the order in which answers finish. If the engine has to start again,
+    requests wait for it; if it cannot, the exit status is 1.
     """
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
-    with errors_told(), _opened(input_file, "r") as given, _opened(output_file, "w") as answers:
-        num_done, num_failed = asyncio.run(_run(settings, given, answers))
+    with errors_told(), _opened("--input", input_file) as given:
+        _check_output(output_file, given)
+        num_done, num_failed = asyncio.run(_run(settings, given, output_file))
     typer.echo(f"{num_done} requests, {num_failed} of them failed", err=True)
 
 
-@contextlib.contextmanager
-def _opened(name: str, mode: str) -> Iterator[IO[str]]:
-    if name == "-":
-        yield sys.stdin if mode == "r" else sys.stdout
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(Path(name).open(mode, encoding="utf-8"))
-        except OSError as error:
-            flag = "--input" if mode == "r" else "--output"
-            raise OSError(f"{flag} {name}: {error.strerror}") from None
-        yield file
+def _opened(flag: str, name: str) -> IO[bytes]:
+    number, mode = (0, "rb") if flag == "--input" else (1, "wb")
+    try:
+        # Not sys.stdin: a thread that still reads it would keep Python from ending.
+        return open(number if name == "-" else name, mode, closefd=name != "-")
+    except OSError as error:
+        raise OSError(f"{flag} {name}: {error.strerror}") from None
 
 
-async def _run(settings: "Settings", given: IO[str], answers: IO[str]) -> tuple[int, int]:
+def _check_output(name: str, given: IO[bytes]) -> None:
+    """Before minutes of loading; the file is opened, and what is in it lost, only after them."""
+    path = Path(name)
+    if name != "-" and not path.parent.is_dir():
+        raise OSError(f"--output {name}: No such directory")
+    if path.is_file() and os.path.samestat(path.stat(), os.fstat(given.fileno())):
+        raise OSError(f"--output {name}: the same file as --input; name another")
+
+
+async def _run(settings: "Settings", given: IO[bytes], output: str) -> tuple[int, int]:
     """Returns how many requests there were, and how many of them failed."""
     from outrider.engine.processes.process_engine import ProcessEngine
 
@@ -80,16 +84,19 @@ async def _run(settings: "Settings", given: IO[str], answers: IO[str]) -> tuple[
     num_done = num_failed = 0
     with ProgressDisplay() as progress:
         prepared = await prepare(settings, progress)
-        engine = ProcessEngine(prepared.engine, progress)
+        step_timeout_s = settings.engine.step_timeout_s or None
+        engine = ProcessEngine(prepared.engine, progress, step_timeout_s=step_timeout_s)
         try:
             await engine.start()
             app = await load_app(prepared, engine, Gate())
             at_once = prepared.settings.scheduler.max_num_seqs
-            async for line in answer_lines(app, given, max_at_once=at_once):
-                answers.write(json.dumps(line, ensure_ascii=False) + "\n")
-                answers.flush()
-                num_done += 1
-                num_failed += line["error"] is not None or line["response"]["status_code"] != 200
+            with _opened("--output", output) as answers:
+                async for line in answer_lines(app, engine, given, max_at_once=at_once):
+                    answers.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                    answers.flush()
+                    num_done += 1
+                    is_good = line["error"] is None and line["response"]["status_code"] == 200
+                    num_failed += not is_good
         finally:
             await engine.stop()
     return num_done, num_failed

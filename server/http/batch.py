@@ -1,16 +1,20 @@
 """Files of requests, answered by the application without a socket: OpenAI's batch format."""
 
 import asyncio
+import concurrent.futures
+import threading
 import uuid
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import IO, Any
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from starlette.types import ASGIApp
 
-BUSY = 429
+from outrider.engine.processes.client import EngineClient, EngineUnavailableError
+
+BUSY, UNAVAILABLE = 429, 503
 RETRY_S = 0.5
 MAX_REASON_CHARS = 300
 
@@ -27,41 +31,63 @@ class BatchLine(BaseModel):
 
 
 async def answer_lines(
-    app: ASGIApp, lines: Iterable[str], *, max_at_once: int
+    app: ASGIApp, engine: EngineClient, file: IO[bytes], *, max_at_once: int
 ) -> AsyncIterator[dict[str, Any]]:
     """Lines of the output file, as requests are done: each has the `custom_id` of its request.
 
-    A line that is no request gets an `error`; a request that is refused gets its `response`.
+    A line that is no request gets an `error`; a request that is refused gets its `response`. Raises
+    EngineUnavailableError once no more can be answered.
     """
-    slots = asyncio.Semaphore(max_at_once)
-    done: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http,
-        asyncio.TaskGroup() as tasks,
-    ):
+    reading = asyncio.Lock()
+    done: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
-        async def run(line: str) -> None:
-            try:
-                done.put_nowait(await _answer(http, line))
-            finally:
-                slots.release()
-
-        started = finished = 0
-        for line in lines:
+    async def work(http: httpx.AsyncClient) -> None:
+        while True:
+            async with reading:
+                line = await _next_line(file)
+            if not line:
+                return
             if line.strip():
-                await slots.acquire()
-                tasks.create_task(run(line))
-                started += 1
-            while not done.empty():
-                finished += 1
-                yield done.get_nowait()
-        while finished < started:
-            finished += 1
-            yield await done.get()
+                done.put_nowait(await _answer(http, engine, line))
+
+    async def work_at_once() -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+        try:
+            async with client as http, asyncio.TaskGroup() as tasks:
+                for _ in range(max_at_once):
+                    tasks.create_task(work(http))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            done.put_nowait(None)
+
+    working = asyncio.create_task(work_at_once())
+    try:
+        while (answer := await done.get()) is not None:
+            yield answer
+        await working
+    finally:
+        working.cancel()
 
 
-async def _answer(http: httpx.AsyncClient, line: str) -> dict[str, Any]:
+async def _next_line(file: IO[bytes]) -> bytes:
+    """The next line, which a pipe may be slow to give; nothing at the end."""
+    told: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+    told.set_running_or_notify_cancel()
+
+    def read() -> None:
+        try:
+            told.set_result(file.readline())
+        except OSError as error:
+            told.set_exception(error)
+
+    # Not asyncio's own threads: the process could not end before such a thread has read its line.
+    threading.Thread(target=read, daemon=True).start()
+    return await asyncio.wrap_future(told)
+
+
+async def _answer(http: httpx.AsyncClient, engine: EngineClient, line: bytes) -> dict[str, Any]:
     told: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
     told |= {"response": None, "error": None}
     try:
@@ -75,7 +101,7 @@ async def _answer(http: httpx.AsyncClient, line: str) -> dict[str, Any]:
     if request.body.get("stream"):
         return told | {"error": _invalid_line("stream: a batch is answered as a whole")}
     try:
-        reply = await _reply(http, request)
+        reply = await _reply(http, engine, request)
     except (ValueError, httpx.InvalidURL) as error:  # ValueError: NaN is no JSON
         return told | {"error": _invalid_line(f"this cannot be sent: {error}")}
     if reply.headers.get("content-type") != "application/json":
@@ -89,19 +115,25 @@ async def _answer(http: httpx.AsyncClient, line: str) -> dict[str, Any]:
     return told | {"response": response}
 
 
-async def _reply(http: httpx.AsyncClient, request: BatchLine) -> httpx.Response:
+async def _reply(
+    http: httpx.AsyncClient, engine: EngineClient, request: BatchLine
+) -> httpx.Response:
     while True:
+        before = engine.state
         reply = await http.post(request.url, json=request.body)
-        if reply.status_code != BUSY:
+        was_down = reply.status_code == UNAVAILABLE and {before, engine.state} != {"ready"}
+        if reply.status_code != BUSY and not was_down:
             return reply
-        await asyncio.sleep(RETRY_S)  # requests of this same batch fill the queue
+        if engine.state in ("failed", "stopped"):
+            raise EngineUnavailableError(engine.status_reason)
+        await asyncio.sleep(RETRY_S)  # an engine comes back; requests of this batch fill the queue
 
 
 def _invalid_line(message: str) -> dict[str, str]:
     return {"code": "invalid_line", "message": message[:MAX_REASON_CHARS]}
 
 
-def _id_of(line: str) -> str | None:
+def _id_of(line: bytes) -> str | None:
     """The custom_id of an invalid line, if it has one."""
     try:
         given = from_json(line).get("custom_id")

@@ -1,7 +1,9 @@
 """Files of requests in OpenAI's batch format."""
 
 import asyncio
+import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
 from outrider.engine.api import QueueFullError
+from outrider.engine.processes.client import EngineUnavailableError
 from outrider.server.cli import app
 from outrider.server.http import batch
 from outrider.server.http.batch import answer_lines
@@ -26,8 +29,10 @@ def line(custom_id: str, body: dict[str, Any], url: str = "/v1/completions") -> 
 
 
 def answers(served: Served, lines: list[str], max_at_once: int = 2) -> dict[str, Any]:
+    file = io.BytesIO("".join(lines).encode("utf-8", "surrogateescape"))
+
     async def run() -> dict[str, Any]:
-        told = answer_lines(served.app, lines, max_at_once=max_at_once)
+        told = answer_lines(served.app, served.client, file, max_at_once=max_at_once)
         return {answer["custom_id"]: answer async for answer in told}
 
     return asyncio.run(run())
@@ -58,10 +63,11 @@ def test_every_line_is_answered_by_its_route(serve: Serve) -> None:
 def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
     lines = [
         "{\n",
-        '{"custom_id": "a"}',
+        '{"custom_id": "a"}\n',
         line("b", {"prompt": "Hi", "stream": True}),
         line("c", {}),
         '{"custom_id": "n", "body": ' + "[" * 5000 + "]" * 5000 + "}\n",
+        line("u", {"prompt": "caf\udce9"}).replace("\\udce9", "\udce9"),  # of Latin-1
     ]
     told = answers(serve(), [*lines, line("d", {"prompt": "Hi"})])
     errors = {each: answer["error"] and answer["error"]["message"] for each, answer in told.items()}
@@ -125,6 +131,49 @@ def test_request_waits_where_the_queue_is_full(
     assert told["a"]["response"]["status_code"] == 200
 
 
+def test_request_waits_for_an_engine_that_restarts(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "RETRY_S", 0.001)
+    served = serve()
+    client, generate = served.client, served.client.generate
+    client.state, states = "restarting", ["ready", "restarting", "restarting"]
+
+    async def restarting(requests: Any) -> Any:
+        if client.state != "ready":
+            client.state = states.pop()  # type: ignore[assignment]
+            raise EngineUnavailableError("it died")
+        return await generate(requests)
+
+    client.generate = restarting  # type: ignore[method-assign]
+    told = answers(served, [line("a", {"prompt": "Hi"}), line("b", {"prompt": "Hi"})])
+    assert [told[each]["response"]["status_code"] for each in "ab"] == [200, 200]
+
+
+def test_an_engine_that_failed_ends_the_batch(serve: Serve) -> None:
+    served = serve()
+    served.client.state, served.client.status_reason = "failed", "it keeps dying"
+    served.client.refusal = EngineUnavailableError("it keeps dying")
+    with pytest.raises(EngineUnavailableError, match="it keeps dying"):
+        answers(served, [line(str(i), {"prompt": "Hi"}) for i in range(9)])
+
+
+def test_answers_do_not_wait_for_the_next_line_of_a_pipe(serve: Serve) -> None:
+    served = serve()
+    end, start = os.pipe()
+
+    async def run() -> list[Any]:
+        with open(end, "rb") as file:
+            told = answer_lines(served.app, served.client, file, max_at_once=2)
+            os.write(start, line("a", {"prompt": "Hi"}).encode())
+            first = await asyncio.wait_for(anext(told), 10)
+            os.write(start, line("b", {"prompt": "Hi"}).encode())
+            os.close(start)
+            return [first["custom_id"], *[answer["custom_id"] async for answer in told]]
+
+    assert asyncio.run(run()) == ["a", "b"]
+
+
 def test_answer_that_fails_under_way_does_not_end_the_batch(serve: Serve) -> None:
     def play(request: Any) -> Any:
         bad = len(request.prompt_token_ids) == 1
@@ -160,3 +209,29 @@ def test_command_says_what_is_missing(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["run-batch", "-i", missing, "-o", "-"])
     assert run.exit_code == 1
     assert f"outrider: --input {missing}: No such file" in run.output
+
+
+@pytest.mark.parametrize(("output", "says"), [("in.jsonl", "the same file"), ("a/b", "No such")])
+def test_an_output_that_cannot_be_is_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = Path("in.jsonl")
+    given.write_text(line("a", {"prompt": "Hi"}))
+    command = ["run-batch", "./nowhere", "-i", str(given), "-o", output]
+    run = CliRunner().invoke(app, command)
+    assert run.exit_code == 1
+    assert f"outrider: --output {output}: " in run.output
+    assert says in run.output
+    assert given.read_text()
+
+
+def test_answers_of_an_earlier_run_stay_until_there_are_new_ones(tmp_path: Path) -> None:
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text(line("a", {"prompt": "Hi"}))
+    output.write_text("earlier")
+    command = ["run-batch", "./nowhere", "-i", str(given), "-o", str(output)]
+    run = CliRunner().invoke(app, command)
+    assert run.exit_code == 1
+    assert "./nowhere" in run.output
+    assert output.read_text() == "earlier"
