@@ -232,6 +232,12 @@ class ServerSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.metrics_port == self.port:
+            raise ValueError(f"metrics_port is {self.port}, as port is; choose another")
+        return self
+
+    @model_validator(mode="after")
     def _root_path_is_no_path_of_ours(self) -> Self:
         if f"{self.root_path}/".startswith("/ui/"):
             raise ValueError(f"root_path is {self.root_path!r}, where the page is; choose another")

@@ -104,7 +104,11 @@ def _check_certificate(settings: ServerSettings) -> None:
 def bind(
     host: str, port: int, remedy: str = "choose others with --host and --port"
 ) -> socket.socket:
-    """Bind the listening address, before anything slow is done. Raises OSError."""
+    """Listen at an address, before anything slow is done. Raises OSError.
+
+    Clients wait until the pair is prepared. A socket that is only bound would refuse them, but also
+    let another server bind the same address.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -112,13 +116,14 @@ def bind(
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except OSError as error:
         raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}; {remedy}") from None
     return listener
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Bind a socket at this path; replaces one that a dead server left. Raises OSError."""
+    """Listen at this path; replaces the socket of a dead server. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
@@ -126,6 +131,7 @@ def bind_unix(path: Path) -> socket.socket:
                 if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                     path.unlink()
         listener.bind(str(path))
+        listener.listen()
     except OSError as error:
         raise OSError(f"cannot listen at {path}: {error.strerror}") from None
     return listener
@@ -138,7 +144,7 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
     """
     if num_sockets == 1:
         return [listener]
-    # Set after the first is bound, so that a port of another server is still an error.
+    # Set after the first listens, so that a port of another server is still an error.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listeners = [listener]
     for _ in range(num_sockets - 1):

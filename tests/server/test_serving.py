@@ -29,7 +29,7 @@ from outrider.server.config.server_settings import ServerSettings
 from outrider.server.config.settings import Settings
 from outrider.server.http.http_server import Server, load_app
 from outrider.server.http.middleware import Gate
-from outrider.server.http.serving import bind, bind_unix, prepare_for_clients
+from outrider.server.http.serving import bind, bind_unix, prepare_for_clients, share
 from outrider.server.models.prepare import Prepared
 from outrider.server.text.tokenizer import TokenizerData
 
@@ -41,13 +41,19 @@ def listener() -> socket.socket:
     return bind("127.0.0.1", 0)
 
 
-def test_taken_port_is_told_before_anything_is_loaded(listener: socket.socket) -> None:
-    listener.listen()
+@pytest.mark.parametrize("num_sockets", [1, 2])
+def test_taken_port_is_told_before_anything_is_loaded(
+    listener: socket.socket, num_sockets: int
+) -> None:
+    shared = share(listener, num_sockets)  # the other server, while it still loads
     port = listener.getsockname()[1]
     with pytest.raises(OSError, match=f"port {port}: Address already in use; choose"):
         bind("127.0.0.1", port)
     with pytest.raises(OSError, match=f"port {port}: Address already in use; .*metrics_port"):
         bind("127.0.0.1", port, remedy="choose another server.metrics_port")
+    assert len(shared) == num_sockets
+    with pytest.raises(ValueError, match="metrics_port is 8000, as port is"):
+        ServerSettings(metrics_port=8000)
 
 
 @pytest.fixture
@@ -75,6 +81,13 @@ def test_what_is_made_from_a_large_body_is_not_searched_for_garbage_all_the_time
     gc.callbacks.remove(note)
     assert len(body) == 100_001
     assert passes.count("start") <= 20
+
+
+def test_socket_of_a_server_that_still_loads_is_not_replaced(tmp_path: Path) -> None:
+    loading = bind_unix(tmp_path / "outrider.sock")
+    with pytest.raises(OSError, match="Address already in use"):
+        bind_unix(tmp_path / "outrider.sock")
+    loading.close()
 
 
 def test_server_can_listen_at_a_unix_socket(serve: Serve, tmp_path: Path) -> None:
