@@ -5,9 +5,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -62,10 +60,11 @@ def snapshot(
         ) from error
     except HFValidationError as error:
         raise ModelError(f"{hub_id!r} is no hub id: {error}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # whatever the HTTP library that the hub's uses has for a failure
         if cached_only:
             raise ModelError(f"{where} is not in the hub's cache on this machine") from error
-        reason = str(error).partition("\n")[0]
+        cause = error.__cause__ or error  # of LocalEntryNotFoundError: what went wrong on the way
+        reason = str(cause).partition("\n")[0] or type(cause).__name__
         raise ModelError(
             f"cannot download {where}, and it is not complete in the hub's cache ({reason}); check "
             "the network, or give a local directory"

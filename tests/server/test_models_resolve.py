@@ -136,3 +136,26 @@ def test_a_hub_id_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(pattern.endswith("bin") for pattern in patterns)
     with pytest.raises(ModelError, match="not in the hub's cache"):
         resolve.find("a/b")
+
+
+class ReadError(Exception):
+    """As HTTP libraries have it: no OSError, and often without a word."""
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "told"),
+    [
+        (ReadError(), None, "ReadError"),
+        (ReadError("403 Forbidden"), None, "403 Forbidden"),
+        (LocalEntryNotFoundError("it is not there"), ReadError("name not known"), "name not known"),
+    ],
+)
+def test_a_download_that_breaks_says_why(
+    monkeypatch: pytest.MonkeyPatch, given: Exception, cause: Exception | None, told: str
+) -> None:
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise given from cause
+
+    monkeypatch.setattr(hub, "snapshot_download", broken)
+    with pytest.raises(ModelError, match=rf"cannot download a/b, .*\({told}\); check the network"):
+        resolve.resolve("a/b")
