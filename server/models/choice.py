@@ -1,13 +1,15 @@
 """Chooses a draft for a target, if the settings leave it open."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..config.settings import Settings
 from .known_drafts import Target, known_draft
+from .store import ModelError
 
 LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 
@@ -67,11 +69,12 @@ def count_parameters(directory: Path) -> int:
         gguf = GgufFile(path)
         count += sum(math.prod(gguf.shape_of(name)) for name in gguf.names)
     for path in directory.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        count += sum(
-            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
-        )
+        try:
+            with safe_open(path, "np") as file:
+                for name in file.keys():  # noqa: SIM118
+                    count += math.prod(file.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ModelError(f"{path} is damaged: {error}") from error
     return count
 
 

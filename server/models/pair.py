@@ -1,7 +1,6 @@
 """Finds and checks the pair that the settings name, and describes it for the engine."""
 
 import contextlib
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, without_draft
 from .compatibility import Vocabulary, shared_vocab_size
 from .resolve import resolve
-from .store import ModelError
+from .store import ModelError, read_json
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +224,7 @@ def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=settings.trust_remote_code
         )
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # the tokenizers library has a plain Exception for a damaged file
         raise ModelError(f"cannot load the tokenizer of {directory}: {error}") from error
 
 
@@ -260,7 +259,7 @@ def _vocabulary(config: Any, tokenizer: Any) -> Vocabulary:
 def _eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
     """All ids that end an answer: those in the generation config, and the tokenizer's own."""
     generation = directory / "generation_config.json"
-    stated = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+    stated = read_json(generation).get("eos_token_id") if generation.exists() else None
     if stated is None:
         stated = getattr(config, "eos_token_id", None)
     found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]

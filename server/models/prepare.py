@@ -155,7 +155,7 @@ def main() -> None:
         try:
             resolve_device(settings.target.device)  # tells of a missing GPU before any fetching
             prepared = Prepared.of(prepare_pair(settings, progress))
-        except (ModelError, OSError) as error:
+        except (ModelError, ValueError, OSError) as error:
             _send(socket, Failed(str(error)))
         else:
             _send(socket, _Done(prepared.to_json()))

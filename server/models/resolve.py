@@ -2,7 +2,6 @@
 
 import difflib
 import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from .store import ModelError
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Increase when the conversion of GGUF files changes its output, or refuses more of them.
 _GGUF_RECIPE = 3
+_MAX_POINTER_BYTES = 1024  # by the specification of Git LFS
 
 
 def resolve(
@@ -49,6 +49,7 @@ def resolve(
     if path.is_dir():
         return _checked(path.absolute(), model)
     if path.suffix.lower() == ".gguf":
+        _refuse_pointer(path)
         return _convert_gguf(path.resolve(), progress)
     raise ModelError(
         f"{model!r} is a file, but no GGUF file; give a model directory, a .gguf file, or a hub id"
@@ -99,6 +100,15 @@ def _convert_gguf(path: Path, progress: ReportProgress) -> Path:
     )
 
 
+def _refuse_pointer(file: Path) -> None:
+    """Raises ModelError if Git has left a note in place of a large file."""
+    is_small = file.is_file() and file.stat().st_size < _MAX_POINTER_BYTES
+    if is_small and file.read_bytes().startswith(b"version https://git-lfs"):
+        raise ModelError(
+            f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` there"
+        )
+
+
 def _checked(directory: Path, model: str) -> Path:
     """`directory`, if it is complete; otherwise raises ModelError naming what is missing."""
     names = {file.name for file in directory.iterdir()}
@@ -116,9 +126,11 @@ def _checked(directory: Path, model: str) -> Path:
             f"{model!r} has no .safetensors weights; pickle checkpoints (.bin, .pt) are not "
             "loaded, since opening one can run code: convert it with transformers' save_pretrained"
         )
+    for file in directory.iterdir():
+        _refuse_pointer(file)
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        wanted = set(store.read_json(index).get("weight_map", {}).values())
         if missing := sorted(wanted - names):
             raise ModelError(
                 f"{model!r} is incomplete: {len(missing)} of {len(wanted)} weight files are "

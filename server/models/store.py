@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.engine.api import ReportProgress
 
@@ -29,6 +30,17 @@ class Entry:
     path: Path
     source: str
     size_bytes: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelError, naming the file, if it holds none."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is damaged: it holds no JSON object")
+    return found
 
 
 def home() -> Path:
@@ -53,7 +65,7 @@ def entries() -> list[Entry]:
     found = []
     for manifest in sorted(_models().glob(f"*/{MANIFEST}")):
         if not manifest.parent.name.startswith("."):
-            source = json.loads(manifest.read_text())["source"]
+            source = read_json(manifest)["source"]
             size_bytes = sum(file.stat().st_size for file in manifest.parent.iterdir())
             found.append(Entry(manifest.parent.name, manifest.parent, source, size_bytes))
     return found
@@ -62,7 +74,7 @@ def entries() -> list[Entry]:
 def find(name: str, source: str) -> Path | None:
     """The complete model `name` if it was made from `source`."""
     try:
-        manifest = json.loads((_models() / name / MANIFEST).read_text())
+        manifest = read_json(_models() / name / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return _models() / name if manifest["source"] == source else None

@@ -90,6 +90,15 @@ def test_models_are_listed_fetched_found_and_removed(home: Path) -> None:
     assert "no model" in again.stderr
 
 
+def test_a_damaged_manifest_in_the_store_is_named(home: Path) -> None:
+    manifest = home / "home/models/mine/outrider.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("")
+    result = outrider("models", "list")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"outrider: {manifest} is damaged: ")
+
+
 def test_fetch_takes_the_pair_of_a_config(home: Path) -> None:
     for name in ("target", "draft"):
         save_tiny_model_with_tokenizer(home / name, num_hidden_layers=1)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_eos_is_what_generation_and_the_tokenizer_say(models: Path) -> None:
         assert prepare_pair(settings_for(models, "draft")).eos_token_ids == (0, 5, 7)
     finally:
         path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("generation_config.json", "{", r"generation_config\.json is damaged"),
+        ("generation_config.json", "[]", r"generation_config\.json is damaged"),
+        ("model.safetensors", "{}", r"model\.safetensors is damaged"),
+        ("tokenizer.json", "[]", "cannot load the tokenizer of"),
+        ("config.json", "{", r"config\.json' is not a valid JSON file"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    models: Path, tmp_path: Path, name: str, content: str, says: str
+) -> None:
+    target = shutil.copytree(models / "target", tmp_path / "target")
+    (target / name).write_text(content)
+    with pytest.raises(ModelError, match=says):
+        prepare_pair(load_settings(assignments=[f"target.model={target}"], environ={}))
 
 
 def test_a_draft_of_another_tokenizer_is_refused(models: Path) -> None:

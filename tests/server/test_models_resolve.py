@@ -65,6 +65,30 @@ def test_missing_weight_files_are_noticed(home: Path) -> None:
         resolve.resolve("m")
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_told_from_the_file(home: Path, name: str) -> None:
+    (model_directory(home / "m") / name).write_text(POINTER)
+    with pytest.raises(ModelError, match=rf"m/{name} is a pointer of Git LFS.*`git lfs pull`"):
+        resolve.resolve("m")
+
+
+def test_a_pointer_in_place_of_a_gguf_file_is_told(home: Path) -> None:
+    (home / "m.gguf").write_text(POINTER)
+    with pytest.raises(ModelError, match=r"m\.gguf is a pointer of Git LFS"):
+        resolve.resolve("m.gguf")
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]"])
+def test_a_damaged_index_is_named(home: Path, damaged: str) -> None:
+    index = model_directory(home / "m") / "model.safetensors.index.json"
+    index.write_text(damaged)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is damaged: "):
+        resolve.resolve("m")
+
+
 @pytest.mark.parametrize(
     ("model", "complaint"),
     [
