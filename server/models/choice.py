@@ -9,8 +9,10 @@ from safetensors import SafetensorError, safe_open
 
 from ..config.settings import Settings
 from .known_drafts import Target, known_draft
-from .store import ModelError
+from .store import ModelError, read_json
 
+_PACKED = ("qweight", "weight_packed", "_blocks")  # of GPTQ and AWQ, compressed-tensors, MXFP4
+_STORED_BITS = {"I32": 32, "U8": 8}
 LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 
 
@@ -68,14 +70,25 @@ def count_parameters(directory: Path) -> int:
 
         gguf = GgufFile(path)
         count += sum(math.prod(gguf.shape_of(name)) for name in gguf.names)
+    packed_bits = _packed_bits(directory)
     for path in directory.glob("*.safetensors"):
         try:
             with safe_open(path, "np") as file:
                 for name in file.keys():  # noqa: SIM118
-                    count += math.prod(file.get_slice(name).get_shape())
+                    stored = file.get_slice(name)
+                    bits = _STORED_BITS.get(stored.get_dtype()) if name.endswith(_PACKED) else None
+                    count += math.prod(stored.get_shape()) * (bits or packed_bits) // packed_bits
         except SafetensorError as error:
             raise ModelError(f"{path} is damaged: {error}") from error
     return count
+
+
+def _packed_bits(directory: Path) -> int:
+    """The bits of a number where several are packed into one of a file, by the model's config."""
+    told = read_json(directory / "config.json").get("quantization_config") or {}
+    groups = (told.get("config_groups") or {}).values()
+    found = [told.get("bits"), *((group.get("weights") or {}).get("num_bits") for group in groups)]
+    return next((int(bits) for bits in found if bits), 4)
 
 
 def _with(settings: Settings, proposer: str, k: int | None = None) -> Settings:

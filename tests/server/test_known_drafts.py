@@ -4,6 +4,8 @@ import logging
 from pathlib import Path
 
 import pytest
+from quantised import FORMATS, quantise
+from tiny_models import save_tiny_model
 from tiny_pairs import save_tiny_model_with_other_tokenizer, save_tiny_model_with_tokenizer
 from typer.testing import CliRunner
 
@@ -217,6 +219,14 @@ def test_parameters_are_counted_from_the_headers(models: Path) -> None:
     expected = sum(tensor.numel() for tensor in model.state_dict().values())
     tied = model.lm_head.weight.numel() if model.config.tie_word_embeddings else 0
     assert count_parameters(models / "target") == expected - tied
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_numbers_are_counted_one_by_one(tmp_path: Path, name: str) -> None:
+    plain = save_tiny_model(tmp_path / "plain", hidden_size=64, intermediate_size=128)
+    quantised = quantise(plain, tmp_path, name)
+    share = count_parameters(quantised) / count_parameters(plain)
+    assert 1 <= share < 1.1  # scales and zero points come with them
 
 
 @pytest.mark.model

@@ -265,9 +265,11 @@ FORMATS = {
     "ct 4 bits, zero points": Format(
         _compressed("pack-quantized"), pack_quantized(4, 32, asymmetric=True)
     ),
-    "ct 8 bits": Format(_compressed("pack-quantized"), pack_quantized(8, None, asymmetric=False)),
+    "ct 8 bits": Format(
+        _compressed("pack-quantized", num_bits=8), pack_quantized(8, None, asymmetric=False)
+    ),
     "ct 8 bits, zero points": Format(
-        _compressed("pack-quantized"), pack_quantized(8, 64, asymmetric=True)
+        _compressed("pack-quantized", num_bits=8), pack_quantized(8, 64, asymmetric=True)
     ),
     "ct mxfp4": Format(_compressed("mxfp4-pack-quantized"), mxfp4),
     "awq": Format({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
