@@ -100,7 +100,7 @@ def config_command(
 
 
 def to_toml(settings: Settings, *, described: bool = False) -> str:
-    """Settings as a TOML file that loads to the same settings; api keys are masked.
+    """Settings as a TOML file that loads to the same settings, but without API keys.
 
     Unset keys appear as comments, since TOML has no null.
     """
@@ -114,7 +114,12 @@ def to_toml(settings: Settings, *, described: bool = False) -> str:
         for name, value in section.model_dump(mode="json").items():
             if described:
                 lines += _comment(schemas[name])
-            lines.append(f"# {name} is unset" if value is None else f"{name} = {_to_toml(value)}")
+            if value is None:
+                lines.append(f"# {name} is unset")
+            elif value and name.endswith("api_keys"):  # masked, they would load as keys
+                lines.append(f"# {name} is set, and not shown")
+            else:
+                lines.append(f"{name} = {_to_toml(value)}")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

@@ -65,7 +65,7 @@ def evaluate_command(
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
     files = [f for f in (json_file, plot_file) if f]
-    problem = _problem(settings, k, files, plot_file)
+    problem = _problem(settings, files, plot_file)
     if check_exact and files:
         problem = "--check-exact measures nothing that --json or --plot could keep"
     if problem:
@@ -83,7 +83,8 @@ def evaluate_command(
         with ProgressDisplay() as progress:
             pair = prepare_pair(settings, progress)
             settings = pair.settings
-            most = settings.speculation.num_speculative_tokens
+            most = settings.speculation.num_speculative_tokens or 0
+            _check_ks(k, most)  # only now: the draft may have brought its own k
             ks: list[int | None] = [measure.PLAIN, *sorted(set(k or _powers_up_to(most)))]
             if settings.speculation.adaptive:
                 ks.append(measure.OWN_CHOICE)
@@ -111,12 +112,13 @@ def evaluate_command(
     if check_exact:
         typer.echo(exactness.told(found, lambda token_id: _text(tokenizer, token_id)))
         raise typer.Exit(1 if found.differences else 0)
-    title = f"{settings.target.model} + {settings.draft.model or settings.speculation.proposer}"
+    draft = settings.draft.model if pair.draft else None
+    title = f"{settings.target.model} + {draft or settings.speculation.proposer}"
     report.print_tables(tallies, title, Console())
     if json_file:
         description = {
             "target": settings.target.model,
-            "draft": settings.draft.model,
+            "draft": draft,
             "proposer": info.proposer,
             "device": info.device,
             "dtype": info.target_dtype,
@@ -145,26 +147,29 @@ async def _measured(
         await engine.stop()
 
 
-def _problem(
-    settings: Settings, ks: list[int] | None, files: list[Path], plot_file: Path | None
-) -> str | None:
+def _problem(settings: Settings, files: list[Path], plot_file: Path | None) -> str | None:
     """Why this cannot be measured, or its result not be saved; None if it can."""
     from ..evaluation.report import can_plot
 
-    most = settings.speculation.num_speculative_tokens
-    if settings.speculation.proposer == "none" or most == 0:
+    if settings.speculation.proposer == "none" or settings.speculation.num_speculative_tokens == 0:
         return (
             "there is nothing to evaluate: speculation.proposer is none, or num_speculative_tokens "
             "is 0"
         )
-    if ks and max(ks) > most:
-        return f"-k {max(ks)} is more than speculation.num_speculative_tokens, which is {most}"
     for file in files:
         if not file.parent.is_dir():
             return f"{file.parent} is no directory; make it first"
     if plot_file and not can_plot():
         return "--plot needs matplotlib: pip install 'outrider[plot]'"
     return None
+
+
+def _check_ks(ks: list[int] | None, most: int) -> None:
+    if ks and max(ks) > most:
+        raise ValueError(
+            f"-k {max(ks)} is more than speculation.num_speculative_tokens, which is {most} for "
+            "this draft; set it with --set"
+        )
 
 
 def _powers_up_to(most: int) -> list[int]:

@@ -9,6 +9,7 @@ from .server_settings import Section, ServerSettings
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
+DEFAULT_K = 4  # the most drafts in a step, of a draft that says nothing else
 MTP = "mtp"  # as a draft: the MTP head in the target's own checkpoint
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -94,12 +95,12 @@ class SpeculationSettings(Section):
         "model; none: plain decoding. auto: draft.model if it is set, else the best known draft "
         "for the target, else prompt lookup; the server says at its start which, and why.",
     )
-    num_speculative_tokens: int = Field(
-        default=4,
+    num_speculative_tokens: int | None = Field(
+        default=None,
         ge=0,
         le=32,
-        description="Maximum draft tokens per request and step (k); 0: plain decoding. If left "
-        "out, a draft that the server chooses brings its own.",
+        description="Maximum draft tokens per request and step (k); 0: plain decoding. Unset: a "
+        f"draft that the server chooses brings its own, any other has {DEFAULT_K}.",
     )
     adaptive: bool = Field(
         default=True,
@@ -269,6 +270,7 @@ class Settings(Section):
                 "least; lower the first or raise the second"
             )
         k = self.speculation.num_speculative_tokens
+        k = DEFAULT_K if k is None else k
         if self.speculation.proposer != "none" and k >= num_rows:
             raise ValueError(
                 f"speculation.num_speculative_tokens is {k}, so that a sequence takes {k + 1} rows "

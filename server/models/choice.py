@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..config.settings import Settings
+from ..config.settings import DEFAULT_K, Settings
 from .known_drafts import Target, known_draft
 from .store import ModelError, read_json
 
@@ -30,10 +30,11 @@ def choose(settings: Settings, directory: Path, config: Any) -> Choice:
     `directory` and `config` are those of the target.
     """
     if settings.speculation.num_speculative_tokens == 0:
-        return Choice(_with(settings, "none"), "draft: none, as k is 0")
+        return Choice(with_proposer(settings, "none"), "draft: none, as k is 0")
     if settings.draft.model is not None:
         return Choice(
-            _with(settings, "draft_model"), f"draft: {settings.draft.model}, as the settings say"
+            with_proposer(settings, "draft_model"),
+            f"draft: {settings.draft.model}, as the settings say",
         )
     target = Target(
         name=settings.target.model,
@@ -44,7 +45,7 @@ def choose(settings: Settings, directory: Path, config: Any) -> Choice:
     known = known_draft(target)
     if known is None:
         return without_draft(settings, f"no draft is known for {target.name}")
-    chosen = _with(settings, "draft_model", known.num_speculative_tokens)
+    chosen = with_proposer(settings, "draft_model", known.num_speculative_tokens)
     draft = settings.draft.model_copy(update={"model": known.model})
     return Choice(
         chosen.model_copy(update={"draft": draft}),
@@ -56,7 +57,7 @@ def choose(settings: Settings, directory: Path, config: Any) -> Choice:
 def without_draft(settings: Settings, why: str) -> Choice:
     """Prompt lookup, which needs no second model."""
     return Choice(
-        _with(settings, "ngram", LOOKUP_TOKENS),
+        with_proposer(settings, "ngram", LOOKUP_TOKENS),
         f"{why}: drafts are looked up in the text so far; `outrider distill` makes a draft for any "
         "model, --draft takes one",
     )
@@ -91,10 +92,9 @@ def _packed_bits(directory: Path) -> int:
     return next((int(bits) for bits in found if bits), 4)
 
 
-def _with(settings: Settings, proposer: str, k: int | None = None) -> Settings:
+def with_proposer(settings: Settings, proposer: str, k: int = DEFAULT_K) -> Settings:
     """`k` applies unless the settings have a k of their own."""
     speculation = settings.speculation
-    update: dict[str, object] = {"proposer": proposer}
-    if k is not None and "num_speculative_tokens" not in speculation.model_fields_set:
-        update["num_speculative_tokens"] = k
+    own_k = speculation.num_speculative_tokens
+    update = {"proposer": proposer, "num_speculative_tokens": k if own_k is None else own_k}
     return settings.model_copy(update={"speculation": speculation.model_copy(update=update)})

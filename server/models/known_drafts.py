@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP
+from ..config.settings import DEFAULT_DRAFT, DEFAULT_K, DEFAULT_TARGET, MTP
 
 # A draft larger than this share of its target costs more than its drafts gain.
 MAX_SHARE = 1 / 3
@@ -35,7 +35,7 @@ class KnownDraft:
     model_type: str = ""  # "": any
     vocab_sizes: frozenset[int] = frozenset()  # of targets, including padding; empty: any
     kind: str = "draft model"
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = DEFAULT_K
 
     def suits(self, target: Target) -> bool:
         return (

@@ -21,7 +21,7 @@ from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
 
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.tokenizer import Tokenizer, TokenizerData
-from .choice import choose, without_draft
+from .choice import choose, with_proposer, without_draft
 from .compatibility import Vocabulary, shared_vocab_size
 from .resolve import resolve
 from .store import ModelError, read_json
@@ -37,7 +37,7 @@ class DraftError(ModelError):
 class Pair:
     """Local directories of a target and its draft, which share a tokenizer."""
 
-    settings: Settings  # with a proposer, and a draft if it needs one, in place of `auto`
+    settings: Settings  # with a k, and a proposer and its draft in place of `auto`
     target: Path
     draft: Path | None  # None: nothing to load besides the target
     vocab_size: int
@@ -60,6 +60,7 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
         )
     config = _config(target, settings.target)
     if settings.speculation.proposer != "auto":
+        settings = with_proposer(settings, settings.speculation.proposer)
         return _pair(settings, target, config, progress)
     choice = choose(settings, target, config)
     log.info("%s", choice.reason)
@@ -80,7 +81,7 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
     vocab_size = vocabulary.size
     draft = None
     speculation = settings.speculation
-    if speculation.proposer == "draft_model" and speculation.num_speculative_tokens > 0:
+    if speculation.proposer == "draft_model" and speculation.num_speculative_tokens:
         assert settings.draft.model is not None  # ensured by the settings
         with _told("draft.model", settings.draft.model, DraftError):
             draft, vocab_size = _draft(settings.draft, target, config, vocabulary, progress)

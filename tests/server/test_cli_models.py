@@ -33,10 +33,14 @@ def test_config_prints_what_loads_to_the_same_settings(home: Path) -> None:
     assert load_settings(again, environ={}) == load_settings(path, ["server.port=81"], environ={})
 
 
-def test_config_masks_api_keys() -> None:
-    printed = outrider("config", "--set", "server.api_keys=secret").stdout
+@pytest.mark.parametrize("name", ["api_keys", "priority_api_keys"])
+def test_config_shows_no_api_keys_and_nothing_that_loads_as_one(home: Path, name: str) -> None:
+    printed = outrider("config", "--set", f"server.{name}=secret").stdout
     assert "secret" not in printed
-    assert "***" in printed
+    assert f"\n# {name} is set, and not shown\n" in printed
+    (home / "again.toml").write_text(printed)
+    assert load_settings(home / "again.toml", environ={}) == Settings()
+    assert load_settings(home / "again.toml", environ={}).speculation.num_speculative_tokens is None
 
 
 def test_the_example_describes_every_setting_at_its_default(home: Path) -> None:

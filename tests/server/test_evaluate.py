@@ -17,6 +17,8 @@ from outrider.engine.scoring.verifier import Verifier
 from outrider.server.cli import app
 from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tally, held_out_prompts, measure
 from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables
+from outrider.server.models import known_drafts
+from outrider.server.models.known_drafts import KnownDraft
 
 
 @pytest.fixture
@@ -107,6 +109,34 @@ def arguments_of(target: Path) -> list[str]:
     return ["evaluate", *pair, "--check-exact", "--max-tokens", "8", "--prompts-per-category", "1"]
 
 
+def test_a_k_is_held_against_that_of_the_chosen_draft(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = KnownDraft(
+        model=str(target), num_parameters=0, family="tiny", num_speculative_tokens=6
+    )
+    monkeypatch.setattr(known_drafts, "KNOWN_DRAFTS", [chosen])
+    exact = ["--check-exact", "--max-tokens", "2", "--prompts-per-category", "1"]
+    pair = [str(target), "--set", "cache.num_pages=256", "--set", "target.device=cpu"]
+    result = CliRunner().invoke(app, ["evaluate", *pair, *exact, "-k", "7"])
+    assert result.exit_code == 1
+    assert "-k 7 is more than speculation.num_speculative_tokens, which is 6" in result.output
+    result = CliRunner().invoke(app, ["evaluate", *pair, *exact, "-k", "6"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.deep
+def test_only_what_drafted_is_named(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    pair = [str(target), "--set", "draft.model=not-there", "--set", "speculation.proposer=ngram"]
+    options = ["--max-tokens", "4", "--prompts-per-category", "1", "--temperature", "0", "-k", "2"]
+    options += ["--set", "cache.num_pages=64", "--set", "target.device=cpu", "--json", str(file)]
+    result = CliRunner().invoke(app, ["evaluate", *pair, *options])
+    assert result.exit_code == 0, result.output
+    assert "not-there" not in result.output
+    assert json.loads(file.read_text())["draft"] is None
+
+
 def test_an_exact_pair_is_told_so(target: Path) -> None:
     result = CliRunner().invoke(app, arguments_of(target))
     assert result.exit_code == 0, result.output
@@ -149,7 +179,6 @@ def test_a_missing_gpu_is_told_before_a_model_is_fetched() -> None:
     ("arguments", "words"),
     [
         (["--set", "speculation.proposer=none"], "nothing to evaluate"),
-        (["-k", "30"], "more than speculation.num_speculative_tokens"),
         (["--json", "/nowhere/out.json"], "no directory"),
         (["--check-exact", "--json", "out.json"], "measures nothing"),
     ],
