@@ -47,17 +47,21 @@ def chosen(
 ) -> tuple[Path | None, dict[str, object]]:
     """The config file and the flags of a command that takes MODEL, --draft and --config.
 
-    MODEL may itself be a config file: a path that ends in .toml, or the name of one of ours.
+    MODEL may itself be a config file: a path that ends in .toml, or the name of one of ours. A
+    draft that is named drafts, whatever proposer the file has.
     """
+    flags: dict[str, object] = {"draft.model": draft}
+    if draft is not None:
+        flags["speculation.proposer"] = "auto"
     if config is None and model is not None and _is_config(model):
-        return Path(model), {"draft.model": draft}
+        return Path(model), flags
     if model is not None and (nearest := _nearest_config(model)):
         typer.echo(
             f"outrider: no model or config {model!r}; did you mean the config {nearest!r}?",
             err=True,
         )
         raise typer.Exit(2)
-    return config, {"target.model": model, "draft.model": draft}
+    return config, {"target.model": model, **flags}
 
 
 def _is_config(model: str) -> bool:

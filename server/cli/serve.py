@@ -159,7 +159,6 @@ def serve_command(
         raise typer.Exit(2)
     flags: dict[str, object] = {
         "speculation.num_speculative_tokens": k,
-        "speculation.proposer": "none" if no_draft else None,
         "server.host": host,
         "server.port": port,
         "server.uds": uds,
@@ -176,7 +175,16 @@ def serve_command(
         "server.log_level": log_level,
     }
     config, named = chosen(model, draft, config)
+    if no_draft:
+        flags["speculation.proposer"] = "none"
     settings = settings_or_exit(config, assignments, named | flags)
+    if k and settings.speculation.proposer == "none":
+        typer.echo(
+            f"outrider: -k {k} needs a draft, and speculation.proposer is none: name one with "
+            "--draft, or --set speculation.proposer=auto",
+            err=True,
+        )
+        raise typer.Exit(2)
     # Only now: it brings in the whole server, which the other commands need not wait for.
     from ..http.serving import serve
 

@@ -277,6 +277,22 @@ def test_serve_takes_a_config_file_in_place_of_a_model(
     assert (over.target.model, over.draft.model) == ("x/y", "c/d")
 
 
+@pytest.mark.parametrize("config", ["ngram", "plain"])
+def test_a_draft_that_is_named_drafts_whatever_the_config(
+    monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    settings = served_with(monkeypatch, config, "--draft", "c/d", "-k", "3")
+    assert (settings.draft.model, settings.speculation.proposer) == ("c/d", "auto")
+    assert settings.speculation.num_speculative_tokens == 3
+
+
+def test_a_k_without_anything_that_drafts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.server.http.serving.serve", lambda settings: 0)
+    result = CliRunner().invoke(app, ["serve", "plain", "-k", "3"])
+    assert result.exit_code == 2
+    assert "-k 3 needs a draft, and speculation.proposer is none" in result.output
+
+
 def test_a_draft_and_no_draft_exclude_each_other() -> None:
     result = CliRunner().invoke(app, ["serve", "--no-draft", "--draft", "a/b"])
     assert result.exit_code == 2
