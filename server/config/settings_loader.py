@@ -121,6 +121,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
         if variable.startswith(ENV_PREFIX) and "__" in variable:
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
             _check_key(key, f"environment variable {variable}")
+            if not text and _is_list(key):
+                continue  # compose files pass variables on that nobody has set
             given[key] = _Given(_parse_text(key, text), f"environment variable {variable}")
     return given
 
@@ -162,11 +164,9 @@ def _unknown(given: str, valid: Iterable[str], kind: str) -> str:
 
 def _parse_text(key: str, text: str) -> object:
     """A value given as text; pydantic turns plain text into numbers and booleans itself."""
-    annotation = setting_keys()[key]
-    parts = get_args(annotation)
-    if type(None) in parts and text.lower() in ("", "none"):
+    if type(None) in get_args(setting_keys()[key]) and text.lower() in ("", "none"):
         return None
-    if any(Ellipsis in get_args(part) for part in (annotation, *parts)):
+    if _is_list(key):
         if text.startswith("["):
             try:
                 return json.loads(text)
@@ -174,6 +174,11 @@ def _parse_text(key: str, text: str) -> object:
                 return text
         return [item.strip() for item in text.split(",") if item.strip()]
     return text
+
+
+def _is_list(key: str) -> bool:
+    annotation = setting_keys()[key]
+    return any(Ellipsis in get_args(part) for part in (annotation, *get_args(annotation)))
 
 
 def _describe(error: ValidationError, given: Mapping[str, _Given]) -> str:

@@ -108,6 +108,14 @@ def test_api_keys_given_as_text_are_a_list_and_never_shown() -> None:
     assert "secret" not in str(error.value)
 
 
+def test_an_empty_variable_leaves_the_list_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("[server]\napi_keys = ['secret']")
+    empty = {"OUTRIDER_SERVER__API_KEYS": ""}
+    assert len(load_settings(path, environ=empty).server.api_keys) == 1
+    assert load_settings(path, ["server.api_keys="], environ=empty).server.api_keys == ()
+
+
 def test_none_resets_an_optional_setting(tmp_path: Path) -> None:
     path = tmp_path / "pages.toml"
     path.write_text("[cache]\nnum_pages = 64")
