@@ -8,7 +8,7 @@ def read_key_file(setting: str, path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # a byte order mark is no part of the first key
     except OSError as error:
         raise OSError(f"server.{setting}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

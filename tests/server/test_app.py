@@ -70,7 +70,7 @@ def test_any_of_the_keys_opens(serve: Serve, authorization: str) -> None:
 
 def test_keys_come_from_a_file_as_well(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\n\n  three \nfour\n")
+    file.write_text("\ufeffthree\n# ours\n\n  four \n", "utf-8")  # with a byte order mark
     served = serve(api_keys=("one",), api_key_file=file)
     for key, status in (("one", 200), ("three", 200), ("four", 200), ("# ours", 401), ("", 401)):
         headers = {"authorization": f"Bearer {key}"}
