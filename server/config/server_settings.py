@@ -57,7 +57,7 @@ class ServerSettings(Section):
     ] = Field(
         default=(),
         description="Names that requests may give as `model`, listed in /v1/models; answers "
-        "carry the first. Empty: target.model.",
+        "carry the first. Empty: target.model, of a path its last part; the whole is taken, too.",
     )
     generation_config: str = Field(
         default="auto",

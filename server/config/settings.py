@@ -1,6 +1,7 @@
 """Every setting of Outrider, described; `settings_loader` reads them from their sources."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
@@ -225,6 +226,12 @@ class EngineSettings(Section):
     )
 
 
+def name_of(model: str) -> str:
+    """A model's name without its folder: do not reveal where models are on this machine."""
+    is_path = model.startswith(("/", ".", "~"))
+    return Path(model).expanduser().absolute().name if is_path else model
+
+
 class Settings(Section):
     """All settings; `SECTION.KEY` in the file, `--set` and `OUTRIDER_SECTION__KEY` alike."""
 
@@ -293,5 +300,5 @@ class Settings(Section):
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
-        """Names that requests may give; answers have the first."""
-        return self.server.served_model_name or (self.target.model,)
+        """Names that requests may give and answers tell; answers have the first."""
+        return self.server.served_model_name or (name_of(self.target.model),)

@@ -113,11 +113,13 @@ def create_app(
     compiler: GrammarCompiler | None = None,
     sampling_defaults: SamplingDefaults = NEUTRAL,
     card: PairCard | None = None,
+    unlisted_name: str | None = None,
 ) -> ASGIApp:
     """The application; it answers 503 unless the engine is ready and the gate is open.
 
     `model_names`: names that requests may use; answers use the first. `compiler`: checks grammars;
     None: they are refused. `card`: the settings of the pair, for /info; None: they are not shown.
+    `unlisted_name`: another that requests may use, and that no answer tells.
     """
     keys = settings.read_api_keys()
     priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
@@ -135,6 +137,7 @@ def create_app(
             compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
         ),
         model_names=tuple(model_names),
+        unlisted_name=unlisted_name,
         settings=settings,
         sampling_defaults=sampling_defaults,
         priority_keys=priority_keys if keys else None,

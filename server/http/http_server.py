@@ -55,6 +55,7 @@ async def load_app(prepared: Prepared, client: EngineClient, gate: Gate) -> ASGI
             settings.server.generation_config, Path(config.target.path)
         ),
         card=PairCard.of(settings),
+        unlisted_name=None if settings.server.served_model_name else settings.target.model,
     )
     gc.collect()
     gc.freeze()  # what is loaded stays

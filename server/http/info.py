@@ -1,7 +1,6 @@
 """GET /info: the pair that is served, and what was loaded."""
 
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from fastapi import APIRouter
 
@@ -9,7 +8,7 @@ from outrider.engine.api import Verification
 
 from ..api.protocol import APIResponse
 from ..api.service import Service
-from ..config.settings import Settings
+from ..config.settings import Settings, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +24,8 @@ class PairCard:
     def of(settings: Settings) -> "PairCard":
         draft = settings.draft.model
         return PairCard(
-            target=_name(settings.target.model),
-            draft=None if draft is None else _name(draft),
+            target=name_of(settings.target.model),
+            draft=None if draft is None else name_of(draft),
             is_adaptive=settings.speculation.adaptive,
             verification=settings.speculation.verification,
         )
@@ -114,9 +113,3 @@ def _engine(service: Service, card: PairCard | None) -> EngineDetails | None:
         vocab_size=info.vocab_size,
         load_s=info.load_s,
     )
-
-
-def _name(model: str) -> str:
-    """A model's name without its folder: do not reveal where models are on this machine."""
-    is_path = model.startswith(("/", ".", "~"))
-    return PurePath(model).name if is_path else model

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from asgi import get, post
 from pydantic_core import from_json
 from scripted_client import ScriptedClient, steps
 from served import Served
@@ -88,6 +89,20 @@ def test_socket_of_a_server_that_still_loads_is_not_replaced(tmp_path: Path) -> 
     with pytest.raises(OSError, match="Address already in use"):
         bind_unix(tmp_path / "outrider.sock")
     loading.close()
+
+
+@pytest.mark.usefixtures("own_garbage_collection")
+def test_a_local_model_has_the_last_part_of_its_path_as_its_name() -> None:
+    tokenizer = TokenizerData.of(byte_level_wrapper())
+    settings = Settings.model_validate({"target": {"model": "/home/me/tiny"}})
+    prepared = Prepared(settings, EngineConfig(target=ModelConfig(path="")), tokenizer)
+    client = ScriptedClient(lambda request: steps(request, [70]), vocab_size=300)
+    api = asyncio.run(load_app(prepared, client, Gate()))
+    assert "/home" not in (told := get(api, "/v1/models").body.decode())
+    assert '"id":"tiny"' in told
+    for name in ("tiny", "/home/me/tiny"):  # the second is what a user gave to `outrider serve`
+        assert post(api, {"prompt": "Hi", "model": name}).json()["model"] == "tiny"
+    assert "/home" not in post(api, {"prompt": "Hi", "model": "other"}).error["message"]
 
 
 def test_server_can_listen_at_a_unix_socket(serve: Serve, tmp_path: Path) -> None:
