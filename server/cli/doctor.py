@@ -38,7 +38,7 @@ def doctor_command(
         machine.processor(),
         machine.memory(),
         machine.disk(),
-        network.port(settings.server.host, settings.server.port),
+        network.port(settings.server),
         hub,
         machine.models(),
         machine.pair(has_hub=hub.state == "ok", configured=configured),

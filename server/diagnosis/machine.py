@@ -20,7 +20,6 @@ from outrider.engine.models.admission import resolve_dtype
 from ..models import builtin, store
 from ..models.known_drafts import SUGGESTED
 
-LEAST_PYTHON = (3, 11)
 LEAST_CAPABILITY = (8, 0)  # of a GPU: from here on tensor cores compute in bfloat16
 LEAST_DISK_GB = 2.0  # for the default pair and its download
 # Share of a GPU's memory, or of a CPU's free memory, that the weights of a pair may take: the rest
@@ -42,8 +41,6 @@ class Finding:
 
 def system() -> Finding:
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    if sys.platform == "linux":
-        return Finding(name="system", state="ok", text=text)
     if sys.platform == "darwin":
         return Finding(
             name="system",
@@ -51,16 +48,12 @@ def system() -> Finding:
             text=text,
             remedy="macOS runs the CPU path only: no Metal, no CUDA.",
         )
-    return Finding(
-        name="system", state="bad", text=text, remedy="Run Outrider in WSL2 or in Docker."
-    )
+    return Finding(name="system", state="ok", text=text)
 
 
 def python() -> Finding:
     text = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info >= LEAST_PYTHON:
-        return Finding(name="Python", state="ok", text=text)
-    return Finding(name="Python", state="bad", text=text, remedy="Install Python 3.11 or newer.")
+    return Finding(name="Python", state="ok", text=text)
 
 
 def torch_build() -> Finding:
@@ -110,14 +103,18 @@ def gpu(device: str) -> Finding:
             remedy = "With --set target.device=auto the CPU is used if there is no GPU."
             return Finding(name="GPU", state="bad", text=text, remedy=remedy)
         return Finding(name="GPU", state="note", text="none: models run on the CPU")
-    parts, too_old = [], False
-    for i in range(torch.cuda.device_count()):
+    parts, too_old, num_gpus = [], False, torch.cuda.device_count()
+    for i in range(num_gpus):
         properties = torch.cuda.get_device_properties(i)
         free_bytes, total_bytes = torch.cuda.mem_get_info(i)
         too_old |= (properties.major, properties.minor) < LEAST_CAPABILITY
         parts.append(
             f"cuda:{i} {properties.name}, {free_bytes / 1e9:.0f} of {total_bytes / 1e9:.0f} GB free"
         )
+    if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= num_gpus:
+        text = f"target.device is {device!r}, and there are only: {'; '.join(parts)}"
+        remedy = "Name one of these; --set target.device=auto takes the first."
+        return Finding(name="GPU", state="bad", text=text, remedy=remedy)
     if too_old:
         remedy = "GPUs before Ampere (compute capability 8.0) have not been tried."
         return Finding(name="GPU", state="note", text="; ".join(parts), remedy=remedy)
@@ -172,25 +169,24 @@ def disk() -> Finding:
     folder = next(path for path in (home, *home.parents) if path.exists())
     free_gb = shutil.disk_usage(folder).free / 1e9
     text = f"{free_gb:.0f} GB free for models in {home}"
+    # What is there already needs no room.
+    state: Literal["note", "bad"] = "bad" if _missing() else "note"
     if not os.access(folder, os.W_OK):
         return Finding(
             name="disk",
-            state="bad",
+            state=state,
             text=f"{text}, which this user may not write to",
             remedy="Set OUTRIDER_HOME to a folder that is yours.",
         )
     if free_gb < LEAST_DISK_GB:
         remedy = "Make room, or set OUTRIDER_HOME to a folder on another disk."
-        return Finding(name="disk", state="bad", text=text, remedy=remedy)
+        return Finding(name="disk", state=state, text=text, remedy=remedy)
     return Finding(name="disk", state="ok", text=text)
 
 
 def models() -> Finding:
     """Whether the default pair is there already."""
-    missing = [
-        name for name, each in builtin.BUILTINS.items() if store.find(name, each.source) is None
-    ]
-    if not missing:
+    if not (missing := _missing()):
         return Finding(name="models", state="ok", text="the default pair is there")
     return Finding(
         name="models",
@@ -198,6 +194,10 @@ def models() -> Finding:
         text=f"not fetched yet: {', '.join(missing)}",
         remedy="`outrider models fetch` gets them now (0.1 GB); `outrider serve` does it, too.",
     )
+
+
+def _missing() -> list[str]:
+    return [name for name, each in builtin.BUILTINS.items() if not store.find(name, each.source)]
 
 
 def pair(*, has_hub: bool, configured: str | None = None) -> Finding:

@@ -7,14 +7,18 @@ import socket
 import httpx
 from huggingface_hub import constants, get_token
 
+from ..config.server_settings import ServerSettings
 from .machine import Finding
 
 HUB_TIMEOUT_S = 10.0
 PORT_TIMEOUT_S = 2.0
 
 
-def port(host: str, number: int) -> Finding:
+def port(settings: ServerSettings) -> Finding:
     """Whether the server could listen there."""
+    host, number = settings.host, settings.port
+    if settings.uds is not None:
+        return Finding(name="port", state="ok", text=f"none: the server listens at {settings.uds}")
     if number == 0:
         return Finding(name="port", state="ok", text=f"any free one on {host}")
     try:
