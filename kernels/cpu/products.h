@@ -2,6 +2,7 @@
 // (integers.h), else in float32.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -164,27 +165,23 @@ inline void prepare(const Matrix& matrix, const Rows& rows, int row, int first, 
     to_inputs(rows.x + at, count, rows.inputs + at / BLOCK);
 }
 
-// Up to MAX_ROWS rows of one tile of outputs, or of two. out [rows][tiles * TILE]
+// Up to MAX_ROWS rows of a tile of outputs, in float32 also of the next. out [rows][tiles * TILE]
 void some_tiles(
-    const Matrix& matrix, int first_tile, int second_tile, const Rows& all, int row, int rows,
+    const Matrix& matrix, int first_tile, int num_tiles, const Rows& all, int row, int rows,
     float* out
 ) {
     const Product& product = PRODUCTS[matrix.format];
-    const int blocks = matrix.k / BLOCK, num_tiles = second_tile < 0 ? 1 : 2;
+    const int blocks = matrix.k / BLOCK;
     const int64_t tile_bytes = (int64_t)product.block_bytes * blocks;
-    const uint8_t* weights[2] = {
-        matrix.data + first_tile * tile_bytes, matrix.data + second_tile * tile_bytes
-    };
+    const uint8_t* tile = matrix.data + first_tile * tile_bytes;
+    const uint8_t* weights[2] = {tile, tile + tile_bytes};
     const float* x = all.x + (int64_t)row * matrix.k;
     const int width = num_tiles * TILE;
     if (is_of_integers(matrix)) {
         for (int r = 0; r < rows; r += INTEGER_ROWS) {
             const int some = rows - r < INTEGER_ROWS ? rows - r : INTEGER_ROWS;
             const Inputs* inputs = &all.inputs[(size_t)(row + r) * blocks];
-            for (int t = 0; t < num_tiles; t++)
-                product.integer_tile[some - 1](
-                    weights[t], blocks, inputs, blocks, out + r * width + t * TILE, width
-                );
+            product.integer_tile[some - 1](tile, blocks, inputs, blocks, out + r * width, width);
         }
     } else if (num_tiles == 2 && rows <= 2) {
         product.two_tiles[rows - 1](weights, matrix.k, x, matrix.k, out);
@@ -202,13 +199,10 @@ void some_tiles(
                     );
             }
     }
-    if (matrix.bias != nullptr)
-        for (int t = 0; t < num_tiles; t++) {
-            const int first = (t ? second_tile : first_tile) * TILE;
-            const int count = matrix.n - first < TILE ? matrix.n - first : TILE;
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < count; i++) out[r * width + t * TILE + i] += matrix.bias[first + i];
-        }
+    if (matrix.bias == nullptr) return;
+    const int first = first_tile * TILE, count = std::min(matrix.n - first, width);
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < count; i++) out[r * width + i] += matrix.bias[first + i];
 }
 
 // x W^T + b. `take(row, first, values, count)` is given the outputs from `first` on.
@@ -218,13 +212,12 @@ void product(Team& team, const Matrix& matrix, const Rows& rows, TAKE take) {
     const int at_once = is_of_integers(matrix) ? 1 : 2;  // in float32 two share their inputs
     team.share((num_tiles + at_once - 1) / at_once, [&](int task) {
         const int first = at_once * task;
-        const int second = at_once == 2 && first + 1 < num_tiles ? first + 1 : -1;
-        const int width = second < 0 ? TILE : 2 * TILE;
-        const int count = matrix.n - first * TILE < width ? matrix.n - first * TILE : width;
+        const int tiles = std::min(at_once, num_tiles - first), width = tiles * TILE;
+        const int count = std::min(matrix.n - first * TILE, width);
         float out[MAX_ROWS * 2 * TILE];
         for (int row = 0; row < rows.count; row += MAX_ROWS) {
             const int some = rows.count - row < MAX_ROWS ? rows.count - row : MAX_ROWS;
-            some_tiles(matrix, first, second, rows, row, some, out);
+            some_tiles(matrix, first, tiles, rows, row, some, out);
             for (int r = 0; r < some; r++) take(row + r, first * TILE, out + r * width, count);
         }
     });
