@@ -39,12 +39,6 @@ needs_layers = pytest.mark.skipif(
 QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q4_K, Type.Q6_K]
 
 
-@pytest.fixture
-def exact_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The build for any processor, which does not round inputs."""
-    monkeypatch.setattr(layers, "compiled", lambda: layers.builds()["_layers"])
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Type, Type], Path]:
     made: dict[tuple[Type, Type], Path] = {}
@@ -154,10 +148,10 @@ def test_logits_are_those_of_the_unpacked_model(
     rounds_inputs: bool,
     type_: Type,
     directory: Callable[[Type, Type], Path],
-    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not rounds_inputs:
-        request.getfixturevalue("exact_inputs")
+    if not rounds_inputs:  # the build for any processor
+        monkeypatch.setattr(layers, "compiled", lambda: layers.builds()["_layers"])
     folder = directory(type_, Type.Q8_0)
     network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
