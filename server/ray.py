@@ -62,7 +62,7 @@ class Replica:
         self._prepared = await prepare(settings)
         self._engine = ProcessEngine(
             self._prepared.engine,
-            step_timeout_s=settings.engine.step_timeout_s or None,
+            step_timeout_s=settings.engine.step_timeout_s,
             log_format=server.log_format,
         )
         try:

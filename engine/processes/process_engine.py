@@ -28,7 +28,7 @@ class ProcessEngine(EngineClient):
 
     A child that dies is started again, the first time at once. After three deaths in a row, or if
     it never became ready, the state is "failed". A child is asked now and then how it is. If it
-    does not answer for `step_timeout_s` (None: no limit), it is killed and started again. If it
+    does not answer for `step_timeout_s` (0: no limit), it is killed and started again. If it
     `is_shared`, other processes can reach it too, at the endpoint in `status`.
     """
 
@@ -39,12 +39,12 @@ class ProcessEngine(EngineClient):
         config: EngineConfig | Callable[[], Awaitable[EngineConfig]],
         progress: ReportProgress = ignore_progress,
         *,
-        step_timeout_s: float | None = None,
+        step_timeout_s: float = 0.0,
         log_format: Literal["text", "json"] = "text",
         is_shared: bool = False,
     ) -> None:
         super().__init__(progress)
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s = step_timeout_s or None
         self._log_format = log_format
         self._is_shared = is_shared
         self._config = config

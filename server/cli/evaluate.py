@@ -104,7 +104,7 @@ def evaluate_command(
                 found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
             else:
                 counted = partial(progress, "measuring")
-                step_timeout_s = settings.engine.step_timeout_s or None
+                step_timeout_s = settings.engine.step_timeout_s
                 served = ProcessEngine(told, progress, step_timeout_s=step_timeout_s)
                 info, tallies = asyncio.run(
                     _measured(served, prompts, temperatures, ks, max_tokens, counted)

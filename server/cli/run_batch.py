@@ -84,7 +84,7 @@ async def _run(settings: "Settings", given: IO[bytes], output: str) -> tuple[int
     num_done = num_failed = 0
     with ProgressDisplay() as progress:
         prepared = await prepare(settings, progress)
-        step_timeout_s = settings.engine.step_timeout_s or None
+        step_timeout_s = settings.engine.step_timeout_s
         engine = ProcessEngine(prepared.engine, progress, step_timeout_s=step_timeout_s)
         try:
             await engine.start()

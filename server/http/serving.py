@@ -166,7 +166,7 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
     engine = ProcessEngine(
         engine_config,
         progress,
-        step_timeout_s=settings.engine.step_timeout_s or None,
+        step_timeout_s=settings.engine.step_timeout_s,
         log_format=settings.server.log_format,
         is_shared=settings.server.api_workers > 1,
     )
