@@ -89,7 +89,7 @@ async def _run(settings: "Settings", given: IO[bytes], output: str) -> tuple[int
         try:
             await engine.start()
             app = await load_app(prepared, engine, Gate())
-            at_once = prepared.settings.scheduler.max_num_seqs
+            at_once = prepared.engine.scheduler.max_num_seqs
             with _opened("--output", output) as answers:
                 async for line in answer_lines(app, engine, given, max_at_once=at_once):
                     answers.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")

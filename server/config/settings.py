@@ -173,7 +173,12 @@ class CacheSettings(Section):
 class SchedulerSettings(Section):
     """Which sequences run, and how much of them in one step."""
 
-    max_num_seqs: int = Field(default=32, ge=1, description="Sequences that run at once.")
+    max_num_seqs: int | None = Field(
+        default=None,
+        ge=1,
+        description="Sequences that run at once; unset: 32 on a CPU, 64 on a GPU, 256 on a GPU "
+        "of more than 32 GiB, and no more than max_num_batched_tokens.",
+    )
     max_num_batched_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -270,7 +275,7 @@ class Settings(Section):
         num_rows, num_seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
         if num_rows is None:
             return self
-        if num_seqs > num_rows:
+        if num_seqs is not None and num_seqs > num_rows:
             raise ValueError(
                 f"scheduler.max_num_seqs is {num_seqs}, but a step has scheduler."
                 f"max_num_batched_tokens ({num_rows}) rows, of which each sequence takes one at "

@@ -124,6 +124,8 @@ def engine_config(pair: Pair) -> EngineConfig:
     settings = pair.settings
     dtype = settings.target.dtype
     device = resolve_device(settings.target.device)
+    num_rows = settings.scheduler.max_num_batched_tokens
+    num_seqs = settings.scheduler.max_num_seqs or _most_sequences(device, num_rows)
     return EngineConfig(
         target=_model_config(pair.target, dtype, settings.target),
         draft=(
@@ -144,12 +146,26 @@ def engine_config(pair: Pair) -> EngineConfig:
         speculation=SpeculationConfig(**settings.speculation.model_dump()),
         cache=CacheConfig(**settings.cache.model_dump()),
         scheduler=SchedulerConfig(
-            max_num_seqs=settings.scheduler.max_num_seqs,
-            max_num_batched_tokens=settings.scheduler.max_num_batched_tokens
-            or max(settings.scheduler.max_num_seqs, 512 if device == "cpu" else 4096),
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_rows or max(num_seqs, 512 if device == "cpu" else 4096),
             max_queue_len=settings.scheduler.max_queue_len,
         ),
     )
+
+
+def _most_sequences(device: str, num_rows: int | None) -> int:
+    """How many sequences run at once if nobody says: no more than a step has rows, if that is set.
+
+    A GPU gives ever more tokens a second up to 256 sequences at least. But each takes memory for
+    logits and drafts, which the pages of a small GPU need more.
+    """
+    num_seqs = 32
+    if device != "cpu":
+        import torch
+
+        is_large = torch.cuda.get_device_properties(device).total_memory > 32 * 2**30
+        num_seqs = 256 if is_large else 64
+    return min(num_seqs, num_rows or num_seqs)
 
 
 def resolve_device(device: str) -> str:

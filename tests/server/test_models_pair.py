@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from heads import save_tiny_head
@@ -175,6 +176,35 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     assert config.enforce_eager
     assert config.batch_invariant
     assert (config.vocab_size, config.eos_token_ids) == (10, (1,))
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "set_rows", "expected"),
+    [
+        ("cpu", 0, None, (32, 512)),
+        ("cpu", 0, 8, (8, 8)),
+        ("cuda", 24, None, (64, 4096)),
+        ("cuda", 39.4, None, (256, 4096)),
+        ("cuda", 141, 100, (100, 100)),
+    ],
+)
+def test_sequences_at_once_follow_from_the_device(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    gib: float,
+    set_rows: int | None,
+    expected: tuple[int, int],
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    gpu = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
+    rows = () if set_rows is None else (f"scheduler.max_num_batched_tokens={set_rows}",)
+    settings = settings_for(models, "draft", f"target.device={device}", *rows)
+    tokenizer = TokenizerData.of(byte_level_wrapper())
+    scheduler = engine_config(Pair(settings, models, None, 10, (1,), tokenizer)).scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == expected
 
 
 def test_a_head_needs_no_tokenizer_and_no_setting_but_its_name(
