@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection
 from itertools import count, zip_longest
 
@@ -41,7 +42,9 @@ class OutputStream:
 
     def __init__(self, abort: Callable[[Collection[str]], None], request_ids: list[str]) -> None:
         self._abort = abort
-        self._queue: asyncio.Queue[RequestOutput | EngineUnavailableError | None] = asyncio.Queue()
+        self._unread: deque[RequestOutput] = deque()
+        self._error: EngineUnavailableError | None = None  # raised once all is read
+        self._news = asyncio.Event()
         self.unfinished = set(request_ids)
         self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -50,11 +53,10 @@ class OutputStream:
             self.admission.set_result(None)
 
     def put(self, output: RequestOutput) -> None:
-        self._queue.put_nowait(output)
+        self._unread.append(output)
         if output.finish_reason is not None:
             self.unfinished.discard(output.request_id)
-            if not self.unfinished:
-                self._queue.put_nowait(None)
+        self._news.set()
 
     def fail(self, error: Exception) -> None:
         """Turn the submission away, or end it with this error if it was admitted."""
@@ -62,33 +64,39 @@ class OutputStream:
         if not self.admission.done():
             self.admission.set_exception(error)
         elif isinstance(error, EngineUnavailableError):
-            self._queue.put_nowait(error)
-            self._queue.put_nowait(None)
+            self._error = error
+        self._news.set()
+
+    def has_more_tokens(self, request_id: str) -> bool:
+        """Whether tokens of this sequence have come that were not read yet."""
+        return any(each.request_id == request_id and each.token_ids for each in self._unread)
 
     def __aiter__(self) -> "OutputStream":
         return self
 
     async def __anext__(self) -> RequestOutput:
-        try:
-            item = await self._queue.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if item is None:
-            self._queue.put_nowait(None)  # further calls see the end again
-            raise StopAsyncIteration
-        if isinstance(item, EngineUnavailableError):
-            raise item
-        return item
+        while not self._unread:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if not self.unfinished:
+                raise StopAsyncIteration
+            self._news.clear()
+            try:
+                await self._news.wait()
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+        return self._unread.popleft()
 
     async def aclose(self) -> None:
         """Abort unfinished sequences. May be called after the end, and again."""
         if self.unfinished:
             self._abort(self.unfinished)
             self.unfinished.clear()
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put_nowait(None)
+        self._unread.clear()
+        self._error = None
+        self._news.set()
 
 
 class EngineClient(ABC):

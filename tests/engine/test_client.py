@@ -85,7 +85,10 @@ async def test_a_slow_consumer_holds_nobody_up_and_misses_nothing(client: Engine
     slow = await client.generate([request("slow", max_tokens=200)])
     first = await anext(slow)
     assert await collect(await client.generate([request("fast", max_tokens=300)]))
+    assert slow.has_more_tokens("slow")
+    assert not slow.has_more_tokens("fast")
     assert first.token_ids + (await collect(slow))["slow"] == list(range(200))
+    assert not slow.has_more_tokens("slow")
 
 
 async def test_a_full_queue_takes_all_or_none(client: EngineClient) -> None:

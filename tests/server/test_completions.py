@@ -86,6 +86,18 @@ def test_continuous_usage_grows(serve: Serve) -> None:
     assert counts[0] == 1
 
 
+def test_a_stream_that_the_engine_outruns_has_fewer_chunks(serve: Serve) -> None:
+    served = serve()
+    alone = post(served.app, {"prompt": "Hi", "stream": True, "logprobs": 0}).chunks
+    served.client.outruns = lambda: True
+    chunks = post(served.app, {"prompt": "Hi", "stream": True, "logprobs": 0}).chunks
+    assert (len(alone), len(chunks)) == (2, 1)
+    assert joined(chunks) == joined(alone)
+    assert chunks[0]["choices"][0]["finish_reason"] == "length"
+    tokens = [t for chunk in alone for t in chunk["choices"][0]["logprobs"]["tokens"]]
+    assert chunks[0]["choices"][0]["logprobs"]["tokens"] == tokens
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [("Hi", 1), (["Hi", "Ho"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)],

@@ -46,6 +46,7 @@ class ScriptedClient:
         self.aborted: list[str] = []  # by `abort`, or because their stream was closed
         self.refusal: Exception | None = None
         self.streams: list[_Stream] = []
+        self.outruns: Callable[[], bool] = lambda: False  # whether more tokens have come already
 
     async def start(self) -> EngineInfo:
         assert self.info is not None
@@ -85,6 +86,9 @@ class _Stream:
             if self._scripts.pop(request_id, None):
                 self._aborted.append(request_id)
                 self._woken.set()
+
+    def has_more_tokens(self, request_id: str) -> bool:
+        return request_id in self._scripts and self._client.outruns()
 
     def fail(self, error: Exception) -> None:
         self._failed.set_exception(error)
