@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from outrider.engine.host_memory import available_bytes
 from outrider.engine.models.admission import resolve_dtype
+from outrider.kernels.cpu import layers
 
 from ..models import builtin, store
 from ..models.known_drafts import SUGGESTED
@@ -122,10 +123,21 @@ def gpu(device: str) -> Finding:
 
 
 def compiler() -> Finding:
-    """Whether Triton can build kernel launchers: it needs a C compiler and Python's headers."""
+    """Whether Triton can build kernel launchers: it needs a C compiler and Python's headers.
+
+    Without a GPU: whether the CPU's layers were compiled when Outrider was installed.
+    """
     name = "compiler"
     if not torch.cuda.is_available():
-        return Finding(name=name, state="ok", text="not needed: kernels run on a GPU only")
+        if layers.compiled() is not None:
+            return Finding(name=name, state="ok", text="not needed: the CPU's layers are compiled")
+        return Finding(
+            name=name,
+            state="note",
+            text="the CPU's layers were not compiled: GGUF files and the default pair run slower",
+            remedy="Install a C++ compiler and Python's headers (Debian, Ubuntu: apt install g++ "
+            "python3-dev), then Outrider again.",
+        )
     candidates = [os.environ.get("CC"), "gcc", "clang"]
     found = next((path for each in candidates if each and (path := shutil.which(each))), None)
     headers = Path(sysconfig.get_path("include")) / "Python.h"

@@ -118,6 +118,14 @@ def test_the_driver_is_asked_for_its_version(
     assert machine.nvidia_driver() is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_layers_that_were_not_compiled_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.layers, "compiled", lambda: None)
+    found = machine.compiler()
+    assert found.state == "note"
+    assert "apt install g++" in str(found.remedy)
+
+
 def test_a_gpu_needs_a_compiler_and_headers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
