@@ -129,7 +129,7 @@ clean: ## remove what was installed and built here (converted models stay)
 
 .make/venv:
 	@if [ "$$(uname -s)" = Darwin ]; then \
-		echo "On macOS, models run on the CPU: no GPU is used. For those, see docs/index.md."; fi
+		echo "On macOS, models run on the CPU: no GPU is used. For those, see docs/installing.md."; fi
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Outrider needs Python 3.11 or newer, and none was found on PATH." >&2; \
 		echo "Install one, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; fi

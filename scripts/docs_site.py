@@ -1,7 +1,8 @@
 """A hook of mkdocs: files outside docs/ that belong to the site, and the links to them.
 
 In the repository every link is relative to its file, so that it works there. The site has what is
-outside docs/ under repository/, and links are rewritten as the files moved.
+outside docs/ under repository/, except for the README, which is its first page. Links are rewritten
+as the files moved.
 """
 
 import posixpath
@@ -14,13 +15,14 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 OUTSIDE = ("*.md", "docker/README.md", "benchmarks/*.md", "benchmarks/*.png", "benchmarks/log/*.md")
 FOLDER = "repository"
+README, FIRST_PAGE = "README.md", "index.md"
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s]+)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
-            place = f"{FOLDER}/{path.relative_to(ROOT).as_posix()}"
+            place = _site(path.relative_to(ROOT).as_posix())
             files.append(File.generated(config, place, abs_src_path=str(path)))
     return files
 
@@ -38,11 +40,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _source(place: str) -> str:
     """Where a file of the site is in the repository."""
+    if place == FIRST_PAGE:
+        return README
     inside = place.removeprefix(f"{FOLDER}/")
     return f"docs/{place}" if inside == place else inside
 
 
 def _site(path: str) -> str:
     """Where a file of the repository is in the site."""
+    if path == README:
+        return FIRST_PAGE
     inside = path.removeprefix("docs/")
     return f"{FOLDER}/{path}" if inside == path else inside
