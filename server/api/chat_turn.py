@@ -187,7 +187,7 @@ async def chat_prompt(
     if len(body.messages) > (most := service.engine_info.max_model_len):
         raise invalid_value(
             "messages",
-            f"There are {len(body.messages)} messages, of a token each at least; this model's "
+            f"There are {len(body.messages)} messages of at least one token each; this model's "
             f"maximum context length is {most} tokens. Please shorten the messages.",
         )
 

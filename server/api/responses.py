@@ -113,8 +113,8 @@ def _stored_items(
 def _not_kept(param: str | None, response_id: str) -> APIError:
     return APIError(
         400 if param else 404,
-        f"The response {response_id[:80]!r} is not kept: it was not stored, or was let go for "
-        "later ones (server.response_store_bytes).",
+        f"The response {response_id[:80]!r} is not kept: it was not stored, or was dropped "
+        "for later ones (server.response_store_bytes).",
         code="previous_response_not_found" if param else "not_found",
         param=param,
     )

@@ -99,8 +99,8 @@ class Service:
         if fields.priority and not self._may_set_priority(http):
             raise forbidden(
                 "priority",
-                "priority may be set with some API keys only (server.priority_api_keys), and this "
-                "is none of them: leave it out.",
+                "Only some API keys may set priority (server.priority_api_keys), and this is not "
+                "one of them: leave it out.",
             )
         name, n = (
             ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)

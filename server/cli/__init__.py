@@ -23,7 +23,7 @@ Examples:
 
   outrider serve                  the default pair, on any machine
 
-  outrider serve Qwen/Qwen3-8B    any model, with the draft that is known for it
+  outrider serve Qwen/Qwen3-8B    another model, with the best known draft for it
 
   outrider chat                   talk to it, and see what was drafted
 
@@ -31,7 +31,7 @@ Examples:
 """
 
 app = typer.Typer(
-    help="A standalone speculative decoding server.",
+    help="Serve a language model over HTTP, sped up by a small draft that guesses its tokens.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -63,4 +63,4 @@ def _all_commands(
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """A standalone speculative decoding server."""
+    """Serve a language model over HTTP, sped up by a small draft that guesses its tokens."""

@@ -82,7 +82,7 @@ def bench_command(
     if not any(drafted.num_drafts for _, drafted in loads.values()):
         typer.echo(
             "The server drafted nothing: it has no draft, or drafting did not pay at this load, or "
-            "it is none of Outrider's. -k 4 makes it draft whatever that costs."
+            "it is not an Outrider server. -k 4 makes it draft, whatever that costs."
         )
     if json_file:
         told = {"url": remote.url, "model": remote.model, "temperature": temperature}

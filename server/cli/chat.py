@@ -51,7 +51,7 @@ def chat_command(
 ) -> None:
     """Chat with a running server; colours show which tokens were drafted.
 
-    Without a terminal, each line that is read is a turn.
+    If the input is not a terminal, each of its lines is a turn.
     """
     console = Console(highlight=False)
     try:
@@ -107,7 +107,7 @@ class Conversation:
             self._console.print(HELP)
 
     def say(self, text: str) -> None:
-        """Ask, and show the answer as it arrives. Raises RemoteError; then no turn was added."""
+        """Ask, and show the answer as it arrives. Adds no turn if it raises RemoteError."""
         messages = [*self._messages, {"role": "user", "content": text}]
         painter, answer, started_s, first_s = Painter(), list[str](), time.perf_counter(), 0.0
         with contextlib.suppress(KeyboardInterrupt):  # ends the answer, not the conversation

@@ -21,7 +21,7 @@ def doctor_command(
 ) -> None:
     """Check this machine: what it has, what is missing, which pair fits, what to do.
 
-    Exits with status 1 if the server cannot run here as things are.
+    Exits with status 1 if the server cannot run on this machine as it is.
     """
     settings = settings_or_exit(config, assignments)
     from ..diagnosis import machine, network  # bring in torch
@@ -54,6 +54,6 @@ def doctor_command(
         table.add_row(_MARKS[found.state], found.name, text)
     Console(highlight=False).print(table)
     if any(found.state == "bad" for found in findings):
-        typer.echo("\nThe server cannot run as things are: see what is missing above.")
+        typer.echo("\nThe server cannot run here yet: see what is missing above.")
         raise typer.Exit(1)
     typer.echo("\nReady: `outrider serve` starts the server.")

@@ -67,7 +67,7 @@ def evaluate_command(
     files = [f for f in (json_file, plot_file) if f]
     problem = _problem(settings, files, plot_file)
     if check_exact and files:
-        problem = "--check-exact measures nothing that --json or --plot could keep"
+        problem = "--check-exact measures nothing: leave out --json and --plot"
     if problem:
         typer.echo(f"outrider: {problem}", err=True)
         raise typer.Exit(2)
@@ -148,7 +148,7 @@ async def _measured(
 
 
 def _problem(settings: Settings, files: list[Path], plot_file: Path | None) -> str | None:
-    """Why this cannot be measured, or its result not be saved; None if it can."""
+    """Why this cannot be measured, or its result cannot be saved; None if all is well."""
     from ..evaluation.report import can_plot
 
     if settings.speculation.proposer == "none" or settings.speculation.num_speculative_tokens == 0:

@@ -45,7 +45,7 @@ def list_models() -> None:
 
 @models_app.command("drafts")
 def list_drafts() -> None:
-    """List known drafts, models and heads; the first that suits a target is its default."""
+    """List known drafts: models and heads. A target gets the first that suits it."""
     table = Table(box=None, pad_edge=False)
     table.add_column("TARGET", no_wrap=True)
     table.add_column("DRAFT", no_wrap=True)

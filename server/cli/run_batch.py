@@ -32,8 +32,8 @@ def run_batch_command(
     """Answer a file of requests in OpenAI's batch format, and exit.
 
     Each line of the output has the custom_id of its request; lines come in
-    the order in which answers finish. If the engine has to start again,
-    requests wait for it; if it cannot, the exit status is 1.
+    the order in which answers finish. If the engine dies, it is started again
+    and requests wait for it; if it cannot start, the exit status is 1.
     """
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
@@ -53,7 +53,7 @@ def _opened(flag: str, name: str) -> IO[bytes]:
 
 
 def _check_output(name: str, given: IO[bytes]) -> None:
-    """Before minutes of loading; the file is opened, and what is in it lost, only after them."""
+    """Check before minutes of loading. The file is opened, and so emptied, only after them."""
     path = Path(name)
     if name != "-" and not path.parent.is_dir():
         raise OSError(f"--output {name}: No such directory")

@@ -56,8 +56,9 @@ class ServerSettings(Section):
         tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_several)
     ] = Field(
         default=(),
-        description="Names that requests may give as `model`, listed in /v1/models; answers "
-        "carry the first. Empty: target.model, of a path its last part; the whole is taken, too.",
+        description="Names that requests may give as `model`. /v1/models lists them, and answers "
+        "carry the first. Empty: target.model, or the last part of its path; requests may also "
+        "give the whole path.",
     )
     generation_config: str = Field(
         default="auto",
@@ -74,7 +75,7 @@ class ServerSettings(Section):
     )
     api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Bearer keys. Every route asks for one, but /health, /live, /ready and the "
+        description="Bearer keys. Every route asks for one, except /health, /live, /ready and the "
         "files of /ui. Empty: no key is needed.",
     )
     api_key_file: Path | None = Field(
@@ -83,8 +84,8 @@ class ServerSettings(Section):
     )
     priority_api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
         default=(),
-        description="Further keys, whose requests may also set `priority`. Once any keys are "
-        "set, no other requests may.",
+        description="Further keys, whose requests may also set `priority`. If the server has any "
+        "keys, no other requests may.",
     )
     priority_api_key_file: Path | None = Field(
         default=None, description="File with further keys that may set `priority`, one per line."
@@ -120,9 +121,9 @@ class ServerSettings(Section):
     otlp_endpoint: str | None = Field(
         default=None,
         min_length=1,
-        description="Where OpenTelemetry spans are sent, one per request, as OTLP over HTTP: "
-        "http://127.0.0.1:4318/v1/traces. Unset: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it "
-        "is set.",
+        description="URL to which OpenTelemetry spans are sent, one per request, as OTLP over "
+        "HTTP, such as http://127.0.0.1:4318/v1/traces. Unset: the URL in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, if there is one.",
     )
     max_connections: int = Field(
         default=1024,
@@ -134,8 +135,8 @@ class ServerSettings(Section):
     send_timeout_s: float = Field(
         default=60.0,
         ge=0,
-        description="Seconds in which a client must read 16 KiB of what waits to be sent; else "
-        "its connection and its request are ended. 0: no limit.",
+        description="Seconds in which a client must read 16 KiB of its answer; else the server "
+        "ends its connection and its request. 0: no limit.",
     )
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
@@ -173,8 +174,9 @@ class ServerSettings(Section):
     )
     reasoning_content: bool | None = Field(
         default=None,
-        description="Return what chat answers say between <think> and </think> apart, as "
-        "reasoning and reasoning_content. Unset: if the target's templates show that it reasons.",
+        description="Return the text between <think> and </think> in chat answers as reasoning "
+        "and reasoning_content, not as content. Unset: if the target's templates show that it "
+        "reasons.",
     )
     speculation_metrics: bool = Field(
         default=False,

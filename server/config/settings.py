@@ -46,9 +46,9 @@ class TargetSettings(_ModelSettings):
     )
     quantization: Quantization | None = Field(
         default=None,
-        description="fp8: round the linear layers of a plain checkpoint to FP8 while loading, all "
-        "but the one that gives logits, and their inputs as they come: half of the memory on a "
-        "GPU, and another model than the checkpoint's. Unset: the weights as they are; the "
+        description="fp8: round the linear layers of a plain checkpoint to FP8 while loading, "
+        "except the one that gives logits, and round their inputs in each pass. Halves their "
+        "memory on a GPU, and is another model than the checkpoint's. Unset: as they are; the "
         "formats of quantised checkpoints are detected.",
     )
     device: Device = Field(
@@ -62,9 +62,9 @@ class DraftSettings(_ModelSettings):
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="As target.model, with the same tokenizer; or a head made for the target; or "
-        "mtp, the MTP head in the target's own checkpoint. Unset: the best that is known for the "
-        "target, if speculation.proposer is auto.",
+        description="A model, as in target.model, with the target's tokenizer; or a head made for "
+        "the target; or mtp, the MTP head in the target's own checkpoint. Unset: the best known "
+        "draft for the target, if speculation.proposer is auto.",
     )
     head_layers: tuple[int, ...] | None = Field(
         default=None,
@@ -78,8 +78,8 @@ class DraftSettings(_ModelSettings):
     )
     quantization: Quantization | None = Field(
         default=None,
-        description="fp8: round as target.quantization does, also the layer that gives logits; but "
-        "of a draft model only the weights. Whatever the draft proposes, the target decides.",
+        description="fp8: as target.quantization, but also the layer that gives logits; and of a "
+        "draft model, only the weights. Whatever the draft proposes, the target decides.",
     )
     device: Device | None = Field(
         default=None,
@@ -100,8 +100,8 @@ class SpeculationSettings(Section):
         default=None,
         ge=0,
         le=32,
-        description="Maximum draft tokens per request and step (k); 0: plain decoding. Unset: a "
-        f"draft that the server chooses brings its own, any other has {DEFAULT_K}.",
+        description="Maximum draft tokens per request and step (k); 0: plain decoding. Unset: what "
+        f"suits the draft if the server chooses it, else {DEFAULT_K}.",
     )
     adaptive: bool = Field(
         default=True,
@@ -196,7 +196,8 @@ class EngineSettings(Section):
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens of prompt and output together; unset: as many as the target supports.",
+        description="Tokens of prompt and output together; unset: as many as the target supports "
+        "and the KV cache holds.",
     )
     logits_processors: tuple[str, ...] = Field(
         default=(),
