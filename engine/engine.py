@@ -208,7 +208,7 @@ class Engine:
         self._forget_void_step()
 
     def warm_up_grammars(self) -> None:
-        """Start the process that grammars are forked from, so that the first need not wait."""
+        """Start the process that grammars are forked from: the first one need not wait for it."""
         if self._grammars is not None:
             self._grammars.warm_up()
 

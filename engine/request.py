@@ -95,7 +95,7 @@ class Request:
 
     @property
     def bans(self) -> list[str]:
-        """The names of those of its parameters that together may leave it no token."""
+        """Names of its parameters that together may ban every token."""
         names = ("allowed_token_ids", "bad_words", "logits_processors", "min_tokens", "grammar")
         bans = [name for name in names if getattr(self.params, name)]
         return [] if bans == ["min_tokens"] else bans
@@ -142,7 +142,7 @@ class Request:
         )
 
     def learn(self, token_ids: list[int]) -> None:
-        """Extend the known tokens, and forget what was found out behind drafts."""
+        """Extend the known tokens, and forget errors and masks that concerned drafts."""
         self.token_ids.extend(token_ids)
         self.edit_error = None
         if self.grammar is not None:

@@ -25,7 +25,7 @@ class RequestRows(NamedTuple):
 
     @staticmethod
     def in_turn(slots_np: np.ndarray, num_rows_np: np.ndarray) -> "RequestRows":
-        """All rows of requests that follow each other, each one's first after no draft: [B]."""
+        """The rows of these slots, slot by slot, after 0, 1, … drafts each. Arrays: [B]."""
         drafts_np = ragged_arange(np.zeros_like(num_rows_np), num_rows_np)
         return RequestRows(np.arange(len(drafts_np)), slots_np.repeat(num_rows_np), drafts_np)
 

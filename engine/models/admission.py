@@ -80,8 +80,8 @@ def max_positions(hf_config: PreTrainedConfig) -> int:
 def checked_starts(hf_config: PreTrainedConfig, length: int) -> list[int]:
     """Positions at which the load-time comparison starts its prompts of `length` tokens.
 
-    Near and far, because some models scale with the position, or from the length on that they were
-    trained at or that RoPE was stretched from.
+    Near and far, because some models scale with the position: everywhere, or beyond the length of
+    their training, or beyond the length from which RoPE was stretched.
     """
     text_config = hf_config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None) or {}

@@ -201,7 +201,7 @@ class CompiledDecoder(Decoder):
         return computed if taps is None else computed._replace(taps=taps.to(self.dtype))
 
     def place_of_logits(self, num_rows: int) -> Tensor:
-        """The tensor to write so many rows of logits to; tokens that are not drafted have -inf."""
+        """The tensor to write this many rows of logits to; tokens that are not drafted get -inf."""
         if self._logits is not None and num_rows <= len(self._logits):
             return self._logits[:num_rows]
         logits = torch.full((num_rows, self.vocab_size), -torch.inf, dtype=self.dtype)
@@ -251,7 +251,7 @@ class CompiledDecoder(Decoder):
         self._decoder.shape.page_size = keys.shape[1]
 
     def _reach(self, num_positions: int) -> None:
-        """Extend the layers' tables of cos and sin to as many positions at least."""
+        """Extend the layers' tables of cos and sin to at least this many positions."""
         if num_positions <= self._num_positions:
             return
         self._num_positions = max(_FEWEST_POSITIONS, 1 << (num_positions - 1).bit_length())

@@ -93,7 +93,7 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
 def _declared(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields that the class of this configuration adds to those of all models.
 
-    Of these alone does transformers' code for a model compute; a config.json may have others.
+    transformers' code for the model reads only these; a config.json may have others.
     """
     common = {field.name for field in fields(PreTrainedConfig)}
     names = {field.name for field in fields(config)} - common

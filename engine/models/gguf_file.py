@@ -1,4 +1,4 @@
-"""GGUF files: their tensors, read by name when they are asked for, and the formats of those."""
+"""GGUF files: their tensors, read by name when they are asked for, and the tensors' formats."""
 
 import math
 import mmap

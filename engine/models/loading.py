@@ -119,7 +119,7 @@ def _refused(reason: str) -> str:
 
 
 def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:
-    """Whether a CPU may round the weights: a draft's, since any draft leaves the output exact."""
+    """Whether a CPU may round the weights: only a draft's, as output is exact with any draft."""
     return is_draft and config.dtype == "auto"
 
 

@@ -24,8 +24,8 @@ def one_prompt(
     """The tokens of a prompt from position `first` on; every row gets logits.
 
     Its pages of PAGE tokens lie in order, and the block table has room for `max_len` tokens. If it
-    `follows`, they hold the tokens before it too; otherwise these tokens alone, and nothing before
-    them is attended to. Shape: input_ids [T].
+    `follows`, the pages also hold the tokens before `first`, and rows attend to them. Otherwise the
+    pages hold these tokens alone. Shape: input_ids [T].
     """
     length, device = len(input_ids), input_ids.device
     num_before = first if follows else 0

@@ -29,7 +29,7 @@ from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
 
 
 class Fused(TypedDict, total=False):
-    """What a product may do besides multiplying; each is left out unless it is given."""
+    """What a product may do besides multiplying; it does only those that are given."""
 
     norm: Norm | None  # applied to the inputs
     gated: bool  # silu of the first half of the outputs, times the second half
@@ -254,7 +254,7 @@ class Linear(NamedTuple):
 
 @dataclass(slots=True)
 class Part:
-    """A part of a block; its linear layers are those of its fields that are one."""
+    """A part of a block; those of its fields that are a `Linear` are its linear layers."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:

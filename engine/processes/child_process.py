@@ -87,7 +87,7 @@ class ChildProcess(Generic[T]):
         return exit_code
 
     def kill(self) -> None:
-        """Kill the child now or, if it is just being started, then."""
+        """Kill the child now or, if it is just being started, as soon as it has."""
         self._is_killed = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()

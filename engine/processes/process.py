@@ -88,8 +88,8 @@ class Channel:
     def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
         """The messages that arrive within `wait_s`, in order, each with the name of its sender.
 
-        None: wait for the first message. Of very many, the last are left for the next call, so that
-        whoever sends faster than they are taken does not keep the engine from its steps.
+        None: wait for the first message. If there are very many, the last are left for the next
+        call, so that a client that sends too fast does not keep the engine from its steps.
         """
         end_s = time.perf_counter() + (wait_s or 0.0)
         messages: list[tuple[bytes, ToEngine]] = []

@@ -130,7 +130,7 @@ class ForwardBatch:
 
     @staticmethod
     def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
-        """The batch of `HostBatch.packed`; each row's input stands `ahead` after its own token."""
+        """The batch of `HostBatch.packed`; a row reads the token `ahead` places after its own."""
         lens = _packed_lens(shape)
         parts = packed.split([aligned(length) for length in lens])
         slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (

@@ -80,9 +80,9 @@ class Answer(ABC):
         return Response(whole, media_type="application/json")
 
     async def _written(self, num_logprobs: int, write: Callable[[*Ts], T], *args: *Ts) -> T:
-        """What `write` returns; it runs off the event loop if it may tell of many logprobs.
+        """What `write` returns; it runs off the event loop if it may list many logprobs.
 
-        A step whose drafts are told counts as one logprob.
+        A step whose drafts are listed counts as one logprob.
         """
         if num_logprobs <= INLINE_LOGPROBS:
             return write(*args)
@@ -106,7 +106,7 @@ class Answer(ABC):
 
     @property
     def _metrics(self) -> RequestMetrics | None:
-        """How its drafts fared; None if nobody asked, or if it has several sequences."""
+        """How many drafts were accepted; None if nobody asked, or if it has several sequences."""
         if not self._include_metrics or len(self._samples) != 1:
             return None
         k = self._service.engine_info.num_speculative_tokens

@@ -29,8 +29,8 @@ def check_answer_size(
 ) -> None:
     """Raise APIError if the sequences of this request may together need more than `max_bytes`.
 
-    `told_of_prompts`: numbers of alternatives beside each token of the prompt, for every place of
-    the answer that lists them; None: not listed there. `max_drafts`: of a step.
+    `told_of_prompts` has an entry for each place of the answer that may list the prompt's tokens:
+    how many alternatives it lists beside each; None: it lists nothing. `max_drafts` is per step.
     """
     prompt_tokens = fields.num_samples * sum(map(len, prompts))
     num_sequences = fields.num_samples * len(prompts)

@@ -64,7 +64,7 @@ class Message(APIRequest):
 
     @property
     def text(self) -> str:
-        """What it says, or why it does not."""
+        """Its content, or the refusal in place of content."""
         if self.content is None:
             return str((self.model_extra or {}).get("refusal") or "")
         return text_of(self.content)
@@ -111,7 +111,7 @@ class ChatFields(APIRequest):
 
     @property
     def has_two_ends(self) -> bool:
-        """Whether both ways of ending the prompt are asked for, and not just by a default."""
+        """Whether the request itself, not a default, asks for both ways of ending the prompt."""
         asked = "add_generation_prompt" in self.model_fields_set
         return asked and self.add_generation_prompt and self.continue_final_message
 

@@ -177,7 +177,7 @@ class ChoicesAnswer(Answer):
 
 
 def _num_logprobs(delta: Delta) -> int:
-    """How many tokens it may tell the logprobs of, and steps the drafts of."""
+    """How many tokens with logprobs, and steps with drafts, the answer may list."""
     with_logprobs = sum(token.logprobs is not None for token in delta.tokens)
     return len(delta.prompt_logprobs) + with_logprobs + len(delta.steps)
 

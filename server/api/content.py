@@ -34,12 +34,12 @@ TextOr = Annotated[
 
 
 def text_of(content: str | Iterable[Part]) -> str:
-    """As one text, which every template of a model of text can take."""
+    """The content as one text, which every chat template of a text model can take."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def type_of(value: object) -> object:
-    """The `type` of a part, whether it is JSON still or has been read."""
+    """The `type` of a part, which may be a model already or still a dict of JSON."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 

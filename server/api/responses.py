@@ -176,7 +176,7 @@ class _Keeper:
         self._key = key
 
     def written(self, response: ResponseObject, told: str, new: list[Item]) -> StoredResponse:
-        """What is kept of a response, which is `told` as JSON."""
+        """What is kept of a response whose JSON is `told`."""
         output = _ITEMS.validate_python(response.output)
         conversation = [*self._earlier, *new, *output]
         return StoredResponse(
@@ -272,7 +272,7 @@ class _ResponsesAnswer(Answer):
 
     @property
     def _num_logprobs(self) -> int:
-        """How many tokens it may tell the logprobs of, and steps the drafts of."""
+        """How many tokens with logprobs, and steps with drafts, the answer may list."""
         num_logprobs = self._num_completion_tokens if self._with_logprobs else 0
         return num_logprobs + len(self._steps)
 

@@ -74,7 +74,7 @@ def sampling_params(
 
 
 def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of words, at the start of a text and after a space; of blanks, as they are.
+    """Token sequences of each word, at the start of a text and after a space; blanks as they are.
 
     vLLM uses the second form only if it is as long as the first. That lets a word through which is
     one token after a space, but several otherwise. Raises APIError for a word without tokens.

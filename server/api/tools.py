@@ -58,11 +58,11 @@ def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(given: object) -> dict[str, Any] | str:
-    """The arguments of a call, which may be a text of JSON, or left out.
+    """The arguments of a call, which may be JSON in a text, or left out.
 
-    Of a text that was cut off, as answers are by their length, it is as much as there is. A text
-    that tells no object stays a text: a model may have written anything. Raises ValueError for
-    what is neither text nor object.
+    A text that was cut off, as by max_tokens, gives the arguments up to there. A text that is no
+    JSON object stays a text: a model may have written anything. Raises ValueError for anything
+    that is neither text nor object.
     """
     read = given
     if isinstance(given, str):

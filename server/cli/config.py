@@ -48,7 +48,7 @@ def chosen(
     """The config file and the flags of a command that takes MODEL, --draft and --config.
 
     MODEL may itself be a config file: a path that ends in .toml, or the name of one of ours. A
-    draft that is named drafts, whatever proposer the file has.
+    draft that is named is used, whatever proposer the file has.
     """
     flags: dict[str, object] = {"draft.model": draft}
     if draft is not None:

@@ -1,4 +1,4 @@
-"""What a command says where it cannot go on."""
+"""What a command says when it cannot go on."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import typer
 
 @contextlib.contextmanager
 def errors_told() -> Iterator[None]:
-    """Tell errors that a user can mend in a line, and exit with status 1."""
+    """Report errors that a user can mend in one line each, and exit with status 1."""
     from outrider.distill.recipe import DistillError
     from outrider.engine.processes.client import EngineUnavailableError
 

@@ -14,8 +14,8 @@ STYLES = {
 
 
 class Painter:
-    """Takes the chunks of one answer, and returns its text in pieces with their kinds, which the
-    traces of the chunks tell."""
+    """Takes the chunks of one answer, and returns its text in pieces, each with its kind, which it
+    finds in the traces of the chunks."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

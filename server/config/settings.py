@@ -250,7 +250,7 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
 
     def to_json(self) -> bytes:
-        """What is set, its secrets among it: for processes of ours alone, by a pipe."""
+        """The settings with their secrets: only for our own processes, through a pipe."""
 
         def plain(value: object) -> str:
             return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
@@ -306,5 +306,5 @@ class Settings(Section):
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
-        """Names that requests may give and answers tell; answers have the first."""
+        """Names that requests may give; answers carry the first."""
         return self.server.served_model_name or (name_of(self.target.model),)

@@ -42,7 +42,7 @@ def port(settings: ServerSettings) -> Finding:
 
 
 def _is_ours(host: str, number: int) -> bool:
-    """Whether it is this very version that listens there."""
+    """Whether a server of this same version listens there."""
     address = f"[{host}]" if ":" in host else host
     try:
         answer = httpx.get(f"http://{address}:{number}/version", timeout=PORT_TIMEOUT_S)

@@ -44,7 +44,8 @@ _NO_SCHEMAS = {"const", "enum", "default", "examples"}
 
 
 def _accepted(schema: Any) -> Any:
-    """The schema without what llguidance refuses, though it has no effect or means an integer."""
+    """The schema without keywords that llguidance refuses although they have no effect, and with
+    integers for counts that are written as floats."""
     if isinstance(schema, list):
         return list(map(_accepted, schema))
     if not isinstance(schema, dict):
@@ -81,7 +82,8 @@ def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
 
 
 def _lark_of_choices(choices: list[str]) -> str:
-    """One terminal, which may not be empty: a parser considers only some thousands of rules."""
+    """One terminal for all choices, because a parser considers only some thousands of rules; a
+    terminal may not be empty."""
     words = " | ".join(json.dumps(choice) for choice in choices if choice)
     if not words:
         return 'start: ""'
@@ -90,7 +92,7 @@ def _lark_of_choices(choices: list[str]) -> str:
 
 
 class StructuredOutputs(APIRequest):
-    """vLLM's spelling: one of these. Digits and words of a regex are ASCII, as in JSON Schema."""
+    r"""vLLM's spelling: one of these fields. In a regex \d and \w are ASCII, as in JSON Schema."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -129,8 +131,8 @@ class NamedSchema(APIRequest):
 
 
 class ResponseFormat(APIRequest):
-    """OpenAI's spelling, and llama.cpp's of a schema beside json_object. A schema is followed
-    whether `strict` or not."""
+    """OpenAI's spelling, and llama.cpp's: a schema beside json_object. A schema is followed,
+    `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None

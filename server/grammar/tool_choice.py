@@ -208,13 +208,13 @@ def text_and_calls_grammar(
 
 
 def _without(marker: str) -> str:
-    """A terminal of text in which the marker is not spelled out, as it would be read like one."""
+    """A terminal for text that does not spell out the marker: that would be read as a marker."""
     marker = marker.replace("/", r"\/")
     return f"/(?s:.+)/ & ~/(?s:.*){marker}(?s:.*)/"
 
 
 def _grammar_of_calls(rules: list[str], functions: list[dict[str, Any]]) -> GrammarText:
-    """With `call`: one to any of these functions."""
+    """These rules, and a rule `call` for one call to any of these functions."""
     rules = [
         *rules,
         r'call: "{" WS? "\"name\"" WS? ":" WS? named WS? "}"',

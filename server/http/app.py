@@ -119,7 +119,7 @@ def create_app(
 
     `model_names`: names that requests may use; answers use the first. `compiler`: checks grammars;
     None: they are refused. `card`: the settings of the pair, for /info; None: they are not shown.
-    `unlisted_name`: another that requests may use, and that no answer tells.
+    `unlisted_name`: another name that requests may use, but that no answer shows.
     """
     keys = settings.read_api_keys()
     priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))

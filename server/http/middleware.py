@@ -28,10 +28,10 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RootPath:
-    """Put before every request path the prefix under which a proxy shows this server.
+    """Give every request's path the prefix under which a proxy shows this server.
 
-    Requests come with it or without. ASGI's `path` has it, and `errors.route_path` is the rest, by
-    which alone a request is routed or judged.
+    Requests come with the prefix or without. Afterwards ASGI's `path` has it. `errors.route_path`
+    is the path without it, and only by that are requests routed and judged.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:

@@ -85,7 +85,7 @@ def count_parameters(directory: Path) -> int:
 
 
 def _packed_bits(directory: Path) -> int:
-    """The bits of a number where several are packed into one of a file, by the model's config."""
+    """Bits of a weight, by the model's config, if the file packs several into one number."""
     told = read_json(directory / "config.json").get("quantization_config") or {}
     groups = (told.get("config_groups") or {}).values()
     found = [told.get("bits"), *((group.get("weights") or {}).get("num_bits") for group in groups)]

@@ -46,7 +46,7 @@ class MessageFormat:
 
     @property
     def markers_of_bindable_calls(self) -> tuple[str, ...] | None:
-        """What a grammar that binds calls needs as tokens; None: calls cannot be bound."""
+        """Markers that must be tokens for a grammar to bind calls; None: calls cannot be bound."""
         if self._format is None or not self._format.is_bindable:
             return None
         return (CALL, END_CALL, *((THINK, END_THINK) if self.has_reasoning else ()))
