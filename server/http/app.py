@@ -147,9 +147,8 @@ def create_app(
         title="Outrider",
         version=VERSION,
         description="OpenAI-compatible completions and chat by speculative decoding. Accepted and "
-        f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. A field that "
-        "nobody knows is named in the header `x-unknown-fields`, or refused "
-        "(`server.unknown_fields`).",
+        f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. An unknown field "
+        "is named in the header `x-unknown-fields`, or refused (`server.unknown_fields`).",
     )
     errors.install(api)
     store = ResponseStore(settings.response_store_bytes if settings.api_workers == 1 else 0)

@@ -11,7 +11,7 @@ export function draw(info) {
   const { target, draft, speculation, cache } = engine;
   const k = speculation.num_speculative_tokens;
   byId("pair-card").replaceChildren(
-    card("Target", "The large model. What it would say is what is served.", [
+    card("Target", "The large model. Answers are its own, with drafts or without.", [
       ["Model", target.model ?? info.model],
       ["Served as", info.model],
       ["Numbers", target.dtype],
@@ -27,7 +27,7 @@ export function draw(info) {
         ? `No draft model: ${speculation.proposer} finds the guesses.`
         : "None: the target decodes plainly.", []),
     card("Speculation", k
-      ? "In a step the target reads all guesses at once, and keeps those that it would have made."
+      ? "In each step the target checks all guesses at once, and keeps those that it accepts."
       : "Off.", k ? [
       ["Source of drafts", speculation.proposer],
       ["Most drafts a step", k],
