@@ -48,12 +48,12 @@ def list_drafts() -> None:
     """List known drafts: models and heads. A target gets the first that suits it."""
     table = Table(box=None, pad_edge=False)
     table.add_column("TARGET", no_wrap=True)
-    table.add_column("DRAFT", no_wrap=True)
     table.add_column("WHAT IT IS", no_wrap=True)
-    table.add_column("K", justify="right")
+    table.add_column("K", no_wrap=True, justify="right")
+    table.add_column("DRAFT", overflow="fold")  # whole, for whoever copies it
     for known in KNOWN_DRAFTS:
         k = str(known.num_speculative_tokens)
-        table.add_row(known.family, known.model, known.kind, k)
+        table.add_row(known.family, known.kind, k, known.model)
     Console().print(table)
 
 

@@ -117,7 +117,9 @@ def started(text: str, log: Path, environ: dict[str, str]) -> Iterator[RunningSe
 
 def environment() -> dict[str, str]:
     folder = Path(sys.executable).parent
-    given = {key: value for key, value in os.environ.items() if not key.startswith("OUTRIDER_")}
+    # Nothing of a user's own, and of the make that runs these tests neither: its ARGS are theirs.
+    foreign = ("OUTRIDER_", "MAKE", "ARGS")
+    given = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     home = {"OUTRIDER_HOME": os.environ["OUTRIDER_HOME"]} if "OUTRIDER_HOME" in os.environ else {}
     path = f"{folder}:{os.environ['PATH']}"
     return given | home | {"PATH": path, "PYTHONSAFEPATH": "1", "COLUMNS": "100"}
