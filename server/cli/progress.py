@@ -1,6 +1,8 @@
 """Shows the progress of long work: as bars on a terminal, otherwise as plain lines."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -9,10 +11,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class ProgressDisplay:
-    """A ReportProgress that shows one bar, or without a terminal one line, for each stage."""
+    """A ReportProgress that shows one bar, or without a terminal one line, for each stage.
 
-    def __init__(self, console: Console | None = None) -> None:
+    `say` writes the lines; by default they are printed.
+    """
+
+    def __init__(
+        self, console: Console | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
         self._console = console or Console(file=sys.stderr)  # the present one, before redirections
+        self._say = say or partial(self._console.print, highlight=False, markup=False)
         self._bars: Progress | None = None
         self._stages: dict[str, TaskID | None] = {}
 
@@ -28,7 +36,7 @@ class ProgressDisplay:
 
     def _begin(self, stage: str) -> TaskID | None:
         if not self._console.is_terminal:
-            self._console.print(stage, highlight=False, markup=False)
+            self._say(stage)
             return None
         if self._bars is None:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -157,7 +157,7 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
 
 async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
     _be_cancelled_by(signal.SIGTERM)
-    progress = ProgressDisplay(console)
+    progress = ProgressDisplay(console, log.info)
     preparing = asyncio.create_task(prepare(settings, progress))
 
     async def engine_config() -> EngineConfig:

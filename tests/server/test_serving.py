@@ -200,6 +200,23 @@ raise SystemExit(serving.serve(Settings(server={{"port": 0}})))
     assert subprocess.run(command, timeout=30, check=False).returncode == 130
 
 
+def test_json_logs_of_a_start_are_nothing_but_json() -> None:
+    program = """
+from outrider.server.http import serving
+from outrider.server.config.settings import Settings
+from outrider.server.models.store import ModelError
+async def prepare(settings, progress):
+    progress("loading the target", 0, 1)
+    raise ModelError("no target")
+serving.prepare = prepare
+raise SystemExit(serving.serve(Settings(server={"port": 0, "log_format": "json"})))
+"""
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
+    lines = [from_json(line)["message"] for line in result.stderr.splitlines()]
+    assert lines == ["loading the target", "no target"]
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_server_speaks_https_with_a_certificate(serve: Serve, tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
