@@ -35,6 +35,7 @@ NAMES = {
     "vllm:request_generation_tokens": "outrider_request_generation_tokens",
     "vllm:e2e_request_latency_seconds": "outrider_request_duration_seconds",
 }
+GENERATING = ("/completions", "/responses", "/messages")  # how the paths end
 
 
 class VLLMNames(Collector):
@@ -74,6 +75,6 @@ class VLLMNames(Collector):
             )
             for sample in metric.samples
             # vLLM times requests that generate, and no others.
-            if sample.labels.get("path", "completions").endswith("completions")
+            if sample.labels.get("path", "/completions").endswith(GENERATING)
         ]
         return renamed

@@ -85,7 +85,6 @@ def series(reply: Reply | str) -> dict[tuple[str, frozenset[tuple[str, str]]], f
 
 def test_metrics_have_the_names_that_dashboards_of_vllm_use(busy: Served) -> None:
     assert post(busy.app, {"prompt": "Hi", "max_tokens": 2}, KEY).status == 200
-    get(busy.app, "/v1/models", KEY)
     found = series(get(busy.app, "/metrics", KEY))
 
     def value(name: str, **labels: str) -> float:
@@ -114,8 +113,22 @@ def test_metrics_have_the_names_that_dashboards_of_vllm_use(busy: Served) -> Non
     assert value("request_inference_time_seconds_sum") == pytest.approx(sum(parts))
     assert value("request_prefill_time_seconds_count") == 1
     assert value("cache_config_info", block_size="16", num_gpu_blocks="10") == 1
+
+
+def test_requests_that_generate_are_timed_under_vllms_name(busy: Served) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    bodies = {
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "Hi"},
+    }
+    for path, body in bodies.items():
+        assert post(busy.app, body, KEY, path=path).status == 200
+    assert post(busy.app, chat, KEY, path="/v1/messages/count_tokens").status == 200
+    found = series(get(busy.app, "/metrics", KEY))
     ends = [key for key in found if key[0] == "vllm:e2e_request_latency_seconds_count"]
-    assert [dict(labels)["path"] for _, labels in ends] == ["/v1/completions"]
+    assert {dict(labels)["path"] for _, labels in ends} == bodies.keys()
 
 
 def test_metrics_port_asks_for_no_key_and_serves_nothing_else(busy: Served) -> None:
