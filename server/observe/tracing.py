@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.server")
 
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 _ATTRIBUTES = {
     "request_id": "gen_ai.request.id",
     "max_tokens": "gen_ai.request.max_tokens",

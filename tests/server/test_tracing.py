@@ -99,6 +99,22 @@ def test_span_of_an_answer_continues_the_clients_trace(serve: Serve, receiver: R
     assert "secret" not in str(receiver.requests)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}),
+    ],
+)
+def test_conversations_of_all_apis_are_chats(
+    serve: Serve, receiver: Receiver, path: str, body: dict[str, Any]
+) -> None:
+    served = serve(otlp_endpoint=receiver.url)
+    assert post(served.app, body, path=path).status == 200
+    (span,) = receiver.spans(1)
+    assert (span.name, attributes(span)["gen_ai.operation.name"]) == ("chat test-model", "chat")
+
+
 def test_failures_are_marked_and_other_routes_are_spans_too(
     serve: Serve, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
