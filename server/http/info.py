@@ -68,6 +68,7 @@ class Info(APIResponse):
     model: str  # the name that requests use
     state: str  # of the engine, as in /health
     chats: bool  # whether the model has a chat template
+    max_logprobs: int  # the most alternatives that a request may ask for
     engine: EngineDetails | None
 
 
@@ -82,6 +83,7 @@ def add_info_route(
             model=service.model_name,
             state=service.client.state,
             chats=service.tokenizer.chat_template is not None,
+            max_logprobs=service.settings.max_logprobs,
             engine=_engine(service, card),
         )
 

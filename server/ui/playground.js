@@ -7,6 +7,7 @@ import { lastStats } from "./live.js";
 
 const SLOW_S = 4; // without a token, after which the page says why it may take so long
 const PLAY_MS = 220; // a step, when they are played
+const ALTERNATIVES = 5; // to each token, with their odds
 
 const form = byId("ask");
 const slider = byId("step");
@@ -63,7 +64,8 @@ async function send() {
   sent = request();
   const { mode, body } = sent;
   const ask = { ...body, stream: true, speculation: { ...body.speculation, trace: true } };
-  Object.assign(ask, mode === "chat" ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 });
+  const most = Math.min(ALTERNATIVES, info?.max_logprobs ?? ALTERNATIVES);
+  Object.assign(ask, mode === "chat" ? { logprobs: true, top_logprobs: most } : { logprobs: most });
   const prompt = form.prompt.value;
   const view = newTurn(mode, prompt);
   running = new AbortController();

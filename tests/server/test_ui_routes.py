@@ -71,6 +71,14 @@ def test_info_tells_what_is_served(serve: Serve) -> None:
     assert (told["state"], told["engine"]) == ("starting", None)
 
 
+def test_the_page_asks_for_no_more_logprobs_than_the_server_tells(serve: Serve) -> None:
+    served = serve(max_logprobs=2)
+    most = get(served.app, "/info").json()["max_logprobs"]
+    assert most == 2
+    assert post(served.app, {"prompt": "Hi", "logprobs": most}).status == 200
+    assert "info?.max_logprobs" in (FOLDER / "playground.js").read_text()
+
+
 def test_the_card_names_models_and_no_folders() -> None:
     def card(*assignments: str) -> PairCard:
         return PairCard.of(load_settings(assignments=assignments, environ={}))
