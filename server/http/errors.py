@@ -275,9 +275,12 @@ def _path(problem: Mapping[str, Any]) -> list[int | str]:
 
 def _from_http(error: HTTPException) -> APIError:
     codes = {404: "not_found", 405: "method_not_allowed"}
+    message = str(error.detail)
+    if error.status_code == 404:  # most often a base URL without /v1, or with it twice
+        message = "There is no such route. The APIs are below /v1; /openapi.json lists all routes."
     return APIError(
         error.status_code,
-        str(error.detail),
+        message,
         code=codes.get(error.status_code, "invalid_request"),
         headers=error.headers,
     )

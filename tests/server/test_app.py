@@ -34,7 +34,9 @@ def test_request_id_is_echoed_or_made(serve: Serve) -> None:
 
 
 def test_unknown_route_and_method_have_error_bodies(serve: Serve) -> None:
-    assert get(serve().app, "/nowhere").error["code"] == "not_found"
+    error = post(serve().app, OK, path="/chat/completions").error
+    assert error["code"] == "not_found"
+    assert "below /v1" in error["message"]
     reply = get(serve().app, "/v1/completions")
     assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
 
