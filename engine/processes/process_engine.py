@@ -63,6 +63,11 @@ class ProcessEngine(EngineClient):
     def _launch(self) -> None:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
+    async def ended(self) -> None:
+        """Wait until it is stopped or failed. Only after `start`."""
+        assert self._supervisor is not None
+        await asyncio.wait({self._supervisor})
+
     async def stop(self) -> None:
         was_ready = self.state == "ready"
         self._down("stopped", "the engine was stopped")

@@ -199,6 +199,13 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
                 if settings.server.status_interval_s:
                     reporting = report_status(engine, settings.server.status_interval_s)
                     tasks.append(asyncio.create_task(reporting))
+                tasks.append(ended := asyncio.create_task(engine.ended()))
+                await asyncio.wait({ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+                if engine.state == "failed":  # only a new start could help
+                    log.error("%s", engine.status_reason)
+                    front.drain()
+                    await serving
+                    return 1
         await serving
         return 0
     finally:

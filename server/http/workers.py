@@ -132,8 +132,12 @@ class Workers:
             if sig == signal.SIGINT:
                 os._exit(130)  # all other processes end with this one
             return
-        self.leaving = True
         log.info("shutting down: no new requests; Ctrl-C again leaves at once")
+        self.drain()
+
+    def drain(self) -> None:
+        """Let all of them refuse new requests, let running ones finish, and exit."""
+        self.leaving = True
         for child, is_up in self._living.items():
             if is_up:
                 child.connection.send(Shutdown())

@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 from asgi import get, post
+from engine_clients import ScriptedProcessEngine, scripted_config
 from pydantic_core import from_json
+from rich.console import Console
 from scripted_client import ScriptedClient, steps
 from served import Served
 from socket_server import on_a_socket
@@ -25,9 +27,11 @@ from tokenizers_for_tests import byte_level_wrapper
 from typer.testing import CliRunner
 
 from outrider.engine.config import EngineConfig, ModelConfig
+from outrider.engine.processes import child_process
 from outrider.server.cli import app
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.config.settings import Settings
+from outrider.server.http import serving
 from outrider.server.http.http_server import Server, load_app
 from outrider.server.http.middleware import Gate
 from outrider.server.http.serving import bind, bind_unix, prepare_for_clients, share
@@ -270,6 +274,47 @@ def test_signal_lets_running_requests_finish(serve: Serve, listener: socket.sock
             await asyncio.wait_for(serving, 5)
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("own_garbage_collection")
+@pytest.mark.parametrize("api_workers", [1, 2])
+def test_an_engine_that_keeps_dying_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, listener: socket.socket, api_workers: int
+) -> None:
+    settings = Settings.model_validate({"server": {"api_workers": api_workers}})
+    config, tokenizer = scripted_config(), TokenizerData.of(byte_level_wrapper())
+    engines: list[ScriptedProcessEngine] = []
+
+    async def prepare(*_: object) -> Prepared:
+        return Prepared(settings, config, tokenizer)
+
+    def make_engine(*_: object, is_shared: bool, **__: object) -> ScriptedProcessEngine:
+        engines.append(ScriptedProcessEngine(config, is_shared=is_shared))
+        return engines[-1]
+
+    monkeypatch.setattr(serving, "prepare", prepare)
+    monkeypatch.setattr(serving, "ProcessEngine", make_engine)
+    monkeypatch.setattr(child_process, "RESTART_DELAYS_S", (0.0, 0.0))
+
+    async def run() -> int:
+        server = asyncio.create_task(serving._serve(settings, [listener], Console()))
+        await until(lambda: bool(engines))
+        async with httpx.AsyncClient() as http:
+            url = "http://{}:{}/ready".format(*listener.getsockname())
+            while (await http.get(url, timeout=60)).status_code != 200:
+                await asyncio.sleep(0.02)
+        for state in ("restarting", "restarting", "stopped"):
+            await until(lambda: engines[0].state == "ready")
+            assert engines[0].info is not None
+            os.kill(engines[0].info.pid, signal.SIGKILL)
+            await until(lambda state=state: engines[0].state == state)  # type: ignore[misc]
+        return await server
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert asyncio.run(asyncio.wait_for(run(), 60)) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_requests_that_outlast_the_drain_end_with_an_error_event(
