@@ -280,6 +280,8 @@ class BodyLimit:
                     message = await receive()
             except TimeoutError:
                 raise self._too_slow() from None
+            if message["type"] == "http.disconnect":
+                scope["state"]["outcome"] = "disconnected"
             read_bytes += len(message.get("body", b""))
             more = message.get("more_body", False)
             if read_bytes > self._max_body_bytes:

@@ -3,13 +3,17 @@
 import asyncio
 import json
 import logging
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from asgi import Call, get, post, start_post
 from scripted_client import steps
 from served import Served
+from socket_server import on_a_socket
 
 from outrider.engine.api import (
     InvalidRequestError,
@@ -336,6 +340,18 @@ def test_leaving_client_frees_its_sequences_at_once(serve: Serve, stream: bool) 
         assert b'outcome="disconnected"' in metrics.reply.body
 
     asyncio.run(run())
+
+
+def test_client_that_leaves_within_its_body_is_no_invalid_request(serve: Serve) -> None:
+    served = serve()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with on_a_socket(served) as url:
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 80)) as client:
+            client.sendall(head + b"content-length: 9\r\n\r\n{")
+        deadline_s = time.monotonic() + 10
+        while 'path="/v1/completions"' not in (told := httpx.get(f"{url}/metrics").text):
+            assert time.monotonic() < deadline_s
+    assert 'outrider_requests_total{outcome="disconnected",path="/v1/completions"} 1.0' in told
 
 
 def test_field_that_the_engine_refuses_is_named(serve: Serve) -> None:
