@@ -48,9 +48,7 @@ class ApiKeys:
         header = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
         digest = self._match(_given_key(headers))
         path = route_path(scope)
-        is_open = path.rstrip("/") in (*OPEN_PATHS, OPEN_FOLDER) or path.startswith(
-            f"{OPEN_FOLDER}/"
-        )
+        is_open = path in (*OPEN_PATHS, OPEN_FOLDER) or path.startswith(f"{OPEN_FOLDER}/")
         if digest is not None:
             scope.setdefault("state", {})["key_digest"] = digest
         elif header or not is_open:

@@ -146,6 +146,7 @@ def create_app(
     api = FastAPI(
         title="Outrider",
         version=VERSION,
+        redirect_slashes=False,
         description="OpenAI-compatible completions and chat by speculative decoding. Accepted and "
         f"without effect: {', '.join(f'`{name}`' for name in sorted(IGNORED))}. An unknown field "
         "is named in the header `x-unknown-fields`, or refused (`server.unknown_fields`).",

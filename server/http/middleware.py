@@ -28,7 +28,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RootPath:
-    """Give every request's path the prefix under which a proxy shows this server.
+    """Give every request's path the prefix under which a proxy shows this server, and take a slash
+    at its end away.
 
     Requests come with the prefix or without. Afterwards ASGI's `path` has it. `errors.route_path`
     is the path without it, and only by that are requests routed and judged.
@@ -44,6 +45,8 @@ class RootPath:
             for prefix in (outer, self._prefix):
                 if path.startswith(f"{prefix}/"):
                     path = path.removeprefix(prefix)
+            if not path.startswith("/ui/"):  # a folder, unlike all else
+                path = path.rstrip("/") or "/"
             root_path = outer + self._prefix
             scope = {**scope, "root_path": root_path, "path": root_path + path}
         await self._app(scope, receive, send)
@@ -171,7 +174,7 @@ class Drain:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope).rstrip("/") in self.always_open:
+        if scope["type"] != "http" or route_path(scope) in self.always_open:
             await self._app(scope, receive, send)
         elif self._gate.open:
             with self._gate:

@@ -276,9 +276,18 @@ def test_models_tell_the_context_length(serve: Serve) -> None:
     (model,) = get(served.app, "/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("test-model", 1000)
     assert get(served.app, "/v1/models/test-model").json() == model
-    for other in ("", "gpt-5"):
-        reply = get(served.app, f"/v1/models/{other}")
-        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    reply = get(served.app, "/v1/models/gpt-5")
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+def test_a_slash_at_the_end_of_a_path_changes_nothing(serve: Serve, root_path: str) -> None:
+    app = serve(root_path=root_path, api_keys=("key",)).app
+    key = {"authorization": "Bearer key"}
+    assert get(app, f"{root_path}/health/").status == 200
+    assert get(app, f"{root_path}/metrics/").status == 401
+    assert get(app, f"{root_path}/v1/models/", key).json()["object"] == "list"
+    assert post(app, OK, key, path=f"{root_path}/v1/completions/").status == 200
 
 
 def test_version_is_told(serve: Serve) -> None:
