@@ -20,7 +20,7 @@ def accept_blocks_reference(
         return accepted
     offset = torch.arange(1, k_max, device=accepted.device)
     u = uniform_reference(accept_words_reference(step))[:, :-1]
-    z = mass[:, 1:-1].sum(-1).float() / FIXED_ONE
+    z = mass[:, 1:-1].sum(-1).clamp_min(0).float() / FIXED_ONE  # 0 of a bad row
     h = z / (z + 1.0 - decision.log_scale[:, 1:-1].exp())
     open_rows = ((decision.rows_to_read[:, None] >> offset) & 1).bool()
     open_rows &= is_block[:, None] & (offset > accepted[:, None])

@@ -66,6 +66,15 @@ def test_a_real_vocabulary(rule: Rule, filters: dict[str, float]) -> None:
         )
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_more_drafts_stand_where_a_bad_row_has_no_mass(seed: int) -> None:
+    """How much of a row after drafts is left decides the rule `block`, and NaN has no mass."""
+    sampling = make_sampling(8, rule=Rule.BLOCK, seed=seed)
+    batch = Batch(torch.Generator().manual_seed(seed), [3] * 8, 97, torch.float32, sampling)
+    batch.target_logits[1::4, seed] = (torch.nan, torch.inf)[seed % 2]
+    check(batch)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [5, 1500])
 def test_drafts_and_their_states(dtype: torch.dtype, vocab: int) -> None:
