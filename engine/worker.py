@@ -12,9 +12,10 @@ import torch
 
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.cpu.layers import torch_on_one_thread
+from outrider.kernels.verify.sampling import MAX_DRAFTS
 
 from .api import ReportProgress
-from .config import EngineConfig
+from .config import ConfigError, EngineConfig
 from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
 from .models.compiled_decoder import CompiledDecoder
@@ -62,6 +63,8 @@ class Worker:
         k = config.speculation.num_speculative_tokens
         self.proposer_name = config.speculation.proposer if k > 0 else "none"
         self.max_drafts = 0 if self.proposer_name == "none" else k
+        if self.max_drafts > MAX_DRAFTS:
+            raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
         self.pair = ModelPair(config, self.proposer_name, report)
         self.slots = Slots(
             config.scheduler.max_num_seqs,

@@ -17,6 +17,7 @@ from outrider.engine.api import (
     RequestOutput,
     SamplingParams,
 )
+from outrider.engine.config import ConfigError
 from outrider.engine.engine import Engine
 from outrider.engine.scheduling.plan import Plan
 
@@ -439,6 +440,11 @@ def test_bad_input_is_refused_by_name(
     with pytest.raises(InvalidRequestError, match=f"^{field}"):
         engine.submit([bad])
     assert not engine.has_work()
+
+
+def test_more_drafts_than_can_be_verified_are_refused(target: Path) -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 33; it must be at most 32"):
+        Engine(engine_config(target, target, k=33))
 
 
 @pytest.mark.gpu
