@@ -17,7 +17,7 @@ from outrider.engine.config import (
     SpeculationConfig,
     TokenTable,
 )
-from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind, mtp_dialect
+from outrider.engine.models.heads.config import HeadConfig, HeadError, check_mtp_head, head_kind
 
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.tokenizer import Tokenizer, TokenizerData
@@ -229,7 +229,7 @@ def _check_mtp(target: Path, settings: DraftSettings) -> None:
         if getattr(settings, name) is not None:
             raise ModelError(f"draft.{name} is set, but an MTP head has none: leave it out")
     try:
-        mtp_dialect(target)
+        check_mtp_head(target)
     except HeadError as error:
         raise ModelError(str(error)) from None
 

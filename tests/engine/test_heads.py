@@ -11,7 +11,7 @@ import torch
 from block_heads import PlainBlockHead, save_tiny_block_head
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from heads import PlainHead, save_tiny_head, tensors_of
-from mtp import OTHER, PlainMtp, save_tiny_mtp_model
+from mtp import PlainMtp, save_tiny_mtp_model
 from safetensors.torch import save_file
 from tiny_models import VOCAB, Tiny
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.models.heads.config import DIALECTS, head_kind
+from outrider.engine.models.heads.config import head_kind
 from outrider.engine.proposers import block
 from outrider.engine.proposers.block import BlockProposer
 from outrider.engine.proposers.head import HeadProposer
@@ -58,8 +58,6 @@ RUN_AHEAD = (
     "dspark-rnn",
     "mtp-mimo",
 )
-# By the architecture of a target whose checkpoint holds an MTP head.
-MTP_VARIANTS = {"mtp-mimo": "mimo", "mtp-other": "qwen3"}
 # One of each kind of proposer, for what hangs on the kind alone.
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab": 50},
@@ -81,14 +79,9 @@ def head(tmp_path: Path, target: Path) -> Tiny:
     return lambda **options: save_tiny_head(tmp_path / "head", target, **options)
 
 
-@pytest.fixture(autouse=True)
-def other_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DIALECTS, "qwen3", OTHER)
-
-
 def save_pair(target: Path, path: Path, name: str, options: dict[str, Any]) -> Pair:
-    if name in MTP_VARIANTS:
-        model = save_tiny_mtp_model(path, MTP_VARIANTS[name], num_hidden_layers=3)
+    if name == "mtp-mimo":
+        model = save_tiny_mtp_model(path, num_hidden_layers=3)
         return model, model
     save = save_tiny_head if name in VARIANTS or "eagle" in name else save_tiny_block_head
     return target, save(path, target, **options)
@@ -186,7 +179,7 @@ MIXED = [
             marks=pytest.mark.deep if is_ahead and variant not in RUN_AHEAD else (),
             id=f"{variant}-{'ahead' if is_ahead else 'in-turn'}",
         )
-        for variant in (*VARIANTS, *BLOCK_VARIANTS, *MTP_VARIANTS)
+        for variant in (*VARIANTS, *BLOCK_VARIANTS, "mtp-mimo")
         for is_ahead in (False, True)
     ],
 )

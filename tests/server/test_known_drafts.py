@@ -187,7 +187,7 @@ def test_a_target_that_brings_an_mtp_head_is_served_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    path = save_tiny_model_with_tokenizer(tmp_path / "mimo", architecture="mimo", has_mtp=True)
+    path = save_tiny_model_with_tokenizer(tmp_path / "mimo", has_mtp=True)
     pair = prepare_pair(load_settings(assignments=[f"target.model={path}"], environ={}))
     config = engine_config(pair)
     assert config.draft is not None

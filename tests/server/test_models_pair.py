@@ -266,7 +266,7 @@ def test_a_head_of_an_unknown_kind_is_refused_before_anything_is_loaded(
 def test_the_mtp_head_of_a_target_is_a_draft_by_the_name_of_mtp(
     setting: str, says: str | None, tmp_path: Path
 ) -> None:
-    path = save_tiny_model_with_tokenizer(tmp_path / "mimo", architecture="mimo", has_mtp=True)
+    path = save_tiny_model_with_tokenizer(tmp_path / "mimo", has_mtp=True)
     given = [f"target.model={path}", "draft.model=mtp", "target.device=cpu", setting]
     settings = load_settings(assignments=given, environ={})
     if says is not None:

@@ -8,51 +8,32 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from torch import Tensor
 
-from outrider.engine.models.heads.config import DIALECTS, MtpDialect
-
-# Another dialect than any that is known, over Qwen3's blocks.
-OTHER = MtpDialect(
-    layer="mtp.layers.0",
-    projection="mtp.fc",
-    embedding_norm="mtp.pre_fc_norm_embedding",
-    hidden_norm="mtp.pre_fc_norm_hidden",
-    norm="mtp.norm",
-    hidden_first=False,
-    zeroes_first=False,
-    norm_offset=1.0,
-)
+LAYER = "model.mtp_layers.0"
 
 
 def save_tiny_mtp_model(
-    path: Path,
-    architecture: str = "mimo",
-    *,
-    seed: int = 0,
-    scale: float = 0.3,
-    **overrides: object,
+    path: Path, *, seed: int = 0, scale: float = 0.3, **overrides: object
 ) -> Path:
-    """A tiny model and an MTP head of its kind, all of random weights, biases and norms too."""
-    save_tiny_model(path, architecture, seed=seed, scale=scale, **overrides)
+    """A tiny MiMo and its MTP head, all of random weights, biases and norms too."""
+    save_tiny_model(path, "mimo", seed=seed, scale=scale, **overrides)
     config = json.loads((path / "config.json").read_text())
-    dialect = DIALECTS[architecture]
     generator = torch.Generator().manual_seed(seed + 1)
     tensors = load_file(path / "model.safetensors")
     first = "model.layers.0."
     of_layer = {
-        name.replace(first, f"{dialect.layer}."): tensor
+        name.replace(first, f"{LAYER}."): tensor
         for name, tensor in tensors.items()
         if name.startswith(first)
     }
     width = config["hidden_size"]
-    own = {f"{dialect.projection}.weight": torch.empty(width, 2 * width)}
-    for name in (dialect.embedding_norm, dialect.hidden_norm, dialect.norm):
-        own[f"{name}.weight"] = torch.empty(width)
-    offset_of = dict.fromkeys(own, dialect.norm_offset)
+    own = {f"{LAYER}.input_proj.weight": torch.empty(width, 2 * width)}
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        own[f"{LAYER}.{name}.weight"] = torch.empty(width)
     for name, tensor in (tensors | of_layer | own).items():
         drawn = torch.randn(tensor.shape, generator=generator)
         if name in of_layer or name in own or name.endswith(("bias", "norm.weight")):
             is_norm = name.endswith("norm.weight") or (name in own and tensor.ndim == 1)
-            tensors[name] = 1 - offset_of.get(name, 0.0) + 0.3 * drawn if is_norm else scale * drawn
+            tensors[name] = 1 + 0.3 * drawn if is_norm else scale * drawn
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -63,16 +44,14 @@ class PlainMtp:
     def __init__(self, path: Path) -> None:
         self.told = json.loads((path / "config.json").read_text())
         self.w = load_file(path / "model.safetensors")
-        self.dialect = DIALECTS[self.told["model_type"]]
         self.head_dim = self.told["head_dim"]
         self.theta = float(self.told["rope_parameters"]["rope_theta"])
         # The states behind all layers and the last norm.
         self.boundaries = [self.told["num_hidden_layers"] + 1]
 
-    def norm(self, name: str, x: Tensor, offset: float = 0.0) -> Tensor:
+    def norm(self, name: str, x: Tensor) -> Tensor:
         mean = x.pow(2).mean(-1, keepdim=True)
-        weight = self.w[f"{name}.weight"] + offset
-        return x / (mean + self.told["rms_norm_eps"]).sqrt() * weight
+        return x / (mean + self.told["rms_norm_eps"]).sqrt() * self.w[f"{name}.weight"]
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         y = x @ self.w[f"{name}.weight"].T
@@ -80,19 +59,16 @@ class PlainMtp:
 
     def rows(self, h: Tensor, following: list[int]) -> Tensor:
         """s of rows 0, 1, … Shape: h [T, hidden], following [T] -> [T, hidden]."""
-        told, offset = self.dialect, self.dialect.norm_offset
         e = self.w["model.embed_tokens.weight"][torch.tensor(following)]
-        if told.zeroes_first:
-            e[0] = 0
-        e, h = self.norm(told.embedding_norm, e, offset), self.norm(told.hidden_norm, h, offset)
-        x = self.linear(told.projection, torch.cat((h, e) if told.hidden_first else (e, h), -1))
-        layer = told.layer
-        z = self.norm(f"{layer}.input_layernorm", x)
-        x = x + self.attention(f"{layer}.self_attn", z)
-        z = self.norm(f"{layer}.post_attention_layernorm", x)
-        gate = torch.nn.functional.silu(self.linear(f"{layer}.mlp.gate_proj", z))
-        x = x + self.linear(f"{layer}.mlp.down_proj", gate * self.linear(f"{layer}.mlp.up_proj", z))
-        return self.norm(told.norm, x, offset)
+        e[0] = 0
+        e, h = self.norm(f"{LAYER}.token_layernorm", e), self.norm(f"{LAYER}.hidden_layernorm", h)
+        x = self.linear(f"{LAYER}.input_proj", torch.cat((h, e), -1))
+        z = self.norm(f"{LAYER}.input_layernorm", x)
+        x = x + self.attention(f"{LAYER}.self_attn", z)
+        z = self.norm(f"{LAYER}.post_attention_layernorm", x)
+        gate = torch.nn.functional.silu(self.linear(f"{LAYER}.mlp.gate_proj", z))
+        x = x + self.linear(f"{LAYER}.mlp.down_proj", gate * self.linear(f"{LAYER}.mlp.up_proj", z))
+        return self.norm(f"{LAYER}.final_layernorm", x)
 
     def attention(self, name: str, z: Tensor) -> Tensor:
         q, k, v = (

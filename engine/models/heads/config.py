@@ -4,7 +4,7 @@ A flat config is a Llama's with more keys. The speculators library nests the lay
 its own. Boundary b of a target is its residual stream after b layers; boundary 0 is the embeddings.
 
 An MTP head has no config. It is one more layer in the target's own checkpoint, recognised by the
-names of its tensors. To add a family's, enter its dialect in DIALECTS.
+names of its tensors.
 """
 
 import json
@@ -26,6 +26,8 @@ KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
+# The model type of targets whose MTP heads are known, and what the names of its tensors begin with.
+MTP_TARGET, MTP_LAYER = "mimo", "model.mtp_layers.0"
 # Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
 _LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
@@ -214,51 +216,19 @@ def _block(config: dict[str, Any], kind: str) -> BlockConfig:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpDialect:
-    """Names of the tensors of a family's MTP head, and how it combines its inputs."""
-
-    layer: str  # what the names of its decoder layer begin with
-    projection: str
-    embedding_norm: str
-    hidden_norm: str
-    norm: str  # the last one
-    hidden_first: bool  # the projection reads [h; e], not [e; h]
-    zeroes_first: bool  # in row 0, zeros take the place of the embedding
-    norm_offset: float = 0.0  # is added to the weights of these three norms
-
-
-_MIMO = "model.mtp_layers.0"
-# By the target's model type.
-DIALECTS = {
-    "mimo": MtpDialect(
-        layer=_MIMO,
-        projection=f"{_MIMO}.input_proj",
-        embedding_norm=f"{_MIMO}.token_layernorm",
-        hidden_norm=f"{_MIMO}.hidden_layernorm",
-        norm=f"{_MIMO}.final_layernorm",
-        hidden_first=True,
-        zeroes_first=True,
-    ),
-}
-
-
-def mtp_dialect(folder: Path) -> MtpDialect:
-    """The dialect of the MTP head in this model directory; raises HeadError if there is none."""
+def check_mtp_head(folder: Path) -> None:
+    """Raises HeadError if this model directory holds no MTP head that is known here."""
     model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    if model_type not in DIALECTS:
+    if model_type != MTP_TARGET:
         raise HeadError(
-            f"no MTP head is known for models of type {model_type}; known are those of "
-            f"{', '.join(DIALECTS)}"
+            f"no MTP head is known for models of type {model_type}; known are those of {MTP_TARGET}"
         )
-    dialect = DIALECTS[model_type]
-    name = f"{dialect.projection}.weight"
+    name = f"{MTP_LAYER}.input_proj.weight"
     if name not in _tensor_names(folder):
         raise HeadError(
             f"its files hold no MTP head ({name}), which quantised and fine-tuned checkpoints "
             "often leave out"
         )
-    return dialect
 
 
 def _tensor_names(folder: Path) -> set[str]:

@@ -25,7 +25,7 @@ from ..loading import quantised_format, rounds_weights
 from ..network import Network
 from ..weights import packed
 from .block_head import BlockHead, ConfidenceHead, MarkovHead
-from .config import BlockConfig, HeadConfig, HeadError, MtpDialect, mtp_dialect
+from .config import MTP_LAYER, BlockConfig, HeadConfig, HeadError, check_mtp_head
 from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead
@@ -239,30 +239,20 @@ def _read_mtp_head(
     if config.head_layers is not None:
         raise HeadError("it reads the last layer's states: leave draft.head_layers out")
     folder = Path(config.path)
-    dialect = mtp_dialect(folder)
+    check_mtp_head(folder)
     hf_config: Any = load_config(folder)
     quantised = quantised_format(config, hf_config)
-    read = quantised[1] if quantised else None
-    checkpoint = _checkpoint(config, target, progress, read=read)
-    return _mtp_head(dialect, hf_config, checkpoint, target), [len(target.attentions)]
-
-
-def _mtp_head(dialect: MtpDialect, config: Any, checkpoint: Checkpoint, target: Network) -> MtpHead:
-    reader, width = LlamaReader(checkpoint, config), config.hidden_size
-
-    def norm(name: str) -> Norm:
-        read = reader.norm(name)
-        return read._replace(weight=read.weight + dialect.norm_offset)
-
-    return MtpHead(
-        dialect,
-        embedding_norm=norm(dialect.embedding_norm),
-        hidden_norm=norm(dialect.hidden_norm),
-        fc=reader.linear(2 * width, **{dialect.projection: width}),
+    checkpoint = _checkpoint(config, target, progress, read=quantised[1] if quantised else None)
+    reader, width = LlamaReader(checkpoint, hf_config), hf_config.hidden_size
+    head = MtpHead(
+        embedding_norm=reader.norm(f"{MTP_LAYER}.token_layernorm"),
+        hidden_norm=reader.norm(f"{MTP_LAYER}.hidden_layernorm"),
+        fc=reader.linear(2 * width, **{f"{MTP_LAYER}.input_proj": width}),
         embedding=target.input_embedding,
-        blocks=[reader.block(dialect.layer, reader.rope(), window=window_of(config, 0))],
-        norm=norm(dialect.norm),
+        blocks=[reader.block(MTP_LAYER, reader.rope(), window=window_of(hf_config, 0))],
+        norm=reader.norm(f"{MTP_LAYER}.final_layernorm"),
         head=target.output_head,
         target_ids=None,
         vocab_size=target.vocab_size,
     )
+    return head, [len(target.attentions)]

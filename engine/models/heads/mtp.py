@@ -1,10 +1,10 @@
-"""An MTP head: one more layer of the target's own kind, which was trained together with it.
+"""MiMo's MTP head: one more layer of the target's own kind, which was trained together with it.
 
 Row t pairs the target's last states h_t, as its last norm leaves them, with the next token x_{t+1},
 and predicts x_{t+2}:
 
-    e = embedding_norm(E[x_{t+1}])                  zeros for E[x_1], in some families
-    z = projection([h; e]),  h = hidden_norm(h_t)   or of [e; h]
+    e = embedding_norm(E[x_{t+1}])                  zeros for E[x_1]
+    z = projection([h; e]),  h = hidden_norm(h_t)
     s = norm(layer(z))
     logits = lm_head(s)
 
@@ -21,34 +21,28 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from ..attention import PassContext
-from .config import MtpDialect
 from .head import AutoregressiveHead
 
 
 class MtpHead(AutoregressiveHead):
-    """An MTP head, whatever its family calls the parts."""
+    """A head that is a layer of its target's checkpoint."""
 
     kind = "mtp"
 
-    def __init__(
-        self, dialect: MtpDialect, *, embedding_norm: Norm, hidden_norm: Norm, **layers: Any
-    ) -> None:
+    def __init__(self, *, embedding_norm: Norm, hidden_norm: Norm, **layers: Any) -> None:
         """`layers` as in Head; `fc` is the projection."""
         super().__init__(**layers)
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
-        self.hidden_first = dialect.hidden_first
-        self.zeroes_first = dialect.zeroes_first
 
     def fused(self, taps: Tensor) -> Tensor:
         return taps.flatten(1)
 
     def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
         e = F.embedding(next_ids, self.embedding)
-        if self.zeroes_first:
-            e *= (context.batch.rows.positions > 0)[:, None]
+        e *= (context.batch.rows.positions > 0)[:, None]
         e, h = rms_norm(e, self.embedding_norm), rms_norm(f, self.hidden_norm)
-        x = self.fc(torch.cat((h, e) if self.hidden_first else (e, h), -1))
+        x = self.fc(torch.cat((h, e), -1))
         self.through_blocks(x, None, context)
         return rms_norm(x, self.norm)
 
