@@ -95,17 +95,15 @@ class Checkpoint(AnyCheckpoint):
         *,
         read: Read | None = None,
         rounds: bool = False,
-        rounds_inputs: bool = True,
-        rounds_logits: bool = False,
+        is_draft: bool = False,
     ) -> None:
-        """`read` reads quantised layers. `rounds` rounds the others to FP8: their weights, and
-        their inputs if `rounds_inputs`; the layer that gives logits only if `rounds_logits`.
+        """`read` reads quantised layers. `rounds` rounds the others to FP8: of a draft model their
+        weights; of other models their inputs too, but nothing that `head` reads.
 
         Raises FileNotFoundError if the folder holds no weights.
         """
         super().__init__(dtype, device, progress)
-        self._read, self._rounds = read, rounds
-        self._rounds_inputs, self._rounds_logits = rounds_inputs, rounds_logits
+        self._read, self._rounds, self._is_draft = read, rounds, is_draft
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self.keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False  # whether any layer read so far was quantised
@@ -197,9 +195,10 @@ class Checkpoint(AnyCheckpoint):
         return self._plain(embedding, is_head=True)
 
     def _plain(self, matrix: Tensor, *, is_head: bool) -> Weight:
-        if not self._rounds or (is_head and not self._rounds_logits):
+        if not self._rounds or (is_head and not self._is_draft):
             return Dense(matrix)
-        return self._narrow(round_to_fp8(matrix, rounds_inputs=self._rounds_inputs))
+        # A draft model's layers are small: rounding inputs costs more than it gains.
+        return self._narrow(round_to_fp8(matrix, rounds_inputs=not self._is_draft))
 
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
         if self.keeps_narrow:

@@ -156,9 +156,7 @@ class _Loader:
                     self.progress,
                     read=quantised[1] if quantised else None,
                     rounds=rounds,
-                    # A draft model's layers are small: rounding inputs costs more than it gains.
-                    rounds_inputs=not self.is_draft,
-                    rounds_logits=self.is_draft,
+                    is_draft=self.is_draft,
                 )
             decoder = build(self.hf_config, checkpoint)
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:

@@ -96,9 +96,7 @@ def _checkpoint(
     """The checkpoint of a head, which computes in its target's dtype; `read` as in Checkpoint."""
     rounds = config.quantization is not None
     folder = Path(config.path)
-    return Checkpoint(
-        folder, target.dtype, target.device, progress, read=read, rounds=rounds, rounds_logits=True
-    )
+    return Checkpoint(folder, target.dtype, target.device, progress, read=read, rounds=rounds)
 
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
