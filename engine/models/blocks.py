@@ -13,6 +13,7 @@ returns None. A new kind of layer is a `Part` of this form; a subclass of `Llama
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
@@ -120,6 +121,9 @@ class Block:
 class Stack(PagedLayers):
     """Embedding, blocks, norm and output layer, however a model passes its rows through them."""
 
+    target_ids: Tensor | None = None  # [V'] tokens that the output layer has rows for; None: all
+    _wide: Tensor | None = None  # [most rows so far, V], -inf for all other tokens
+
     def __init__(
         self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, head: Linear
     ) -> None:
@@ -158,6 +162,15 @@ class Stack(PagedLayers):
         for i, block in enumerate(self.blocks):
             self.blocks[i] = block.changed(change)
         self.head = change(self.head)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """The output layer's logits by token id, valid until the next call. [N, V'] -> [N, V]"""
+        if self.target_ids is None:
+            return logits
+        # Graphs write to this tensor: the largest step is rehearsed before any is captured.
+        if self._wide is None or len(self._wide) < len(logits):
+            self._wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return self._wide[: len(logits)].index_copy_(1, self.target_ids, logits)
 
     def through_blocks(self, x: Tensor, normed: Normed | None, context: PassContext) -> None:
         """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden]."""

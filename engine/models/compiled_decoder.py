@@ -82,7 +82,7 @@ class CompiledDecoder(Decoder):
         self._is_tied = is_tied
         if is_tied:
             del self.embedding
-        self._drafted, self.vocab_size = decoder._drafted, decoder.vocab_size
+        self.target_ids, self.vocab_size = decoder.target_ids, decoder.vocab_size
         self._held: list[Tensor] = []  # keeps alive what the layers point to
         self._layers = (cpu.Layer * len(self.blocks))(*map(self._described, self.blocks))
         self._bound: list[object] = []
@@ -97,7 +97,7 @@ class CompiledDecoder(Decoder):
             self.dtype == torch.bfloat16,
             self._kept(self.norm.weight),
             self._matrix(self.head),
-            pointer(self._drafted, torch.int64),
+            pointer(self.target_ids, torch.int64),
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +22,6 @@ class Decoder(Stack, Network):
         """Shape: embedding [V, hidden]; head of [V, hidden]."""
         super().__init__(embedding, blocks, norm, head)
         self.vocab_size = head.weight.shape[0]
-        self._drafted: Tensor | None = None  # [V'] the tokens that the head has rows for; None: all
 
     @property
     def input_embedding(self) -> Tensor:
@@ -45,14 +43,7 @@ class Decoder(Stack, Network):
         assert isinstance(self.head.weight, Dense)
         bias = None if self.head.bias is None else self.head.bias[token_ids]
         self.head = Linear(Dense(self.head.weight.matrix[token_ids]), bias)
-        self._drafted = token_ids
-
-    def _widened(self, logits: Tensor) -> Tensor:
-        """Logits of the head's rows by token id. Shape: [N, V'] -> [N, V]."""
-        if self._drafted is None:
-            return logits
-        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        return wide.index_copy_(1, self._drafted, logits)
+        self.target_ids = token_ids
 
     def __call__(self, context: PassContext) -> Pass:
         batch = context.batch
@@ -69,7 +60,7 @@ class Decoder(Stack, Network):
             self._tap(num_layers, rms_norm(x, self.norm), taps)
         rows = rms_norm(x, self.norm, batch.logits_rows)
         logits = self.head(rows, out=self.place_of_logits(len(rows)))
-        return Pass(self._widened(logits), taps)
+        return Pass(self.widened(logits), taps)
 
     def _tap(self, layer: int, x: Tensor, taps: Tensor | None) -> None:
         """Copy the residual stream after a tapped layer: the next block changes x in place."""

@@ -53,10 +53,6 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
 class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
     """Computes one row for each sequence and draft."""
 
-    @property
-    def _rows_at_once(self) -> int:
-        return self._slots.max_num_seqs
-
     def _draft(self, integers: Tensor, shape: Shape) -> Tensor:
         size, k, filters, samples = shape
         batch_shape = (size, size, size)
@@ -119,4 +115,4 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
 
     def _logits(self, y: Tensor) -> Tensor:
         """Shape: [N, hidden] -> [N, V]."""
-        return self._widened(self._head.logits(y))
+        return self._head.widened(self._head.logits(y))

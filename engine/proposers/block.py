@@ -39,10 +39,6 @@ class BlockDrafting(HeadProposer[AnyHead]):
     _markov: MarkovHead | None = None
     _confidence: ConfidenceHead | None = None
 
-    @property
-    def _rows_at_once(self) -> int:
-        return self._slots.max_num_seqs * self._slots.max_drafts
-
     @abstractmethod
     def _rows_of(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> HostBatch:
         """The rows of these sequences' blocks."""
@@ -74,14 +70,14 @@ class BlockDrafting(HeadProposer[AnyHead]):
         block = self._computed(integers[:batch_len], batch_shape, k)
         draws = integers[batch_len:].view(2, -1)
         if self._draws_at_once:
-            logits = self._widened(block.logits.flatten(0, 1))
+            logits = self._head.widened(block.logits.flatten(0, 1))
             return self._draw(draws, (k * size, filters, samples), logits)
         told, width = [], aligned(size)
         previous = self._before(block.slots, 0)
         for j in range(k):
             logits, confidence = block.at(j, previous)
             its_draws = draws[:, j * width : (j + 1) * width]
-            previous = self._draw(its_draws, (size, filters, samples), self._widened(logits))
+            previous = self._draw(its_draws, (size, filters, samples), self._head.widened(logits))
             told.append(previous if confidence is None else confidence)
         return torch.stack(told)
 
@@ -122,7 +118,7 @@ class BlockDrafting(HeadProposer[AnyHead]):
             if j > 0:
                 block.keep(uploaded(kept_np, device))
             logits, confidence = block.at(j, self._before(block.slots, j))
-            return self._widened(logits), confidence
+            return self._head.widened(logits), confidence
 
         return logits_of
 

@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..api import ReportProgress
@@ -52,20 +51,10 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         super().__init__(slots, edits, vocab_size, head)
         self._head = head
         self._target = target
-        # [most rows of logits at once, V] by the target's ids; -inf for ids that are not drafted
-        num_wide = self._rows_at_once if head.target_ids is not None else 0
-        self._wide = torch.full(
-            (num_wide, head.vocab_size), -torch.inf, dtype=head.dtype, device=slots.device
-        )
         # Of each sequence that the head has read, the epoch in which it did.
         self._epochs: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._reads = Phase(self._read, slots.device)
         self._drafts = Phase(self._draft, slots.device)
-
-    @property
-    @abstractmethod
-    def _rows_at_once(self) -> int:
-        """The most rows of logits that are computed together."""
 
     @abstractmethod
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
@@ -153,12 +142,6 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
         size, k = self._drafts.padded_size(len(scheduled)), int(num_drafts_np.max())
         packed = self._pack(slots_of(scheduled), num_drafts_np, size, k)
         return self._drafts(packed, (size, k, *sampling_kind(scheduled)))
-
-    def _widened(self, logits: Tensor) -> Tensor:
-        """The logits by the target's ids, valid until the next call. Shape: [N, V'] -> [N, V]."""
-        if self._head.target_ids is None:
-            return logits
-        return self._wide[: len(logits)].index_copy_(1, self._head.target_ids, logits)
 
 
 def _tensors(computed: Pass) -> tuple[Tensor, ...]:

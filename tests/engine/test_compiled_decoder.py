@@ -73,7 +73,7 @@ def decoder(rng: random.Random) -> Decoder:
     ]
     made = Decoder(torch.randn(103, hidden), blocks, norm(hidden), linear(rng, num_outputs, hidden))
     made.vocab_size = 103
-    made._drafted = torch.randperm(103)[:num_outputs]
+    made.target_ids = torch.randperm(103)[:num_outputs]
     return made
 
 
