@@ -137,6 +137,6 @@ def _logits(network: Network) -> list[Tensor]:
     for length in CHECKED_LENGTHS:
         network.bind_cache(num_pages_of(length), PAGE)
         ids = torch.randint(0, network.vocab_size, (length,), generator=generator)
-        found.append(network(one_prompt(ids)).logits)
+        found.append(network(one_prompt(ids)).logits.clone())
     network.free_cache()
     return found
