@@ -18,6 +18,7 @@ from .api import ReportProgress
 from .config import ConfigError, EngineConfig
 from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
+from .models.batch_invariance import alike_thread_counts
 from .models.compiled_decoder import CompiledDecoder
 from .models.network import Pass
 from .models.pair import ModelPair
@@ -84,8 +85,10 @@ class Worker:
         self.scorer = Scorer(self.pair.target, vocab_size)
         distributions = self.proposer.distributions
         self.verifier = Verifier(self.slots, self.edits, distributions, vocab_size)
-        self._cpu_share = CPUShare(self.pair.target.thread_counts)
-        self._is_compiled = isinstance(self.pair.target.network, CompiledDecoder)
+        network = self.pair.target.network
+        counts = alike_thread_counts(network) if self.device.type == "cpu" else ()
+        self._cpu_share = CPUShare(counts)
+        self._is_compiled = isinstance(network, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
 
     @torch.inference_mode()

@@ -2,20 +2,17 @@
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from ..api import ignore_progress
-from ..config import ModelConfig
 from ..state.batch import ForwardBatch, HostBatch
 from ..state.phase import Captured, Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError, max_positions
 from .attention import PassContext
-from .batch_invariance import alike_thread_counts
 from .checkpoint import Progress
 from .compiled_decoder import CompiledDecoder
-from .loading import load_network
-from .network import Pass
+from .network import Network, Pass
 
 # Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
 # GPU takes longer to compute the pass than the host to launch its kernels, so no graph is needed.
@@ -26,36 +23,13 @@ _MOST_ROWS = 1024
 class PagedModel:
     """A causal LM over its pages, and the graphs of its passes."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        device: torch.device,
-        progress: Progress = ignore_progress,
-        *,
-        is_draft: bool = False,
-        batch_invariant: bool | None = None,
-        cache_dtype: torch.dtype | None = None,
-    ) -> None:
-        """With `batch_invariant` the bits of a target's logits do not depend on the batch; None:
-        only if that costs little. A draft is just made fast: the target corrects its errors.
-        """
-        self.network, hf_config = load_network(
-            config,
-            device,
-            progress,
-            is_draft=is_draft,
-            batch_invariant=False if is_draft else batch_invariant,
-            cache_dtype=cache_dtype,
-        )
-        self._name = hf_config.model_type
+    def __init__(self, network: Network, hf_config: PreTrainedConfig) -> None:
+        """As `load_network` returns them."""
+        self.network = network
+        self.dtype, self.vocab_size = network.dtype, network.vocab_size
         self.max_positions = max_positions(hf_config)
-        self.dtype, self.device = self.network.dtype, self.network.device
-        self.vocab_size = self.network.vocab_size
-        # Numbers of threads to choose from, largest first.
-        self.thread_counts: tuple[int, ...] = (torch.get_num_threads(),)
-        if device.type == "cpu" and not is_draft:  # a draft's bits do not matter
-            self.thread_counts = alike_thread_counts(self.network)
-        self._phase = Phase(self.run, device)
+        self._name = hf_config.model_type
+        self._phase = Phase(self.run, network.device)
 
     def bind_slots(self, slots: Slots) -> None:
         """Look up the rows of batches in these slots; drops all captured passes."""

@@ -100,7 +100,8 @@ def test_variants_of_a_known_structure(overrides: dict[str, Any], own_copy: Tiny
     for name in [name for name in tensors if name.endswith("bias")]:
         nn.init.normal_(tensors[name])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    config = ModelConfig(path=str(path), dtype="float32")
+    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
     assert isinstance(model.network, Decoder)
     check_against_eager(model, path)
 
@@ -376,7 +377,7 @@ def test_compiled_layers_tap_the_same(
 @pytest.mark.usefixtures("short_tables")
 def test_a_compiled_pass_looks_its_rows_up_as_others_do(tiny_model: Tiny) -> None:
     config = ModelConfig(path=str(tiny_model("qwen3", num_hidden_layers=4)))
-    model = PagedModel(config, DEVICE, is_draft=True)
+    model = PagedModel(*load_network(config, DEVICE, is_draft=True))
     assert isinstance(model.network, CompiledDecoder)
     model.network.tap([0, 3])
     model.network.bind_cache(num_pages=64, page_size=4)

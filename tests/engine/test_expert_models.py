@@ -64,7 +64,8 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
 
 
 def test_steps_of_every_kind(quantised: Path, tmp_path: Path) -> None:
-    model = PagedModel(ModelConfig(path=str(quantised), dtype="float32"), DEVICE)
+    config = ModelConfig(path=str(quantised), dtype="float32")
+    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
     assert isinstance(model.network, Decoder)
     check_against_eager(model, tmp_path / "meant")
 

@@ -20,7 +20,6 @@ from outrider.engine.models.attention import KVPages
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
 from outrider.engine.models.one_prompt import one_prompt
-from outrider.engine.models.paged_model import PagedModel
 
 ON_GPU = DEVICE.type == "cuda"
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -113,13 +112,13 @@ def with_scales(
 
 
 def test_a_token_takes_a_byte_a_number(tiny_model: Tiny) -> None:
-    model = PagedModel(ModelConfig(path=str(tiny_model()), dtype="float32"), DEVICE)
-    layers = model.network.attentions
+    network = load_network(ModelConfig(path=str(tiny_model()), dtype="float32"), DEVICE)[0]
+    layers = network.attentions
     num_numbers = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers)
-    assert model.network.bytes_per_token == 4 * num_numbers
-    model.network.cache_dtype = torch.float8_e4m3fn
-    assert model.network.bytes_per_token == num_numbers
-    model.network.bind_cache(num_pages=3, page_size=4)
+    assert network.bytes_per_token == 4 * num_numbers
+    network.cache_dtype = torch.float8_e4m3fn
+    assert network.bytes_per_token == num_numbers
+    network.bind_cache(num_pages=3, page_size=4)
     pages = layers[0].bound_pages
     assert pages.keys.nbytes == 3 * 4 * layers[0].num_kv_heads * layers[0].head_dim
 

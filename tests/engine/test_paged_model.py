@@ -11,13 +11,15 @@ from tiny_models import DEVICE, TINY
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import families
 from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.loading import load_network
 from outrider.engine.models.paged_model import PagedModel
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))
 def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..., Path]) -> None:
     path = tiny_model(architecture)
-    check_against_eager(PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE), path)
+    config = ModelConfig(path=str(path), dtype="float32")
+    check_against_eager(PagedModel(*load_network(config, DEVICE, batch_invariant=None)), path)
 
 
 @pytest.mark.gpu
@@ -35,7 +37,8 @@ def test_logits_through_graphs_equal_eager_attention(
     if not is_ours:
         monkeypatch.setattr(families, "FAMILIES", {})
     path = tiny_model(architecture)
-    model = PagedModel(ModelConfig(path=str(path), dtype=dtype), DEVICE)
+    config = ModelConfig(path=str(path), dtype=dtype)
+    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
     if (architecture, dtype) == ("gpt_oss", "float32"):  # its experts wait for the GPU
         with pytest.raises(
             UnsupportedModelError, match=r"gpt_oss in torch\.float32 .*enforce_eager"
@@ -64,7 +67,7 @@ def test_a_model_that_never_calls_our_attention_is_refused(
         BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
     ).save_pretrained(tmp_path)
     with pytest.raises((UnsupportedModelError, ValueError), match=r"(?i)bloom"):
-        PagedModel(ModelConfig(path=str(tmp_path)), DEVICE)
+        load_network(ModelConfig(path=str(tmp_path)), DEVICE)
 
 
 def test_dynamic_rope_is_refused_with_the_reason(tiny_model: Callable[..., Path]) -> None:
@@ -72,7 +75,7 @@ def test_dynamic_rope_is_refused_with_the_reason(tiny_model: Callable[..., Path]
         "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     )
     with pytest.raises(UnsupportedModelError, match=r"llama.*dynamic RoPE"):
-        PagedModel(ModelConfig(path=str(path)), DEVICE)
+        load_network(ModelConfig(path=str(path)), DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +87,9 @@ def test_attention_that_is_not_causal_is_refused(
 ) -> None:
     path = tiny_model(architecture, **told)
     with pytest.raises(UnsupportedModelError, match=f"{architecture}.*attend to those behind them"):
-        PagedModel(ModelConfig(path=str(path)), DEVICE)
+        load_network(ModelConfig(path=str(path)), DEVICE)
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
-        PagedModel(ModelConfig(path=str(tmp_path)), DEVICE)
+        load_network(ModelConfig(path=str(tmp_path)), DEVICE)

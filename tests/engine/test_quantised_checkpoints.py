@@ -100,7 +100,8 @@ def test_layers_that_were_left_out_stay_plain(name: str, plain: Path, tmp_path: 
 
 def test_steps_of_every_kind(plain: Path, tmp_path: Path) -> None:
     path = quantise(plain, tmp_path, "ct fp8 of rows")
-    model = PagedModel(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    config = ModelConfig(path=str(path), dtype="float32")
+    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
     check_against_eager(model, tmp_path / "meant")
 
 
