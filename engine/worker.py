@@ -74,8 +74,9 @@ class Worker:
             self.pair.page_size,
             self.device,
             config.speculation.verification,
+            self.pair.vocab_size,
         )
-        vocab_size = self.pair.vocab_size
+        vocab_size = self.slots.vocab_size
         self.edits = LogitEdits(self.slots.token_ids, self.slots.num_tokens, vocab_size)
         self.proposer = build_proposer(
             self.proposer_name, config, self.slots, self.edits, self.pair
@@ -83,8 +84,7 @@ class Worker:
         if self.pair.head is not None:
             self.proposer_name = self.pair.head.kind
         self.scorer = Scorer(self.pair.target, vocab_size)
-        distributions = self.proposer.distributions
-        self.verifier = Verifier(self.slots, self.edits, distributions, vocab_size)
+        self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
         network = self.pair.target.network
         counts = alike_thread_counts(network) if self.device.type == "cpu" else ()
         self._cpu_share = CPUShare(counts)

@@ -32,7 +32,7 @@ def build_proposer(
 
 def _of_draft(config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair) -> Proposer:
     head = pair.head
-    others = pair.target, slots, edits, pair.vocab_size
+    others = pair.target, slots, edits
     if isinstance(head, BlockHead):
         return BlockProposer(head, *others)
     if isinstance(head, Eagle3Head) and head.mask is not None:
@@ -43,6 +43,4 @@ def _of_draft(config: EngineConfig, slots: Slots, edits: LogitEdits, pair: Model
         raise ValueError(
             "the draft_model proposer needs a draft; name one, or choose another proposer"
         )
-    return Top1Proposer(
-        pair.draft, slots, edits, pair.vocab_size, config.scheduler.max_num_batched_tokens
-    )
+    return Top1Proposer(pair.draft, slots, edits, config.scheduler.max_num_batched_tokens)

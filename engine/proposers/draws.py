@@ -33,17 +33,10 @@ class DrawingProposer(Proposer):
     each draft, which costs nothing on a CPU, but a wait on a GPU.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        edits: LogitEdits,
-        vocab_size: int,
-        source: PagedLayers,
-    ) -> None:
-        """`source` computes the logits; ids from `vocab_size` on are never drawn."""
+    def __init__(self, slots: Slots, edits: LogitEdits, source: PagedLayers) -> None:
+        """`source` computes the logits."""
         self._slots = slots
         self._edits = edits
-        self._vocab_size = vocab_size
         self.stops_early = slots.device.type == "cpu"
         shape, device = (slots.max_num_seqs + 1, slots.max_drafts), slots.device
         self.distributions: DraftDistributions = DraftDistributions(
@@ -77,7 +70,7 @@ class DrawingProposer(Proposer):
             slot,
             offset,
             self._kept(samples),
-            self._vocab_size,
+            self._slots.vocab_size,
             filters=bool(filters),
             samples=bool(samples),
         )

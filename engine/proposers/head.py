@@ -40,15 +40,8 @@ class HeadProposer(DrawingProposer, Generic[AnyHead]):
     exceptions: the host edits logits, or (on a CPU) it looks at how likely each draft is to stand.
     """
 
-    def __init__(
-        self,
-        head: AnyHead,
-        target: PagedModel,
-        slots: Slots,
-        edits: LogitEdits,
-        vocab_size: int,
-    ) -> None:
-        super().__init__(slots, edits, vocab_size, head)
+    def __init__(self, head: AnyHead, target: PagedModel, slots: Slots, edits: LogitEdits) -> None:
+        super().__init__(slots, edits, head)
         self._head = head
         self._target = target
         # Of each sequence that the head has read, the epoch in which it did.

@@ -31,14 +31,9 @@ class Top1Proposer(DrawingProposer):
     """
 
     def __init__(
-        self,
-        draft: PagedModel,
-        slots: Slots,
-        edits: LogitEdits,
-        vocab_size: int,
-        max_num_batched_tokens: int,
+        self, draft: PagedModel, slots: Slots, edits: LogitEdits, max_num_batched_tokens: int
     ) -> None:
-        super().__init__(slots, edits, vocab_size, draft.network)
+        super().__init__(slots, edits, draft.network)
         self._draft = draft
         self._is_compiled = isinstance(draft.network, CompiledDecoder) and cpu.takes(
             self.distributions.logits
@@ -134,7 +129,7 @@ class Top1Proposer(DrawingProposer):
             slots_of(drafting),
             np.array([scheduled.num_drafts for scheduled in drafting]),
             np.array([scheduled.least_chance for scheduled in drafting]),
-            self._vocab_size,
+            self._slots.vocab_size,
             self._kept(samples),
         )
         self._draft.network.draft_in_slots(batch, self._slots, drafts)

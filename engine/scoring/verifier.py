@@ -27,17 +27,12 @@ class Verifier:
     """Keeps exactly those drafts that the target would have produced itself."""
 
     def __init__(
-        self,
-        slots: Slots,
-        edits: LogitEdits,
-        distributions: DraftDistributions | None,
-        vocab_size: int,
+        self, slots: Slots, edits: LogitEdits, distributions: DraftDistributions | None
     ) -> None:
         """Drafts were drawn from `distributions`; None: they are one-hot."""
         self._slots = slots
         self._edits = edits
         self._distributions = distributions
-        self._vocab_size = vocab_size
         self._phase = Phase(self._run, slots.device)
 
     def warm_ups(self, logits: Tensor) -> Iterator[Callable[[], Tensor]]:
@@ -60,8 +55,8 @@ class Verifier:
         integers = uploaded(self._dummies(size), self._slots.device)
         self._run(integers, (size, True, True), self._edits.rehearse(logits))
         index = torch.arange(num_rows, device=logits.device)
-        num_top = min(MAX_LOGPROBS, self._vocab_size)
-        gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._vocab_size)
+        num_top = min(MAX_LOGPROBS, self._slots.vocab_size)
+        gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._slots.vocab_size)
 
     def capture(self, logits: Tensor) -> None:
         """Capture verifications that read this `logits` tensor.
@@ -144,7 +139,7 @@ class Verifier:
                 num_drafts_np,
                 self._slots.max_drafts,
                 logits,
-                self._vocab_size,
+                self._slots.vocab_size,
                 q if samples else None,
             )
         count = len(slots_np)
@@ -193,7 +188,7 @@ class Verifier:
             num_drafts,
             self._slots.max_drafts,
             self._distributions,
-            self._vocab_size,
+            self._slots.vocab_size,
             filters=bool(filters),
             samples=bool(samples),
         )
@@ -226,5 +221,5 @@ class Verifier:
         asking = rows.take(asking_np.repeat(num_rows_np))
         row, seq, column = uploaded(np.stack(asking), drawn.device)
         num_top = max(s.request.params.logprobs or 0 for s in plan.sampled)
-        num_top = min(num_top, self._vocab_size)
-        return gather_logprobs(logits[row], drawn[seq, column], num_top, self._vocab_size)
+        num_top = min(num_top, self._slots.vocab_size)
+        return gather_logprobs(logits[row], drawn[seq, column], num_top, self._slots.vocab_size)

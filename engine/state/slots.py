@@ -31,7 +31,9 @@ class Slots:
         page_size: int,
         device: torch.device,
         verification: Verification,
+        vocab_size: int,
     ) -> None:
+        """`verification` is for requests that name none. Token ids are below `vocab_size`."""
         num_slots = max_num_seqs + 1
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_drafts = max_drafts
@@ -40,7 +42,8 @@ class Slots:
         # be launched before the host has read them.
         width = max_model_len + 2 * (max_drafts + 1)
         self.page_size = page_size
-        self._verification: Verification = verification  # for requests that name none
+        self.vocab_size = vocab_size
+        self._verification: Verification = verification
         self.device = device
         # [num_slots, width]
         self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
