@@ -6,6 +6,7 @@ one after another, from logits that were computed together.
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,9 @@ class BlockDrafting(HeadProposer[AnyHead]):
         told, width = [], aligned(size)
         previous = self._before(block.slots, 0)
         for j in range(k):
-            logits, confidence = block.at(j, previous)
+            logits, confidence = self._at(block, j, previous)
             its_draws = draws[:, j * width : (j + 1) * width]
-            previous = self._draw(its_draws, (size, filters, samples), self._head.widened(logits))
+            previous = self._draw(its_draws, (size, filters, samples), logits)
             told.append(previous if confidence is None else confidence)
         return torch.stack(told)
 
@@ -86,6 +87,22 @@ class BlockDrafting(HeadProposer[AnyHead]):
         if self._markov is None:
             return None
         return self._slots.token_ids[slots, self._slots.num_tokens[slots] + j - 1].long()
+
+    def _at(self, block: "_Block", j: int, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits of draft j, and the confidence in it; a Markov head needs the tokens before it.
+
+        Shape: previous [N'] -> [N', V], [N']
+        """
+        h, logits, embedded = block.h[j], block.logits[j], None
+        if block.seqs is not None:
+            h, logits = h[block.seqs], logits[block.seqs]
+        if self._markov is not None:
+            assert previous is not None
+            embedded = F.embedding(previous, self._markov.embedding)
+            latent, block.state = self._markov.step(h, embedded, block.state)
+            logits = logits + self._markov.output(latent)
+        confidence = None if self._confidence is None else self._confidence(h, embedded)
+        return self._head.widened(logits), confidence
 
     @property
     def _draws_at_once(self) -> bool:
@@ -117,52 +134,26 @@ class BlockDrafting(HeadProposer[AnyHead]):
         def logits_of(j: int, _: np.ndarray, kept_np: np.ndarray) -> tuple[Tensor, Tensor | None]:
             if j > 0:
                 block.keep(uploaded(kept_np, device))
-            logits, confidence = block.at(j, self._before(block.slots, j))
-            return self._head.widened(logits), confidence
+            return self._at(block, j, self._before(block.slots, j))
 
         return logits_of
 
 
+@dataclass(slots=True)
 class _Block:
     """The drafts of a block for N sequences, of which fewer and fewer continue."""
 
-    def __init__(
-        self,
-        slots: Tensor,
-        logits: Tensor,
-        h: Tensor,
-        markov: MarkovHead | None = None,
-        confidence: ConfidenceHead | None = None,
-    ) -> None:
-        """Shape: slots [N]; logits [k, N, V'], without the Markov head's; h [k, N, hidden]."""
-        self.slots = slots  # [N'] of those that continue
-        self.logits, self._h = logits, h
-        self._markov, self._confidence = markov, confidence
-        self._seqs: Tensor | None = None  # [N'] those that continue; None: all
-        self._state: Tensor | None = None  # [N', r] of the Markov head
+    slots: Tensor  # [N'] of those that continue
+    logits: Tensor  # [k, N, V'], without the Markov head's
+    h: Tensor  # [k, N, hidden]
+    seqs: Tensor | None = None  # [N'] those that continue; None: all
+    state: Tensor | None = None  # [N', r] of the Markov head
 
     def keep(self, kept: Tensor) -> None:
         """Continue only with these rows of the present ones. Shape: [N']."""
         self.slots = self.slots[kept]
-        self._seqs = kept if self._seqs is None else self._seqs[kept]
-        self._state = None if self._state is None else self._state[kept]
-
-    def at(self, j: int, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits of draft j, and the confidence in it; a Markov head needs the tokens before it.
-
-        Shape: previous [N'] -> [N', V'], [N']
-        """
-        h, logits = self._h[j], self.logits[j]
-        if self._seqs is not None:
-            h, logits = h[self._seqs], logits[self._seqs]
-        embedded, markov = None, self._markov
-        if markov is not None:
-            assert previous is not None
-            embedded = F.embedding(previous, markov.embedding)
-            latent, self._state = markov.step(h, embedded, self._state)
-            logits = logits + markov.output(latent)
-        confidence = self._confidence
-        return logits, None if confidence is None else confidence(h, embedded)
+        self.seqs = kept if self.seqs is None else self.seqs[kept]
+        self.state = None if self.state is None else self.state[kept]
 
 
 class BlockProposer(BlockDrafting[BlockHead]):
@@ -198,8 +189,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head.states(x[rows.flatten()])
         logits = head.head(h).view(*rows.shape, -1)
-        h = h.view(*rows.shape, -1)
-        return _Block(batch.rows.slots, logits, h, head.markov, head.confidence)
+        return _Block(batch.rows.slots, logits, h.view(*rows.shape, -1))
 
 
 class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eagle3Head]):
