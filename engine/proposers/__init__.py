@@ -8,7 +8,7 @@ from ..models.heads.head import AutoregressiveHead
 from ..models.pair import ModelPair
 from ..state.slots import Slots
 from .autoregressive import AutoregressiveProposer
-from .base import NoProposer, Proposer
+from .base import Proposer
 from .block import BlockProposer, ParallelEagleProposer
 from .ngram import NgramProposer
 from .top1 import Top1Proposer
@@ -26,7 +26,7 @@ def build_proposer(
         case "ngram":
             return NgramProposer(config.speculation, slots)
         case "none":
-            return NoProposer()
+            return Proposer()
     raise ValueError(f"unknown proposer {name!r}; known: draft_model, ngram, none")
 
 

@@ -1,7 +1,6 @@
 """The interface of a proposer, which guesses the tokens that the target will produce next."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -33,13 +32,13 @@ class DraftDistributions(NamedTuple):
     state: Tensor
 
 
-class Proposer(ABC):
+class Proposer:
     """Proposes up to `num_drafts` tokens for each sampled sequence of a plan.
 
     It writes the drafts into the slots, after the known tokens, and lowers the plan's `num_drafts`
     to how many there are. Proposing fewer, or none, is always allowed: such sequences decode
     plainly in the same step. `distributions` holds what the drafts were drawn from; None: they are
-    one-hot.
+    one-hot. This class itself proposes none.
     """
 
     distributions: DraftDistributions | None = None
@@ -82,15 +81,8 @@ class Proposer(ABC):
         """Capture its passes as CUDA graphs."""
         return
 
-    @abstractmethod
-    def _propose(self, plan: Plan) -> None: ...
-
-    def _follow(self, plan: Plan, scored: Pass) -> None:
+    def _propose(self, plan: Plan) -> None:
         return
 
-
-class NoProposer(Proposer):
-    """Plain decoding: no plan has drafts to propose."""
-
-    def _propose(self, plan: Plan) -> None:
+    def _follow(self, plan: Plan, scored: Pass) -> None:
         return

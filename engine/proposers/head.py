@@ -9,7 +9,7 @@ So a head never falls behind, and cannot catch up either: states are gone after 
 computed them. If an error leaves a gap in a sequence, that sequence decodes plainly from then on.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,7 @@ from .draws import DrawingProposer, LogitsOf
 AnyHead = TypeVar("AnyHead", bound=Head)
 
 
-class HeadProposer(DrawingProposer, Generic[AnyHead]):
+class HeadProposer(DrawingProposer, ABC, Generic[AnyHead]):
     """Drafts with a head.
 
     Positions count from the tokens that the device knows, so drafts can be launched before the host
