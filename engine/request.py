@@ -1,15 +1,9 @@
 """What the host knows of one sequence, from submission to its last token."""
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .api import (
-    FinishReason,
-    NewRequest,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
+from .api import FinishReason, NewRequest, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from .grammars.grammar import Grammar
@@ -115,30 +109,18 @@ class Request:
             return self.num_scored_tokens
         return len(self.token_ids) - 1
 
-    def output(
-        self,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-        error: str | None = None,
-        is_dead_end: bool = False,
-        draft_token_ids: list[int] | None = None,
-    ) -> RequestOutput:
-        """An output with these new tokens and the sequence's present state."""
+    def output(self, token_ids: list[int], **fields: Any) -> RequestOutput:
+        """An output with these new tokens and fields, and the sequence's present state."""
         return RequestOutput(
             request_id=self.request_id,
             token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
             finish_reason=self.finish_reason,
             stop_token_id=self.stop_token_id,
-            error=error,
-            is_dead_end=is_dead_end,
             queue_s=self.queue_s,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
-            draft_token_ids=draft_token_ids,
+            **fields,
         )
 
     def learn(self, token_ids: list[int]) -> None:

@@ -121,8 +121,8 @@ class Committer:
         logprobs = scheduled.logprobs
         output = request.output(
             kept,
-            logprobs[: len(kept)] if logprobs is not None else None,
-            scheduled.prompt_logprobs,
+            logprobs=logprobs[: len(kept)] if logprobs is not None else None,
+            prompt_logprobs=scheduled.prompt_logprobs,
             draft_token_ids=scheduled.draft_token_ids,
         )
         if request.finish_reason is not None:
