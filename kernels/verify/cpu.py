@@ -93,7 +93,6 @@ def draw(step: Step) -> Tensor:
         step.slots, slot.numpy(), step.logits, step.vocab_size, step.kept, step.purpose
     )
     given.offset, given.out = pointer(step.offset, torch.int64), pointer(out, torch.int64)
-    given.words = pointer(step.words, torch.int64)
     library().outrider_draw(ctypes.byref(given))
     return out
 

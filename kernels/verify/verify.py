@@ -39,7 +39,6 @@ def draft_sample(
     vocab_size: int,
     filters: bool = True,
     samples: bool = True,
-    words: Tensor | None = None,
 ) -> Tensor:
     """Draw one draft a row from the processed distribution of the draft's logits, into its slot.
 
@@ -65,15 +64,13 @@ def draft_sample(
         False promises that no request filters (top-k, top-p, min-p), and saves launches.
     samples
         False promises that every request is greedy, and saves launches.
-    words
-        Random words to use instead of Philox's, for proofs. Shape: [N, 2, 4] int64.
 
     Returns
     -------
     The drafts. Shape: [N] int64.
     """
     vocab_size = min(vocab_size, logits.shape[1])
-    step = Step(logits, None, slots, slot, None, 0, offset, kept, vocab_size, words)
+    step = Step(logits, None, slots, slot, None, 0, offset, kept, vocab_size, None)
     if cpu.takes(logits):
         return cpu.draw(step)
     return _sample(step, filters, samples)[:, 0]
