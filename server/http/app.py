@@ -164,6 +164,7 @@ def create_app(
     app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
     if keys:
         app = ApiKeys(app, keys, service.metrics)
+    app = Drain(app, gate)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
@@ -172,9 +173,9 @@ def create_app(
             allow_credentials=settings.cors_credentials,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-unknown-fields"],
+            expose_headers=["x-request-id", "x-unknown-fields", "retry-after"],
         )
-    app = Hosts(Drain(app, gate), settings)
+    app = Hosts(app, settings)
     if settings.metrics_port is not None:
         app = MetricsPort(app, api, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_names[0])

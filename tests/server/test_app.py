@@ -246,6 +246,15 @@ def test_health_tells_the_state_and_only_to_a_key_its_reason(serve: Serve, path:
         assert (reply.status, reply.json()) == (503, {"status": "restarting"})
 
 
+def test_a_page_can_read_a_refusal_while_the_server_drains(serve: Serve) -> None:
+    served = serve(cors_origins=("https://a.example",))
+    served.gate.open = False
+    reply = post(served.app, OK, {"origin": "https://a.example"})
+    assert reply.status == 503
+    assert reply.headers["access-control-allow-origin"] == "https://a.example"
+    assert "retry-after" in reply.headers["access-control-expose-headers"]
+
+
 def test_live_only_fails_where_a_new_start_could_help(serve: Serve) -> None:
     served = serve(api_keys=("one",))
     served.gate.open = False  # draining
