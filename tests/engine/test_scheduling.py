@@ -24,6 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.models.network import Pass
 from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
+from outrider.engine.worker import LaunchedStep
 
 SPECS = ("parity = logits_processors:FavourParity", "keep_to = logits_processors:KeepTo")
 LONG, SHORT, OTHER = prompts([120, 6, 7], VOCAB)
@@ -97,6 +98,25 @@ def test_a_prompt_that_does_not_fit_yet_takes_no_pages(
     first = steps_until_first_token(engine, {"waiting"})
     assert first["waiting"] > 10
     assert len(attached) == 1
+
+
+def test_a_sequence_that_is_preempted_for_another_leaves_the_step(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With so many, it is the urgent sequence that finds none left.
+    engine = Engine(replace(engine_config(target, num_pages=10), max_model_len=32))
+    launch = engine.worker.launch
+
+    def checked(plan: Plan) -> LaunchedStep:
+        assert all(scheduled.request.slot == scheduled.slot for scheduled in plan.scheduled)
+        return launch(plan)
+
+    monkeypatch.setattr(engine.worker, "launch", checked)
+    engine.submit([new("planned first", SHORT)])
+    engine.step()
+    engine.submit([replace(new("urgent", OTHER[:5]), priority=-1)])
+    steps_until_first_token(engine, {"planned first", "urgent"})
+    assert engine.stats().preemptions > 0
 
 
 def test_more_sequences_than_may_ever_wait_are_refused_for_good(target: Path) -> None:
