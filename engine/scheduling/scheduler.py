@@ -111,12 +111,12 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether the sequence may be in the next step: not if the step in flight is sure to end
-        it, or may fill its context.
+        it, because it reaches `max_tokens` or fills the context.
         """
         num_output_tokens = request.least_tokens - request.num_prompt_tokens
         return not request.is_in_flight or (
             num_output_tokens < request.params.max_tokens
-            and request.most_tokens <= self._max_model_len
+            and request.least_tokens < self._max_model_len
         )
 
     def _num_rows_of_short(

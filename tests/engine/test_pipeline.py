@@ -114,12 +114,15 @@ def test_every_step_but_the_first_is_launched_behind_another(
     assert [is_behind for _, is_behind in seen] == [False] + [True] * (len(seen) - 1)
 
 
+@pytest.mark.parametrize(("max_tokens", "max_model_len"), [(6, None), (100, 10)])
 def test_nothing_is_launched_behind_a_last_token(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, max_tokens: int, max_model_len: int | None
 ) -> None:
-    _, lagging = engines(tiny_model, proposer="none")
-    seen = launches(lagging, monkeypatch)
-    run(lagging, prompts([4], VOCAB), replace(GREEDY, max_tokens=6))
+    config = engine_config(tiny_model("llama", seed=0))
+    engine = Engine(replace(config, max_model_len=max_model_len))
+    engine.scheduler.lag = 1
+    seen = launches(engine, monkeypatch)
+    run(engine, prompts([4], VOCAB), replace(GREEDY, max_tokens=max_tokens))
     assert len(seen) == 6
 
 
