@@ -24,7 +24,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "logprob_token_ids": (),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "prompt_embeds": (),
     "stop_regex": (),
     "structural_tag": (),
@@ -37,10 +36,11 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 }
 # Parameters by which other servers are given a grammar.
 OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
-# OpenAI's own, about its accounts, records and caches: no answer here depends on them.
+# OpenAI's own, about its accounts, records, caches and speed: no answer here depends on them.
 IGNORED = frozenset(
     {
         "metadata",
+        "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
