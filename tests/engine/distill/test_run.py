@@ -122,7 +122,12 @@ def test_a_trained_head_is_served_and_described(head: Distilled, target: Path) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "sig"), [("draft", signal.SIGINT), ("draft", signal.SIGTERM), ("head", signal.SIGINT)]
+    ("kind", "sig"),
+    [
+        ("draft", signal.SIGTERM),
+        ("head", signal.SIGINT),
+        pytest.param("draft", signal.SIGINT, marks=pytest.mark.deep),
+    ],
 )
 def test_interrupted_and_resumed_it_is_the_same(
     kind: str,
