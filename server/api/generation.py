@@ -18,6 +18,8 @@ from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
 from .trace import Step
 
+MOST_HELD = 64  # tokens of a chunk, if a client has not read for long
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
@@ -101,8 +103,8 @@ class Sample:
     def take(self, output: RequestOutput, *, more: bool = False) -> Delta | None:
         """Add a step's tokens; None if there is nothing to show yet.
 
-        With `more`, further tokens have come already, and these are shown with them: so a server
-        that the engine outruns sends fewer, longer chunks, which cost it less.
+        With `more`, further tokens have come already, and up to MOST_HELD are shown with them: so
+        a server that the engine outruns sends fewer, longer chunks, which cost it less.
         """
         num_accepted_before = self.acceptance.num_accepted_tokens
         self.acceptance.observe(output)
@@ -142,7 +144,7 @@ class Sample:
                 )
             )
         self._text += "".join(shown)
-        if more and self._stops.matched is None:
+        if more and len(self._pending) < MOST_HELD and self._stops.matched is None:
             return None
         text, self._text = self._text, ""
         return self._delta(text, output)

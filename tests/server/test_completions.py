@@ -86,16 +86,20 @@ def test_continuous_usage_grows(serve: Serve) -> None:
     assert counts[0] == 1
 
 
-def test_a_stream_that_the_engine_outruns_has_fewer_chunks(serve: Serve) -> None:
-    served = serve()
-    alone = post(served.app, {"prompt": "Hi", "stream": True, "logprobs": 0}).chunks
+def test_a_stream_that_the_engine_outruns_has_fewer_chunks(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = serve(saying(tokenizer, " Hello world" * 50))
+    body = {"prompt": "Hi", "stream": True, "logprobs": 0, "max_tokens": 200}
+    alone = post(served.app, body).chunks
     served.client.outruns = lambda: True
-    chunks = post(served.app, {"prompt": "Hi", "stream": True, "logprobs": 0}).chunks
-    assert (len(alone), len(chunks)) == (2, 1)
+    chunks = post(served.app, body).chunks
+    tokens = [c["choices"][0]["logprobs"]["tokens"] for c in chunks]
+    assert (len(alone), list(map(len, tokens))) == (100, [64, 36])
+    of_each = [t for c in alone for t in c["choices"][0]["logprobs"]["tokens"]]
+    assert [*tokens[0], *tokens[1]] == of_each
     assert joined(chunks) == joined(alone)
-    assert chunks[0]["choices"][0]["finish_reason"] == "length"
-    tokens = [t for chunk in alone for t in chunk["choices"][0]["logprobs"]["tokens"]]
-    assert chunks[0]["choices"][0]["logprobs"]["tokens"] == tokens
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(
