@@ -1,8 +1,12 @@
 """What tests of several packages share."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell ignores Ctrl-C for what it runs in the background, and so would we and our children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
