@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.server")
 
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_OPERATIONS = {
+# Of the requests that generate.
+OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -102,7 +103,7 @@ class _Spans:
             {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         )
         end_ns = time.time_ns()
-        operation = _OPERATIONS.get(route_path(scope))
+        operation = OPERATIONS.get(route_path(scope))
         name = f"{operation} {self._model_name}" if operation else f"{facts['method']} /v1"
         span = self._tracer.start_span(
             name,

@@ -9,6 +9,8 @@ from prometheus_client.samples import Sample
 
 from outrider.engine.processes.client import EngineClient
 
+from .tracing import OPERATIONS
+
 # Our series for each name; counters without `_total`. What vLLM counts in another way is left out.
 NAMES = {
     "vllm:num_requests_running": "outrider_requests_running",
@@ -35,7 +37,6 @@ NAMES = {
     "vllm:request_generation_tokens": "outrider_request_generation_tokens",
     "vllm:e2e_request_latency_seconds": "outrider_request_duration_seconds",
 }
-GENERATING = ("/completions", "/responses", "/messages")  # how the paths end
 
 
 class VLLMNames(Collector):
@@ -75,6 +76,6 @@ class VLLMNames(Collector):
             )
             for sample in metric.samples
             # vLLM times requests that generate, and no others.
-            if sample.labels.get("path", "/completions").endswith(GENERATING)
+            if "path" not in sample.labels or sample.labels["path"] in OPERATIONS
         ]
         return renamed

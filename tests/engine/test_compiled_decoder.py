@@ -124,7 +124,7 @@ def test_any_shape_is_computed_right_and_with_the_same_bits(
     torch.manual_seed(seed)
     plain = decoder(rng)
     assert can_compile(plain)
-    ours, truth = CompiledDecoder(plain), plain
+    compiled = CompiledDecoder(plain)
     num_slots, length, page_size = 3, rng.choice([3, 20, 70]), rng.choice([1, 5, 16])
     num_pages = -(-length // page_size)
     table = torch.randperm(num_slots * num_pages).view(num_slots, num_pages).int()
@@ -133,8 +133,8 @@ def test_any_shape_is_computed_right_and_with_the_same_bits(
     bits = {}
     for name, build in BUILDS.items():
         monkeypatch.setattr(layers, "compiled", lambda build=build: build)
-        expected = logits(truth, token_ids, table, page_size, at_once)
-        bits[name] = logits(ours, token_ids, table, page_size, at_once)
+        expected = logits(plain, token_ids, table, page_size, at_once)
+        bits[name] = logits(compiled, token_ids, table, page_size, at_once)
         is_drafted = expected.isfinite()
         error = (bits[name] - expected)[is_drafted].norm() / expected[is_drafted].norm()
         assert error < 5e-3
@@ -142,7 +142,7 @@ def test_any_shape_is_computed_right_and_with_the_same_bits(
         for threads in (1, 2, 7):
             torch.set_num_threads(threads)
             parts = in_parts(rng, num_slots, length)
-            got = logits(ours, token_ids, table, page_size, parts)
+            got = logits(compiled, token_ids, table, page_size, parts)
             torch.set_num_threads(1)
             assert torch.equal(got, bits[name]), (name, threads)
     same = [bits[name] for name in BUILDS if name in IN_INTEGERS]
