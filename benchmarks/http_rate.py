@@ -1,10 +1,11 @@
 """Tokens a second that streaming clients see, by their number and k: the engine's, less HTTP.
 
-    python benchmarks/http_rate.py [--clients 1 8 32 64] [--k 0 4] -- ARGUMENTS OF SERVE
+    python benchmarks/http_rate.py [--clients 1 8 32 64] [--k 0 4 auto] -- ARGUMENTS OF SERVE
 
-Every client streams one completion of random token ids, 128 in and 128 out, at temperature 1. The
-clock starts when all have their first token, as in the table of `benchmarks/engine.py`. Every line
-is measured twice, the second time over cached prompts and kernels that are there.
+Every client streams one completion of random token ids, 128 in and 256 out, at temperature 1; with
+`auto` the server chooses k. One rate is from when all have their first token to the last token, the
+other from when they send. Every line is measured twice: over prompts that are new, then over the
+same ones, which are cached.
 """
 
 import argparse
@@ -20,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from serving import Serving, serving
 
-PROMPT_TOKENS = NEW_TOKENS = 128
+PROMPT_TOKENS, NEW_TOKENS = 128, 256
 
 
-async def stream(server: Serving, seed: int, k: int) -> float:
+async def stream(server: Serving, seed: int, k: int | None) -> float:
     """Read a stream to its end; returns when the first token came."""
     prompt = random.Random(seed).choices(range(2, 30_000), k=PROMPT_TOKENS)
     body = json.dumps(
@@ -49,32 +50,35 @@ async def stream(server: Serving, seed: int, k: int) -> float:
     return first_s
 
 
-async def rate(server: Serving, clients: int, k: int) -> tuple[float, float]:
-    """Tokens a second, and the longest wait for a first token in seconds."""
+async def rate(server: Serving, seeds: range, k: int | None) -> tuple[float, float, float]:
+    """Tokens a second, the same with prompts, and the longest wait for a first token in seconds."""
     start_s = time.perf_counter()
-    firsts_s = await asyncio.gather(*(stream(server, seed, k) for seed in range(clients)))
+    firsts_s = await asyncio.gather(*(stream(server, seed, k) for seed in seeds))
     end_s = time.perf_counter()
-    return clients * (NEW_TOKENS - 1) / (end_s - max(firsts_s)), max(firsts_s) - start_s
+    decoding = len(seeds) * (NEW_TOKENS - 1) / (end_s - max(firsts_s))
+    return decoding, len(seeds) * NEW_TOKENS / (end_s - start_s), max(firsts_s) - start_s
 
 
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--k", type=int, nargs="+", default=[0, 4])
+    parser.add_argument("--k", nargs="+", default=["0", "4", "auto"])
     args = parser.parse_args(sys.argv[1:at])
     log = Path(tempfile.mkdtemp(prefix="outrider-rate-")) / "serve.log"
-    columns = ["tokens/s", "first token after"]
+    columns = ["tokens/s", "prompts too", "first token after"]
     table = Table("k", "clients", *columns, *columns)
+    seeds = range(0)
     with serving(log, sys.argv[at + 1 :]) as server:
         for k in args.k:
             for clients in args.clients:
-                cells = []
+                seeds, cells = range(seeds.stop, seeds.stop + clients), []
                 for _ in range(2):
-                    tokens_per_s, first_s = asyncio.run(rate(server, clients, k))
-                    cells += [f"{tokens_per_s:.0f}", f"{first_s:.3f} s"]
-                table.add_row(str(k), str(clients), *cells)
-    Console().print(table)
+                    own_k = None if k == "auto" else int(k)
+                    decoding, whole, first_s = asyncio.run(rate(server, seeds, own_k))
+                    cells += [f"{decoding:.0f}", f"{whole:.0f}", f"{first_s:.3f} s"]
+                table.add_row(k, str(clients), *cells)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":
