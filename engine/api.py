@@ -99,6 +99,9 @@ class NewRequest:
     Waiting sequences start in order of `priority`, the lowest number first, then of arrival;
     preemption goes the other way round. Only sequences with the same `cache_salt` share cached
     pages. With `tells_drafts`, the outputs list every draft, also the rejected ones.
+
+    `predicted_token_ids` is what the client expects of the answer. Where the answer goes on so, the
+    drafts are taken from there.
     """
 
     request_id: str
@@ -107,6 +110,7 @@ class NewRequest:
     priority: int = 0
     cache_salt: str = ""
     tells_drafts: bool = False
+    predicted_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,8 @@ class RequestOutput:
 
     `draft_token_ids` are the drafts of the step that produced `token_ids`, if the request set
     `tells_drafts`. `token_ids` begins with the accepted ones; the token after them is recovered,
-    or a bonus token if all were accepted.
+    or a bonus token if all were accepted. `is_predicted` says that the step's drafts are from the
+    request's prediction.
     """
 
     request_id: str
@@ -150,6 +155,7 @@ class RequestOutput:
     num_draft_tokens: int = 0  # drafted for this sequence so far
     num_accepted_tokens: int = 0  # how many of those were accepted
     draft_token_ids: list[int] | None = None
+    is_predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

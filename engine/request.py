@@ -45,6 +45,7 @@ class Request:
         self.page_hashes: list[bytes] = []  # of the leading full pages; kept through preemption
         self.cache_salt = new.cache_salt
         self.tells_drafts = new.tells_drafts
+        self.predicted_token_ids = new.predicted_token_ids
         self.num_recorded_pages = 0  # leading pages that the prefix cache knows
         self.num_recorded_draft_pages = 0
 

@@ -27,6 +27,7 @@ def check_request(
             f"the context holds {max_model_len} tokens in all"
         )
     _check_ids("prompt", prompt, vocab_size)
+    _check_ids("prediction", new.predicted_token_ids, vocab_size)
     _check("max_tokens", params.max_tokens, params.max_tokens >= 0, "at least 0")
     in_range = 0 <= params.temperature <= _MAX_FLOAT32
     _check("temperature", params.temperature, in_range, f"0 to {_MAX_FLOAT32:g}")

@@ -23,6 +23,7 @@ from .models.compiled_decoder import CompiledDecoder
 from .models.network import Pass
 from .models.pair import ModelPair
 from .proposers import build_proposer
+from .proposers.predictions import Predictions
 from .request import Request
 from .scheduling.plan import Plan
 from .scoring.scorer import Scorer
@@ -84,6 +85,7 @@ class Worker:
         if self.pair.head is not None:
             self.proposer_name = self.pair.head.kind
         self.scorer = Scorer(self.pair.target, vocab_size)
+        self._predictions = Predictions(self.slots, self.proposer.distributions)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
         network = self.pair.target.network
         counts = alike_thread_counts(network) if self.device.type == "cpu" else ()
@@ -159,7 +161,11 @@ class Worker:
 
     def must_know(self, request: Request) -> bool:
         """Whether the host must know all of a sequence's tokens before anything is drafted."""
-        return self.proposer.needs_host or self.edits.need_host(request.slot)
+        return (
+            self.proposer.needs_host
+            or bool(request.predicted_token_ids)
+            or self.edits.need_host(request.slot)
+        )
 
     def begin(self) -> None:
         """Work arrives after an idle time."""
@@ -171,7 +177,9 @@ class Worker:
         self._cpu_share.adapt()
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
+            predicted = self._predictions.look_up(plan)
             self.proposer.propose(plan)
+            self._predictions.write(predicted)
             scored = self.scorer.score(plan)
         return LaunchedStep(plan, scored, time.perf_counter() - start_s, begin)
 

@@ -11,6 +11,26 @@ from ..state.slots import Slots
 from .base import Proposer
 
 
+def ends_of_longest_suffix(
+    text_np: np.ndarray, suffix_np: np.ndarray, min_tokens: int, max_tokens: int
+) -> np.ndarray:
+    """Where the longest suffix of `suffix_np` that occurs in a text ends there, in order.
+
+    Shorter suffixes than `min_tokens` do not count, and longer ones than `max_tokens` are cut.
+    Shape: [T], [S] -> [N], each in 1..T.
+    """
+    ends_np = np.flatnonzero(text_np == suffix_np[-1]) + 1
+    longest_np = ends_np[:0]
+    for n in range(1, min(max_tokens, len(suffix_np)) + 1):
+        ends_np = ends_np[ends_np >= n]
+        ends_np = ends_np[text_np[ends_np - n] == suffix_np[-n]]
+        if len(ends_np) == 0:
+            break
+        if n >= min_tokens:
+            longest_np = ends_np
+    return longest_np
+
+
 class NgramLookup:
     """Finds where the last tokens of a sequence occurred before.
 
@@ -26,18 +46,11 @@ class NgramLookup:
     def lookup(self, token_ids: list[int], num_drafts: int) -> list[int]:
         """The tokens that followed the latest earlier occurrence of the longest known suffix."""
         text_np = self._known_np(token_ids)
-        # [N] where earlier occurrences of the suffix end: first of one token, then of longer ones
-        ends_np = np.flatnonzero(text_np[:-1] == text_np[-1]) + 1
-        found = None
-        for n in range(1, self._max_tokens + 1):
-            if n > 1:
-                ends_np = ends_np[ends_np >= n]
-                ends_np = ends_np[text_np[ends_np - n] == text_np[-n]]
-            if len(ends_np) == 0:
-                break
-            if n >= self._min_tokens:
-                found = int(ends_np[-1])
-        return token_ids[found : found + num_drafts] if found is not None else []
+        ends_np = ends_of_longest_suffix(text_np[:-1], text_np, self._min_tokens, self._max_tokens)
+        if len(ends_np) == 0:
+            return []
+        found = int(ends_np[-1])
+        return token_ids[found : found + num_drafts]
 
     def _known_np(self, token_ids: list[int]) -> np.ndarray:
         """The whole sequence as an array; copies only tokens that are new since the last call."""
@@ -60,6 +73,7 @@ class NgramProposer(Proposer):
         self._text_of: WeakKeyDictionary[Request, NgramLookup] = WeakKeyDictionary()
 
     def _propose(self, plan: Plan) -> None:
+        drafts = []
         for scheduled in plan.sampled:
             if scheduled.num_drafts == 0:
                 continue
@@ -71,5 +85,6 @@ class NgramProposer(Proposer):
             found = text.lookup(request.token_ids, scheduled.num_drafts)
             if request.grammar is not None:
                 found = request.grammar.fitting(found)
-            self._slots.write_drafts(request, found)
+            drafts.append((request, found))
             scheduled.num_drafts = len(found)
+        self._slots.write_drafts(drafts)

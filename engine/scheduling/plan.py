@@ -22,6 +22,7 @@ class ScheduledRequest:
     num_drafts: int = 0  # the scheduler sets how many it wants; the proposer may lower it
     # No draft follows drafts that are less likely than this to stand, all of them.
     least_chance: float = 0.0
+    is_predicted: bool = False  # its drafts are from the request's prediction
     is_drafted_for: bool = False  # drafted for in this step or, if its prompt goes on, later
     # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.
     prompt_scores: list[np.ndarray] | None = None

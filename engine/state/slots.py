@@ -14,7 +14,7 @@ from outrider.kernels.verify.step import SlotState
 
 from ..api import SamplingParams, Verification
 from ..request import Request
-from .host_copy import staged, uploaded
+from .host_copy import uploaded
 from .ragged import aligned, ragged_arange
 
 RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
@@ -106,12 +106,15 @@ class Slots:
         self._free.append(request.slot)
         request.slot = None
 
-    def write_drafts(self, request: Request, token_ids: list[int]) -> None:
-        """Copy drafts from the host into the request's row, after its known tokens."""
-        first = request.num_tokens
-        row = self.token_ids[request.slot, first : first + len(token_ids)]
-        values = torch.tensor(token_ids, dtype=torch.int32)
-        row.copy_(staged(values, self.device), non_blocking=True)
+    def write_drafts(self, drafts: list[tuple[Request, list[int]]]) -> None:
+        """Copy drafts from the host into the requests' rows, after their known tokens."""
+        entries = [
+            (request.slot, column, token_id)
+            for request, token_ids in drafts
+            for column, token_id in enumerate(token_ids, request.num_tokens)
+        ]
+        if entries:
+            self._scatter(self.token_ids, *np.array(entries).T)
 
     def write_pages(self, grown: list[tuple[Request, int]]) -> None:
         """Copy each seated request's pages, from the given index on, into its block table."""

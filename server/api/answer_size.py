@@ -25,6 +25,7 @@ def check_answer_size(
     logprobs: int | None,
     told_of_prompts: Sequence[int | None],
     bad_words: Sequence[Sequence[int]],
+    num_predicted: int = 0,
     max_drafts: int = 0,
 ) -> None:
     """Raise APIError if the sequences of this request may together need more than `max_bytes`.
@@ -41,6 +42,7 @@ def check_answer_size(
     parts = {
         "prompt_logprobs": prompt_tokens * told_bytes,
         "prompt": prompt_tokens * (PROMPT_TOKEN_BYTES + echo * ECHOED_TOKEN_BYTES),
+        "prediction": num_sequences * num_predicted * PROMPT_TOKEN_BYTES,
         "max_tokens": num_sequences * max_tokens * TOKEN_BYTES,
         "logprobs": num_sequences * max_tokens * _told_bytes(logprobs),
         "speculation.trace": (

@@ -2,28 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
-from typing_extensions import TypeAliasType
 
 from ..grammar.tool_choice import ToolChoice
-from .content import OrRefusal, TextOr, text_of
+from .content import TextOr, TextParts, text_of
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
 from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
-
-
-class TextPart(APIRequest):
-    """The only kind of content part that a text model can read, besides refusals."""
-
-    ignored_fields: ClassVar = frozenset({"prompt_cache_breakpoint"})
-
-    type: Literal["text"]
-    text: str
-
-
-TextParts = TypeAliasType("TextParts", Annotated[list[OrRefusal[TextPart]], FailFast()])
 
 # What an assistant may have sent instead of content; clients send it back.
 SAYING = frozenset({"refusal", "reasoning", "reasoning_content"})

@@ -72,6 +72,7 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
         key=request_key(http),
         told_of_prompts=[body.prompt_logprobs],
         grammar=grammar or of_calls,
+        predicted=await service.predicted(body),
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )

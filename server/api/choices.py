@@ -48,6 +48,7 @@ class ChoicesAnswer(Answer):
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
         self._include_obfuscation = body.include_obfuscation
+        self._is_predicted = body.prediction is not None
         self._begun: set[int] = set()  # choices of which something was sent
 
     @abstractmethod
@@ -165,14 +166,17 @@ class ChoicesAnswer(Answer):
         return b",".join(choice.to_json().encode() for choice in self._next_choices(delta))
 
     def _usage(self) -> Usage:
+        details = CompletionTokensDetails(reasoning_tokens=sum(self._reasoning_tokens))
+        if self._is_predicted:
+            each = [sample.acceptance for sample in self._samples]
+            details.accepted_prediction_tokens = sum(a.num_predicted_accepted for a in each)
+            details.rejected_prediction_tokens = sum(a.num_predicted_rejected for a in each)
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached_tokens),
-            completion_tokens_details=CompletionTokensDetails(
-                reasoning_tokens=sum(self._reasoning_tokens)
-            ),
+            completion_tokens_details=details,
         )
 
 

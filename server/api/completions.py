@@ -46,6 +46,7 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         key=request_key(http),
         told_of_prompts=[body.prompt_logprobs, logprobs if body.echo else None],
         grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
+        predicted=await service.predicted(body),
     )
     # Off the event loop, because an echo decodes the prompts.
     answer = await asyncio.to_thread(_CompletionAnswer, service, body, prompts)

@@ -1,9 +1,10 @@
 """What is said in a message, whatever the API: a string, or a list of parts."""
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, FailFast, Tag
+from typing_extensions import TypeAliasType
 
 from .fields import APIRequest
 
@@ -63,3 +64,15 @@ OrRefusal = Annotated[
     Annotated[OtherPart, Tag("<other>")] | Annotated[RefusalPart, Tag("<refusal>")],
     Discriminator(_part_kind),
 ]
+
+
+class TextPart(APIRequest):
+    """The only kind of content part that a text model can read, besides refusals."""
+
+    ignored_fields: ClassVar = frozenset({"prompt_cache_breakpoint"})
+
+    type: Literal["text"]
+    text: str
+
+
+TextParts = TypeAliasType("TextParts", Annotated[list[OrRefusal[TextPart]], FailFast()])

@@ -141,6 +141,7 @@ class Sample:
                     num_accepted=output.num_accepted_tokens - num_accepted_before,
                     token_ids=output.token_ids[: len(texts)],
                     texts=texts,
+                    is_predicted=output.is_predicted,
                 )
             )
         self._text += "".join(shown)

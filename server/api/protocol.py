@@ -10,6 +10,7 @@ from outrider.engine.api import Verification
 
 from ..config.server_settings import MAX_STOP_TOKEN_IDS
 from ..grammar.structured_outputs import ResponseFormat, StructuredOutputs
+from .content import TextOr, TextParts
 from .fields import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGITS_PROCESSORS,
@@ -41,6 +42,13 @@ class Speculation(APIRequest):
     verification: Verification | None = None
     metrics: bool | None = None  # report how many drafts were accepted; None: the server's setting
     trace: bool = False  # report the drafts of each step, and which were accepted
+
+
+class Prediction(APIRequest):
+    """What the client expects of the answer. Drafts are taken from it: it changes no answer."""
+
+    type: Literal["content"]
+    content: TextOr[TextParts]
 
 
 class LogitsProcessor(APIRequest):
@@ -99,6 +107,7 @@ class ChoiceFields(SamplingFields):
     """The fields that completions and chats share; both are answered with choices."""
 
     n: Int = Field(default=1, ge=1)
+    prediction: Prediction | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     stop: StopString | StopStrings = Field(default_factory=list)
@@ -187,6 +196,9 @@ class PromptTokensDetails(APIResponse):
 
 class CompletionTokensDetails(APIResponse):
     reasoning_tokens: int
+    # Of the drafts from a prediction, if the request has one.
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(APIResponse):
@@ -259,7 +271,7 @@ class TracedStep(APIResponse):
     """One step of the engine, as one sequence saw it."""
 
     step: int  # 1 is the sequence's first
-    source: str | None  # the proposer that made the drafts
+    source: str | None  # the proposer that made the drafts, or "prediction"
     drafts: list[DraftedToken]
     num_accepted: int
     tokens: list[TracedToken]  # the tokens that it produced

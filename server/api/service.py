@@ -28,6 +28,7 @@ from ..text.message_format import MessageFormat
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
 from .answer_size import check_answer_size
+from .content import text_of
 from .fields import APIRequest
 from .generation import Sample, TextOptions
 from .protocol import ChoiceFields
@@ -184,6 +185,15 @@ class Service:
             finally:
                 give_memory_back()
 
+    async def predicted(self, fields: ChoiceFields) -> list[int]:
+        """The tokens that the client expects of the answer, at most those of a whole context."""
+        if fields.prediction is None:
+            return []
+        most = self.engine_info.max_model_len
+        text = text_of(fields.prediction.content)[: most * self.tokenizer.longest_token]
+        (ids,) = await self.tokenize([text], add_special_tokens=False)
+        return ids[:most]
+
     def most_prompt_tokens(self, fields: ChoiceFields, max_tokens: int) -> int | None:
         """How many tokens of a prompt the request wants to keep; None: all."""
         limit = fields.truncate_prompt_tokens
@@ -209,13 +219,14 @@ class Service:
         told_of_prompts: Sequence[int | None],
         key: str | None,
         grammar: str | None = None,
+        predicted: Sequence[int] = (),
         readers: Sequence[MessageReader] = (),
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> list[Sample]:
         """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
         `told_of_prompts` are numbers of alternatives, as in `check_answer_size`; `key` is the
-        digest of the API key; `readers`, one a sample, are for what its text says;
-        `shown_special_ids` are part of the text in every case.
+        digest of the API key; `predicted` is what `self.predicted` returned; `readers`, one a
+        sample, are for what its text says; `shown_special_ids` are part of the text in every case.
 
         Raises APIError for what the engine could never run.
         """
@@ -251,6 +262,7 @@ class Service:
             logprobs=logprobs,
             told_of_prompts=told_of_prompts,
             bad_words=bad_words,
+            num_predicted=len(predicted),
             max_drafts=self.engine_info.num_speculative_tokens,
         )
         prompt_logprobs = max((num for num in told_of_prompts if num is not None), default=None)
@@ -277,6 +289,7 @@ class Service:
                     priority=fields.priority,
                     cache_salt=self._cache_salt(fields, key),
                     tells_drafts=fields.speculation.trace,
+                    predicted_token_ids=list(predicted),
                 ),
                 self.tokenizer,
                 options,

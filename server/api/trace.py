@@ -15,6 +15,7 @@ class Step:
     num_accepted: int
     token_ids: list[int]  # accepted drafts, then one more
     texts: list[str]  # the text that each of these added
+    is_predicted: bool  # the drafts are from the request's prediction
 
     def kind(self, position: int) -> TokenKind:
         """The kind of the token at this position of `token_ids`."""
@@ -26,6 +27,7 @@ class Step:
 
     def traced(self, source: str | None, token_text: Callable[[int], str]) -> TracedStep:
         """The step as the API reports it; `source` is the proposer."""
+        source = "prediction" if self.is_predicted else source
         return TracedStep(
             step=self.number,
             source=source if self.draft_token_ids else None,

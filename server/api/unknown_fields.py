@@ -40,7 +40,6 @@ OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
 IGNORED = frozenset(
     {
         "metadata",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",

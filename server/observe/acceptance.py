@@ -11,13 +11,19 @@ class Acceptance:
     def __init__(self) -> None:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        # Of the drafts from the request's prediction:
+        self.num_predicted_accepted = self.num_predicted_rejected = 0
         self._num_steps = 0
         self._num_steps_accepting: dict[int, int] = {}
 
     def observe(self, output: RequestOutput) -> None:
         """Take in one step."""
         if output.num_draft_tokens > self.num_draft_tokens:
+            num_drafts = output.num_draft_tokens - self.num_draft_tokens
             num_accepted = output.num_accepted_tokens - self.num_accepted_tokens
+            if output.is_predicted:
+                self.num_predicted_accepted += num_accepted
+                self.num_predicted_rejected += num_drafts - num_accepted
             steps = self._num_steps_accepting
             steps[num_accepted] = steps.get(num_accepted, 0) + 1
             self._num_steps += 1

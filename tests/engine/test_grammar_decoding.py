@@ -173,7 +173,7 @@ def test_masks_behind_the_drafts_of_a_void_step_count_no_more(
             if scheduled.num_drafts:
                 drafts = truth[scheduled.request.num_output_tokens :][: scheduled.num_drafts]
                 drafts = [other[draft] if is_void else draft for draft in drafts]
-                slots.write_drafts(scheduled.request, drafts)
+                slots.write_drafts([(scheduled.request, drafts)])
 
     monkeypatch.setattr(engine.worker.proposer, "_propose", propose)
     engine.submit([NewRequest(request_id="0", prompt_token_ids=PROMPT, params=params)])
@@ -333,3 +333,16 @@ def test_an_engine_without_a_token_table_takes_no_grammar(tiny_model: Callable[.
     with pytest.raises(InvalidRequestError, match="given no token table"):
         engine.submit([new])
     assert not engine.has_work()
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+def test_a_prediction_is_drafted_as_far_as_it_fits(
+    tiny_model: Callable[..., Path], proposer: str
+) -> None:
+    engine = Engine(config(tiny_model, proposer))
+    params = replace(GREEDY, grammar='start: "abababab"', max_tokens=12)
+    [plain] = run(engine, [PROMPT], replace(params, num_speculative_tokens=0))
+    [outputs] = run(engine, [PROMPT], params, [tokens(plain)[:4] + PROMPT])
+    assert tokens(outputs) == tokens(plain)
+    assert any(output.is_predicted for output in outputs)
+    assert outputs[-1].num_accepted_tokens == outputs[-1].num_draft_tokens

@@ -58,7 +58,6 @@ def test_what_asks_for_nothing_is_accepted_in_silence(
         "store": True,
         "metadata": {"team": "a"},
         "user": "u",
-        "prediction": {"type": "content", "content": "Hello"},
         "safety_identifier": "s",
         "service_tier": "flex",
         "prompt_cache_key": "k",

@@ -84,14 +84,19 @@ def sampling_config(target: Path, draft: Path, proposer: str) -> EngineConfig:
 
 
 def run(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    predicted: Sequence[list[int]] | None = None,
 ) -> list[list[RequestOutput]]:
     """Submit all prompts at once, step to the end, check for leaks; outputs by prompt."""
     by_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    predicted = predicted or [[] for _ in prompts]
+    each = enumerate(zip(prompts, by_prompt, predicted, strict=True))
     engine.submit(
         [
-            NewRequest(request_id=str(i), prompt_token_ids=prompt, params=p)
-            for i, (prompt, p) in enumerate(zip(prompts, by_prompt, strict=True))
+            NewRequest(request_id=str(i), prompt_token_ids=p, params=q, predicted_token_ids=r)
+            for i, (p, q, r) in each
         ]
     )
     outputs: list[list[RequestOutput]] = [[] for _ in prompts]

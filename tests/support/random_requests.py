@@ -41,6 +41,7 @@ def sampling_fields(rng: random.Random) -> dict[str, Thunk]:
         "detokenize": lambda: False,
         "truncate_prompt_tokens": lambda: pick([-1, 1, 3, 10**9]),
         "prompt_logprobs": lambda: pick([0, 1, 20, 21]),
+        "prediction": lambda: {"type": "content", "content": pick(["", "The end.", "x " * 999])},
         "cache_salt": lambda: pick(["a", "b", "\U0001f642"]),
         "priority": lambda: pick([-(2**63), -1, 0, 5, 2**63 - 1]),
         "return_token_ids": lambda: True,

@@ -123,14 +123,24 @@ def greedy(path: Path, prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def sample(
-    engine: Engine, prompt: list[int], params: SamplingParams, max_k: int, n: int, batch: int = 240
+    engine: Engine,
+    prompt: list[int],
+    params: SamplingParams,
+    max_k: int,
+    n: int,
+    batch: int = 240,
+    predicted: tuple[list[int], ...] = ([],),
 ) -> Counter[Sequence]:
-    """n outputs, each with its own seed and its own k, `batch` at a time."""
+    """n outputs, each with its own seed and its own k, `batch` at a time, with these predictions in
+    turn.
+    """
     counts: Counter[Sequence] = Counter()
     for first in range(0, n, batch):
         each = [
             replace(params, seed=seed, num_speculative_tokens=seed % (max_k + 1))
             for seed in range(first, first + batch)
         ]
-        counts.update(tuple(tokens(o)) for o in run(engine, [prompt] * batch, each))
+        predictions = [predicted[p.seed % len(predicted)] for p in each]
+        outputs = run(engine, [prompt] * batch, each, predictions)
+        counts.update(tuple(tokens(o)) for o in outputs)
     return counts

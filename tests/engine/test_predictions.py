@@ -1,0 +1,163 @@
+"""What a client predicts of an answer is drafted, and changes nothing of it but its speed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from distributions import bound, chi_squared, total_variation
+from engines import GREEDY, engine_config, prompts, run, sampling_config, tokens
+from heads import save_tiny_head
+from target_distribution import joint, sample
+from tiny_models import VOCAB, Tiny
+
+from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.proposers.predictions import Prediction
+from outrider.engine.request import Request
+
+K = 3
+PROMPT = prompts([9], VOCAB)[0]
+
+
+def prediction(predicted: list[int]) -> Prediction:
+    new = NewRequest(
+        request_id="0", prompt_token_ids=[1, 2, 3], params=GREEDY, predicted_token_ids=predicted
+    )
+    return Prediction(Request(new))
+
+
+def test_a_prediction_is_drafted_from_its_beginning() -> None:
+    assert prediction([10, 11, 12, 13]).after([1, 2, 3], 3) == [10, 11, 12]
+
+
+def test_it_is_followed_as_far_as_it_goes() -> None:
+    text = prediction([10, 11, 12, 13])
+    assert text.after([1, 2, 3, 10, 11, 12], 3) == [13]
+    assert text.after([1, 2, 3, 10, 11, 12, 13], 3) == []
+
+
+def test_two_tokens_lead_back_to_it() -> None:
+    text = prediction([10, 11, 12, 13, 14, 15])
+    assert text.after([1, 2, 3, 10, 99], 3) == []
+    assert text.after([1, 2, 3, 10, 99, 12], 3) == []
+    assert text.after([1, 2, 3, 10, 99, 12, 13], 3) == [14, 15]
+
+
+def test_of_several_places_the_next_one_is_taken() -> None:
+    text = prediction([7, 8, 20, 7, 8, 21, 7, 8, 22])
+    assert text.after([1, 2, 3, 99, 7, 8], 1) == [20]
+    assert text.after([1, 2, 3, 99, 7, 8, 20, 98, 7, 8], 1) == [21]
+    assert text.after([1, 2, 3, 99, 7, 8, 20, 98, 7, 8, 97, 7, 8], 1) == [22]
+    assert text.after([1, 2, 3, 99, 7, 8, 20, 98, 7, 8, 97, 7, 8, 96, 7, 8], 1) == [20]  # again
+
+
+def test_the_longest_piece_says_which_place_it_is() -> None:
+    text = prediction([7, 8, 20, 6, 7, 8, 21])
+    assert text.after([1, 2, 3, 99, 6, 7, 8], 1) == [21]
+
+
+def drafted(outputs: list[RequestOutput]) -> list[tuple[bool, int, int]]:
+    """Of each step: whether its drafts were predicted, how many they were, and how many stood."""
+    steps, last = [], (0, 0)
+    for output in outputs:
+        now = output.num_draft_tokens, output.num_accepted_tokens
+        steps.append((output.is_predicted, now[0] - last[0], now[1] - last[1]))
+        last = now
+    return steps
+
+
+@pytest.fixture
+def proposers(tiny_model: Tiny, tmp_path: Path) -> dict[str, tuple[Path, Path | None, str]]:
+    """Target, draft and the proposer's name."""
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    return {
+        "draft_model": (target, draft, "draft_model"),
+        "head": (target, save_tiny_head(tmp_path, target, boundaries=(0, 1, 2)), "draft_model"),
+        "ngram": (target, None, "ngram"),
+    }
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("proposer", ["draft_model", "head", "ngram"])
+def test_a_right_prediction_stands_whole(
+    proposers: dict[str, tuple[Path, Path | None, str]], proposer: str, lag: int
+) -> None:
+    target, draft, name = proposers[proposer]
+    engine = Engine(engine_config(target, draft, proposer=name, k=K))
+    engine.scheduler.lag = lag
+    [plain] = run(engine, [PROMPT], replace(GREEDY, num_speculative_tokens=0))
+    [outputs] = run(engine, [PROMPT], GREEDY, [tokens(plain)])
+    assert tokens(outputs) == tokens(plain)
+    steps = drafted(outputs)
+    assert all(stood == made for is_predicted, made, stood in steps if is_predicted)
+    # One token comes with the prompt, if the first step drafts nothing; then K + 1 a step.
+    assert sum(made for is_predicted, made, _ in steps if is_predicted) >= 24 * K // (K + 1) - K
+    assert len(steps) <= 24 // (K + 1) + 2
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_draft_model_goes_on_behind_a_prediction(tiny_model: Tiny, lag: int) -> None:
+    """It has not computed what was predicted, and reads it before it drafts: the target's own
+    drafts all stand."""
+    target = tiny_model("llama", seed=0)
+    engine = Engine(engine_config(target, target, k=K))
+    engine.scheduler.lag = lag
+    [plain] = run(engine, [PROMPT], replace(GREEDY, num_speculative_tokens=0))
+    truth = tokens(plain)
+    wrong = [(token + 1) % VOCAB for token in truth[10:14]]
+    [outputs] = run(engine, [PROMPT], GREEDY, [truth[:10] + wrong])
+    assert tokens(outputs) == truth
+    steps = drafted(outputs)
+    assert {is_predicted for is_predicted, made, _ in steps if made} == {True, False}
+    assert all(stood == made for is_predicted, made, stood in steps if not is_predicted)
+    assert any(stood < made for _, made, stood in steps)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("proposer", ["draft_model", "head", "ngram"])
+def test_nobody_else_is_answered_differently(
+    proposers: dict[str, tuple[Path, Path | None, str]], proposer: str, lag: int
+) -> None:
+    target, draft, name = proposers[proposer]
+    engine = Engine(engine_config(target, draft, proposer=name, k=K, num_pages=40))
+    engine.scheduler.lag = lag
+    texts = prompts([7, 20, 3, 11], VOCAB)
+    match = SamplingParams(max_tokens=24, verification="match")
+    params = [GREEDY, replace(match, seed=1), replace(match, seed=2), GREEDY]
+    plain = [
+        tokens(each)
+        for each in run(engine, texts, [replace(p, num_speculative_tokens=0) for p in params])
+    ]
+    predicted = [plain[0], [], plain[2][:9] + plain[0] + plain[2][9:], []]
+    outputs = run(engine, texts, params, predicted)
+    assert [tokens(each) for each in outputs] == plain
+    assert all(any(o.is_predicted for o in outputs[i]) == (i in (0, 2)) for i in range(4))
+
+
+@pytest.mark.parametrize(
+    ("rule", "proposer"), [("token", "draft_model"), ("block", "draft_model"), ("block", "head")]
+)
+def test_the_joint_is_the_targets_if_half_of_all_requests_predict(
+    rule: str, proposer: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    shape = {"vocab_size": 4, "scale": 0.15}
+    target = tiny_model("llama", seed=3, num_hidden_layers=2, **shape)
+    if proposer == "head":
+        options = {"boundaries": (0, 1, 2), "draft_vocab": 3, "scale": 0.2}
+        draft = save_tiny_head(tmp_path, target, **options)
+    else:
+        draft = tiny_model("llama", seed=4, num_hidden_layers=1, **shape)
+    engine = Engine(sampling_config(target, draft, "draft_model"))
+    params = SamplingParams(max_tokens=4, verification=rule)  # type: ignore[arg-type]
+    truth = joint(target, [2, 0, 3], params)
+    predicted = ([], [1, 3, 0, 0, 2, 1, 1, 2, 2, 3, 3, 1])
+    counts = sample(engine, [2, 0, 3], params, max_k=3, n=2400, predicted=predicted)
+    assert total_variation(truth, counts) < bound(len(truth), 2400)
+    assert chi_squared(truth, counts) < 1
+
+
+def test_an_unknown_token_is_refused(tiny_model: Tiny) -> None:
+    engine = Engine(engine_config(tiny_model("llama", seed=0), proposer="ngram", k=K))
+    with pytest.raises(InvalidRequestError, match="prediction: token ids must lie in"):
+        run(engine, [PROMPT], GREEDY, [[VOCAB]])
