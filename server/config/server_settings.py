@@ -129,8 +129,8 @@ class ServerSettings(Section):
         default=1024,
         ge=0,
         description="Maximum open connections of one HTTP process; 0: no limit. A new one "
-        "beyond it replaces a connection that has no request; if there is none, it is refused "
-        "with 503.",
+        "beyond it replaces a connection that has no request; if there is none, all but /live is "
+        "refused with 503.",
     )
     send_timeout_s: float = Field(
         default=60.0,

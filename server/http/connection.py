@@ -21,6 +21,8 @@ HEADER_COST_BYTES = 32  # added for each header, as in HTTP/2: small ones take m
 MAX_PIPELINED = 16  # requests that wait until the one before is answered
 MIN_READ_BYTES = 16_384  # a client must read this much within send_timeout_s, if so much is due
 
+LIVENESS = b"/live"
+
 _BUSY = (
     b'{"error":{"message":"All connections of this server are busy (server.max_connections).",'
     b'"type":"server_error","param":null,"code":"too_many_connections"}}'
@@ -37,6 +39,7 @@ class Connection(HttpToolsProtocol):
     max_connections = 0  # of one process; 0: no limit
     send_timeout_s = 0.0  # time for a client to read MIN_READ_BYTES; 0: no limit
 
+    _is_one_too_many = False  # it may only ask whether the server lives
     _deadline_s: float | None = None  # for the next head; None: a request is being answered
     _reads_head = False
     _head_bytes = 0  # received of the head or trailers that are being read
@@ -109,6 +112,13 @@ class Connection(HttpToolsProtocol):
         self._deadline_s = None
         self._reads_head = False
         self._head_bytes = self._stray_bytes = 0
+        if self.transport.is_closing():
+            return
+        is_busy = self._is_one_too_many and len(self.connections) > self.max_connections
+        if is_busy and not self.url.endswith(LIVENESS):
+            self.transport.write(_BUSY_ANSWER)
+            self.transport.close()
+            return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -157,8 +167,8 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _make_room(self) -> None:
-        """Close the idle connection that is nearest to its deadline; if all are busy, refuse this
-        one."""
+        """Close the idle connection that is nearest to its deadline. If all are busy, this one is
+        refused once its head is there: a probe for liveness must not find a busy server dead."""
         idle = [
             (other._deadline_s, id(other), other)
             for other in self.connections - {self}
@@ -169,9 +179,7 @@ class Connection(HttpToolsProtocol):
             self.connections.discard(other)  # now: more may arrive before it is closed
             other.transport.abort()
         else:
-            self._deadline_s = None
-            self.transport.write(_BUSY_ANSWER)
-            self.transport.close()
+            self._is_one_too_many = True
 
     def _await_head(self, timeout_s: float) -> None:
         self._deadline_s = self.loop.time() + timeout_s

@@ -252,11 +252,17 @@ def test_a_connection_too_many_is_503_while_all_have_requests(serve: Serve) -> N
             client.sendall(post(LENGTH, OK))
         until(lambda: len(served.client.submitted) == 2)
         with connect(url) as client:
+            client.sendall(post(LENGTH, OK))
             answer = to_the_end(client)
         head, body = answer.split(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert f"content-length: {len(body)}".encode() in head
         assert json.loads(body)["error"]["code"] == "too_many_connections"
+        assert httpx.get(f"{url}/live").status_code == 200
+        crowd = [connect(url) for _ in range(9)]  # they say nothing, and make room for each other
+        assert httpx.get(f"{url}/live").status_code == 200
+        until(lambda: len(select.select(crowd, (), (), 0)[0]) == 9)
+        assert len(served.client.submitted) == 2
         for client in busy:
             client.close()
         until(lambda: len(served.client.aborted) == 2)
