@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from ..api import (
-    InvalidRequestError,
-    NewRequest,
-    QueueFullError,
-    ReportProgress,
-    RequestOutput,
-)
+from ..api import InvalidRequestError, NewRequest, QueueFullError, ReportProgress, RequestOutput
 from ..config import CacheConfig, ConfigError, EngineConfig
 from .child_process import leave_with_parent
 from .heap import give_memory_back

@@ -13,11 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .product import is_ahead, product
 from .rms_norm import Norm, rms_norm, rms_norm_reference

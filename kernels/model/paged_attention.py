@@ -23,11 +23,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import num_programs, shared_bytes
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .attention_items import WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes, from_e4m3

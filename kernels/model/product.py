@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import num_programs, num_stages_of
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .silu_mul import silu
 from .tiles import BLOCK_N, num_splits_of, tile_of_program

@@ -7,11 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .narrow_matrix import RowFormat
 

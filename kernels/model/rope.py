@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .fp8 import as_bytes, e4m3_bytes, to_e4m3
 from .rms_norm import Norm, rms_norm_reference

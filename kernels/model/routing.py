@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 
 _TILES = (16, 32, 64, 128)  # rows of a tile

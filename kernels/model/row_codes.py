@@ -12,11 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import INTERPRET, uses_triton
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .fp8 import MAX_E4M3, e4m3, to_e4m3
 from .narrow_matrix import RowFormat

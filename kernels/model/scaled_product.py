@@ -10,11 +10,7 @@ library does for speed: an error of 0.3% of a result, a tenth of what rounding i
 from torch import Tensor
 
 from .._dispatch import num_programs, num_stages_of
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes

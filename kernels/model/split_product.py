@@ -11,11 +11,7 @@ it as well.
 import torch
 from torch import Tensor
 
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .product import is_ahead, parts_of, product_parts
 from .rms_norm import Norm, block_of_row, normed_row

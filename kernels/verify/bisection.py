@@ -7,11 +7,7 @@ fixed-point sums, so the result does not depend on the order of summation.
 import torch
 
 from .._dispatch import num_programs
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .decide import OPEN, accept_test, load_draft
 from .keys import key_of, value_of

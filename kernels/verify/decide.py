@@ -12,22 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..triton_or_none import tl, triton
-from .philox import (
-    Purpose,
-    log,
-    philox,
-    philox_reference,
-    uniform,
-    uniform_reference,
-)
-from .sampling import (
-    STATE_LOG_Z,
-    RowStates,
-    Rule,
-    load_state,
-    log_prob,
-    log_prob_reference,
-)
+from .philox import Purpose, log, philox, philox_reference, uniform, uniform_reference
+from .sampling import STATE_LOG_Z, RowStates, Rule, load_state, log_prob, log_prob_reference
 from .step import COLUMNS, GatheredStep, row_index_reference
 
 # Values in place of a row's own token:

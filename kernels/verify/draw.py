@@ -11,16 +11,7 @@ from .block_rule import accept_blocks_reference
 from .candidates import load_candidates
 from .decide import Decision
 from .match import match_reference
-from .philox import (
-    FIXED_ONE,
-    Purpose,
-    exp,
-    fixed,
-    philox,
-    philox_reference,
-    pick,
-    pick_reference,
-)
+from .philox import FIXED_ONE, Purpose, exp, fixed, philox, philox_reference, pick, pick_reference
 from .residual import (
     block_weights,
     load_block,

@@ -8,11 +8,7 @@ request and draws.
 import torch
 
 from .._dispatch import num_programs
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .block_rule import accept_blocks
 from .decide import BAD, accept_tests

@@ -11,14 +11,7 @@ import torch
 
 from ..triton_or_none import tl, triton
 from .keys import key_of, value_of
-from .philox import (
-    Purpose,
-    exponential,
-    exponential_reference,
-    log,
-    philox,
-    philox_reference,
-)
+from .philox import Purpose, exponential, exponential_reference, log, philox, philox_reference
 from .sampling import GROUP, log_prob, log_prob_reference
 
 _GROUP = tl.constexpr(GROUP)

@@ -9,13 +9,7 @@ import torch
 from ..triton_or_none import tl, triton
 from .decide import Decision
 from .philox import FIXED_ONE, exp2, fixed
-from .sampling import (
-    BLOCK,
-    STATE_LOG_Z,
-    RowStates,
-    log_prob_reference,
-    num_blocks,
-)
+from .sampling import BLOCK, STATE_LOG_Z, RowStates, log_prob_reference, num_blocks
 from .scan import blocks_reference, rows_in_cache
 from .step import GatheredStep, row_index_reference
 

@@ -13,32 +13,16 @@ no second reading of the whole row (draw.py, match.py), and concludes the row (r
 import numpy as np
 import torch
 
-from ..dependent_launch import (
-    dependent_launch,
-    start_next_kernel,
-    wait_for_inputs,
-)
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .candidates import (
-    CANDIDATE_SCRATCH,
-    MAX_GROUPS,
-    threshold_from_candidates,
-)
+from .candidates import CANDIDATE_SCRATCH, MAX_GROUPS, threshold_from_candidates
 from .decide import BAD, OPEN, accept_test, load_draft
 from .draw import draw_from_candidates, draw_from_sums, draw_words
 from .keys import value_of
 from .philox import FIXED_ONE, log, log_of_fixed
 from .residual import open_row
 from .row_outcome import RowOutcomes, conclude_row, greedy_token, settle_row
-from .sampling import (
-    BLOCK,
-    GROUP,
-    STATE_WIDTH,
-    RowStates,
-    Sampling,
-    block_width,
-    is_filtered,
-)
+from .sampling import BLOCK, GROUP, STATE_WIDTH, RowStates, Sampling, block_width, is_filtered
 from .scan import BlockStats, load_stats, merge_max, merge_totals
 from .step import COLUMNS, Step, in_slot, rows_of
 

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from outrider.kernels.cpu import layers
-from outrider.kernels.cpu.layers import (
-    compiled,
-    product,
-    torch_on_one_thread,
-    unpacked,
-)
+from outrider.kernels.cpu.layers import compiled, product, torch_on_one_thread, unpacked
 from outrider.kernels.cpu.packing import Codes, Layout, PackedTiles, pack
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="no layers were compiled here")

@@ -13,11 +13,7 @@ from verification import (
     on_road,
 )
 
-from outrider.kernels.verify.cpu import (
-    probabilities,
-    probabilities_reference,
-    takes,
-)
+from outrider.kernels.verify.cpu import probabilities, probabilities_reference, takes
 from outrider.kernels.verify.sampling import STATE_LOG_Z, STATE_THRESHOLD, Rule
 from outrider.kernels.verify.step import SlotState
 from outrider.kernels.verify.verify import draft_sample as draw_in_slots
