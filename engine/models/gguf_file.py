@@ -18,12 +18,6 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-# GGML's types that are refused, to name them in the error.
-_NAMES = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
 
 
 def transformers_arguments(folder: Path) -> dict[str, str]:
@@ -132,7 +126,10 @@ class GgufFile:
         """Raises UnknownFormatError naming the type."""
         type_id = self._entries[name].type_id
         if type_id not in FORMATS:
-            told = _NAMES.get(type_id, f"type {type_id}")
+            from gguf import GGMLQuantizationType  # which the engine otherwise does without
+
+            names = {each.value: each.name for each in GGMLQuantizationType}
+            told = names.get(type_id, f"type {type_id}")
             known = ", ".join(format_.name for format_ in FORMATS.values())
             raise UnknownFormatError(f"{name} is {told}, which is not implemented ({known} are)")
         return FORMATS[type_id]
