@@ -44,48 +44,30 @@ _CALLS = (
 )
 
 
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one kind, for a structure."""
+    return [(name, kind) for name in names.split()]
+
+
 class Matrix(Structure):
     """A linear layer's weight and bias. This and the following structures mirror those in C++."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("layout", c_int32),
-    )
+    _fields_ = (*fields(c_void_p, "data bias"), *fields(c_int32, "n k layout"))
 
 
 class Layer(Structure):
     _fields_ = (
-        ("norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("qkv", Matrix),
-        ("output", Matrix),
-        ("gate_up", Matrix),
-        ("down", Matrix),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        *fields(c_void_p, "norm mlp_norm q_norm k_norm"),
+        *fields(Matrix, "qkv output gate_up down"),
+        *fields(c_void_p, "keys values cos sin"),
         ("window", c_int32),
     )
 
 
 class Shape(Structure):
     _fields_ = (
-        ("hidden", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("intermediate", c_int32),
-        ("page_size", c_int32),
-        ("cache_is_bf16", c_int32),
-        ("eps", c_float),
-        ("head_eps", c_float),
-        ("scale", c_float),
+        *fields(c_int32, "hidden heads kv_heads head_dim intermediate page_size cache_is_bf16"),
+        *fields(c_float, "eps head_eps scale"),
     )
 
 
@@ -104,34 +86,19 @@ class Decoder(Structure):
 
 class Batch(Structure):
     _fields_ = (
-        ("sequences", c_int32),
-        ("num_logits", c_int32),
-        ("first_rows", c_void_p),
-        ("lengths", c_void_p),
-        ("slots", c_void_p),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("places", c_void_p),
-        ("logits_rows", c_void_p),
+        *fields(c_int32, "sequences num_logits"),
+        *fields(c_void_p, "first_rows lengths slots token_ids positions places logits_rows"),
         ("block_table", c_void_p),
         ("block_table_stride", c_int64),
-        ("num_taps", c_int32),
-        ("is_bf16", c_int32),
-        ("tapped", c_void_p),
-        ("taps", c_void_p),
-        ("logits", c_void_p),
+        *fields(c_int32, "num_taps is_bf16"),
+        *fields(c_void_p, "tapped taps logits"),
         ("vocab_size", c_int64),
     )
 
 
 class Slots(Structure):
     _fields_ = (
-        ("slots", c_void_p),
-        ("starts", c_void_p),
-        ("row_counts", c_void_p),
-        ("logits_counts", c_void_p),
-        ("num_tokens", c_void_p),
-        ("token_ids", c_void_p),
+        *fields(c_void_p, "slots starts row_counts logits_counts num_tokens token_ids"),
         ("token_stride", c_int64),
         ("rows", c_void_p),
     )

@@ -16,12 +16,8 @@ from .edit_rows import EditRows
 class _Rows(Structure):  # mirrors edits.cpp
     _fields_ = (
         ("logits", c_void_p),
-        ("stride", c_int64),
-        ("width", c_int64),
-        ("count", c_int64),
-        ("row", c_void_p),
-        ("slot", c_void_p),
-        ("position", c_void_p),
+        *layers.fields(c_int64, "stride width count"),
+        *layers.fields(c_void_p, "row slot position"),
     )
 
 

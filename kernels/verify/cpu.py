@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cpu import layers
-from ..cpu.layers import Batch, Decoder, Slots, library, num_threads, pointer
+from ..cpu.layers import Batch, Decoder, Slots, fields, library, num_threads, pointer
 from .philox import Purpose
 from .step import SlotState, Step
 
@@ -23,31 +23,16 @@ class _Step(Structure):  # mirrors rows.h, which has the shapes
     _fields_ = (
         ("logits", c_void_p),
         ("stride", c_int64),
-        ("vocab_size", c_int32),
-        ("is_bf16", c_int32),
-        ("count", c_int32),
-        ("columns", c_int32),
-        ("first_rows", c_void_p),
-        ("num_drafts", c_void_p),
-        ("entries", c_void_p),
-        ("temperature", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("min_p", c_void_p),
-        ("seed", c_void_p),
-        ("rule", c_void_p),
-        ("num_tokens", c_void_p),
-        ("token_ids", c_void_p),
+        *fields(c_int32, "vocab_size is_bf16 count columns"),
+        *fields(c_void_p, "first_rows num_drafts entries temperature top_k top_p min_p seed rule"),
+        *fields(c_void_p, "num_tokens token_ids"),
         ("token_stride", c_int64),
         ("draft_logits", c_void_p),
-        ("draft_stride", c_int64),
-        ("draft_column_stride", c_int64),
-        ("draft_width", c_int32),
-        ("draft_is_bf16", c_int32),
+        *fields(c_int64, "draft_stride draft_column_stride"),
+        *fields(c_int32, "draft_width draft_is_bf16"),
         ("draft_state", c_void_p),
         ("draft_state_stride", c_int64),
-        ("offset", c_void_p),
-        ("words", c_void_p),
+        *fields(c_void_p, "offset words"),
         ("purpose", c_int32),
         ("out", c_void_p),
     )
