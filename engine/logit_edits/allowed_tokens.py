@@ -26,4 +26,4 @@ class AllowedTokens(LogitEdit):
         self._bitmask[request.slot] = self._uploaded(mask, np.int32)
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        apply_bitmask(logits, at.row, self._bitmask, at.slot, self._vocab_size)
+        apply_bitmask(logits, at, self._bitmask, self._vocab_size)

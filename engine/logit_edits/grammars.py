@@ -45,13 +45,8 @@ class Grammars(LogitEdit):
         masks_of = {request.slot: g.masks for request, g in zip(requests, grammars, strict=True)}
         each = zip(rows.slot_np.tolist(), rows.drafts_np.tolist(), strict=True)
         masks_np = np.stack([masks_of[slot][num_drafts] for slot, num_drafts in each])
-        apply_bitmask(
-            logits,
-            at.row,
-            uploaded(masks_np, self._device),
-            torch.arange(len(masks_np), device=self._device),
-            self._vocab_size,
-        )
+        at = at._replace(slot=torch.arange(len(masks_np), device=self._device))
+        apply_bitmask(logits, at, uploaded(masks_np, self._device), self._vocab_size)
 
     def _learn_drafts(
         self, grammars: "list[Grammar]", last: RequestRows, known_np: np.ndarray

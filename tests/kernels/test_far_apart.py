@@ -68,7 +68,7 @@ def test_edits_of_logits() -> None:
         apply_penalties(logits, rows, penalties, token_ids)
         apply_token_bias(logits, rows, bias)
         apply_bad_words(logits, rows, words, token_ids)
-        apply_bitmask(logits, ints(2), allowed, ints(0), VOCAB)
+        apply_bitmask(logits, EditRows(ints(2), ints(0), ints(0)), allowed, VOCAB)
     assert torch.equal(near, far)
     assert (near[2] == -torch.inf).sum() > 4
 

@@ -206,15 +206,13 @@ def test_a_bitmask_keeps_what_it_names(
     ids = [[*row.nonzero().flatten().tolist(), vocab] for row in kept]
     bitmask = torch.from_numpy(np.stack([token_mask(each, vocab) for each in ids]))
     assert bitmask.shape == (3, num_words(vocab))
-    of = [2, 0, 2, 1]
+    of = table(2, 0, 2, 1, dtype=torch.int64)
     truth = case.logits.clone()
-    for row, mask in zip(case.rows.row.tolist(), of, strict=True):
+    for row, mask in zip(case.rows.row.tolist(), of.tolist(), strict=True):
         shared = min(vocab, width)
         banned = ~kept[mask, :shared].to(DEVICE)
         truth[row, :shared] = truth[row, :shared].masked_fill(banned, -torch.inf)
     found = case.logits.clone()
     with on_road(road):
-        apply_bitmask(
-            found, case.rows.row, bitmask.to(DEVICE), table(*of, dtype=torch.int64), vocab
-        )
+        apply_bitmask(found, case.rows._replace(slot=of), bitmask.to(DEVICE), vocab)
     assert torch.equal(found, truth)
