@@ -159,21 +159,19 @@ class Zygote:
         """A connection to a new fork, and its lifeline: a socket whose closing ends the fork."""
         connection, its = socket.socketpair()
         lifeline, its_lifeline = socket.socketpair()
-        try:
-            self.start()
-            with self._lock:
-                try:
-                    self._hand_over(its, its_lifeline)
-                except OSError:  # it reads no grammars, so it was killed from outside
-                    self._start()
-                    self._hand_over(its, its_lifeline)
-        except BaseException:
-            connection.close()
-            lifeline.close()
-            raise
-        finally:
-            its.close()
-            its_lifeline.close()
+        with its, its_lifeline:
+            try:
+                self.start()
+                with self._lock:
+                    try:
+                        self._hand_over(its, its_lifeline)
+                    except OSError:  # it reads no grammars, so it was killed from outside
+                        self._start()
+                        self._hand_over(its, its_lifeline)
+            except BaseException:
+                connection.close()
+                lifeline.close()
+                raise
         return connection, lifeline
 
     def start(self) -> None:
@@ -192,14 +190,9 @@ class Zygote:
         with theirs, tempfile.TemporaryFile() as table:
             table.write(self._table)
             table.seek(0)
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "outrider.engine.grammars.grammar_server",
-                    str(theirs.fileno()),
-                ],
+            command = [sys.executable, "-P", "-m", f"{__package__}.grammar_server"]
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
                 stdin=table,
                 # A panic there would write parts of the grammar into our log.
                 stdout=subprocess.DEVNULL,
@@ -207,8 +200,7 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self.process = process
-        self._end = weakref.finalize(self, _end, self._control, process)
+        self._end = weakref.finalize(self, _end, self._control, self.process)
 
 
 def _end(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
