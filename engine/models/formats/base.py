@@ -1,7 +1,13 @@
 """Tools for reading quantised layers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
+
+from ..checkpoint import Checkpoint
 
 
 class UnsupportedFormatError(ValueError):
@@ -33,13 +39,25 @@ def group_of(num_in: int, num_groups: int) -> int:
     return num_in // num_groups
 
 
-def order_of(group_index: Tensor, group: int) -> Tensor | None:
-    """Inputs in the order of their groups; None if that is their own.
+def matrix_of_integers(
+    tensors: Checkpoint, index: str, codes: Tensor, bits: int, scale: Tensor, **parts: Any
+) -> NarrowMatrix:
+    """A matrix of 4 or 8 bits; the tensor `index`, if there is one, tells the group of each input.
 
-    Raises UnsupportedFormatError if groups differ in size. Shape: [K] -> [K]
+    Raises UnsupportedFormatError if groups differ in size.
+    Shape: codes [N, K] uint8, index [K]; scale and `parts` as in narrow_matrix.
     """
-    order = torch.argsort(group_index, stable=True)
-    inputs = torch.arange(len(order), device=order.device)
-    if not torch.equal(group_index[order].long(), inputs // group):
-        raise UnsupportedFormatError(f"its groups are not of {group} inputs each")
-    return None if torch.equal(order, inputs) else order
+    group = group_of(codes.shape[1], len(scale))
+    order = None
+    if index in tensors:
+        groups = tensors.stored(index)
+        by_group = torch.argsort(groups, stable=True)
+        inputs = torch.arange(len(by_group), device=by_group.device)
+        if not torch.equal(groups[by_group].long(), inputs // group):
+            raise UnsupportedFormatError(f"its groups are not of {group} inputs each")
+        if not torch.equal(by_group, inputs):
+            order, codes = by_group, codes[:, by_group]
+    if bits == 8:
+        codes = signed(codes)
+    kind: Kind = "int4" if bits == 4 else "int8"
+    return narrow_matrix(kind, codes.contiguous(), scale, group=group, order=order, **parts)

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..checkpoint import Checkpoint, Read
 from . import fp8
-from .base import UnsupportedFormatError, group_of, order_of, signed, unpacked
+from .base import UnsupportedFormatError, group_of, matrix_of_integers, signed, unpacked
 
 _FORMATS = {
     "dense",
@@ -80,48 +81,35 @@ def _read_packed(tensors: Checkpoint, layer: str) -> NarrowMatrix:
     """Integers packed into words along the inputs, zero points along the outputs."""
     words = tensors.stored(f"{layer}.weight_packed")
     num_out, num_in = tensors.stored(f"{layer}.weight_shape").tolist()
-    scale = tensors.stored(f"{layer}.weight_scale")
     bits = next((bits for bits in (4, 8) if words.shape[1] == -(-num_in * bits // 32)), None)
     if bits is None:
         raise UnsupportedFormatError(f"{layer} has neither 4 nor 8 bits")
     codes = unpacked(words, bits, dim=1)[:, :num_in]
-    rows = num_out if scale.numel() == 1 else 1
-    scale = scale.view(1, -1) if rows > 1 else scale.view(num_out, -1)
-    group = group_of(num_in, scale.shape[1])
-    order = None
-    if f"{layer}.weight_g_idx" in tensors:
-        order = order_of(tensors.stored(f"{layer}.weight_g_idx"), group)
-    if order is not None:
-        codes = codes[:, order]
+    rows, scale = _scales(tensors, layer, num_out)
     zero = None
     if f"{layer}.weight_zero_point" in tensors:
         zero = unpacked(tensors.stored(f"{layer}.weight_zero_point"), bits, dim=0)[:num_out].t()
         zero = (zero if bits == 4 else signed(zero.contiguous())).to(torch.int8).contiguous()
-    if bits == 8:
-        codes = signed(codes)
-    kind: Kind = "int4" if bits == 4 else "int8"
-    return narrow_matrix(
-        kind, codes.contiguous(), scale.t(), group=group, rows=rows, zero=zero, order=order
-    )
+    index = f"{layer}.weight_g_idx"
+    return matrix_of_integers(tensors, index, codes, bits, scale, rows=rows, zero=zero)
 
 
 def _read_int8(tensors: Checkpoint, layer: str, *, rounds_inputs: bool) -> NarrowMatrix:
-    codes = tensors.stored(f"{layer}.weight")
-    scale = tensors.stored(f"{layer}.weight_scale")
     if f"{layer}.weight_zero_point" in tensors:
         raise UnsupportedFormatError(f"{layer} is in whole bytes with zero points")
+    codes = tensors.stored(f"{layer}.weight")
     num_out, num_in = codes.shape
+    rows, scale = _scales(tensors, layer, num_out)
+    group = group_of(num_in, len(scale))
+    rounds_inputs = rounds_inputs and group == num_in
+    return narrow_matrix("int8", codes, scale, group=group, rows=rows, rounds_inputs=rounds_inputs)
+
+
+def _scales(tensors: Checkpoint, layer: str, num_out: int) -> tuple[int, Tensor]:
+    """How many outputs share a scale, and the scales: [groups, N / rows]."""
+    scale = tensors.stored(f"{layer}.weight_scale")
     rows = num_out if scale.numel() == 1 else 1
-    scale = scale.view(num_out // rows, -1)
-    group = group_of(num_in, scale.shape[1])
-    return narrow_matrix(
-        "int8",
-        codes,
-        scale.t(),
-        group=group,
-        rows=rows,
-        rounds_inputs=rounds_inputs and group == num_in,
-    )
+    return rows, scale.view(num_out // rows, -1).t()
 
 
 def _read_mxfp4(tensors: Checkpoint, layer: str) -> NarrowMatrix:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
+from outrider.kernels.model.narrow_matrix import NarrowMatrix
 
 from ..checkpoint import Checkpoint, Read
-from .base import UnsupportedFormatError, group_of, order_of, signed, unpacked
+from .base import UnsupportedFormatError, matrix_of_integers, unpacked
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -29,19 +29,9 @@ def _read(tensors: Checkpoint, layer: str, added: int) -> NarrowMatrix | None:
     bits = 32 * zero_words.shape[1] // scale.shape[1]
     if bits not in (4, 8):
         raise UnsupportedFormatError(f"{layer} has {bits} bits; 4 and 8 are read")
-    codes = unpacked(words, bits, dim=0)
-    num_in = len(codes)
-    group = group_of(num_in, len(scale))
-    order = None
-    if f"{layer}.g_idx" in tensors:
-        order = order_of(tensors.stored(f"{layer}.g_idx"), group)
-    if order is not None:
-        codes = codes[order]
+    codes = unpacked(words, bits, dim=0).t()
     zero = _zero(unpacked(zero_words, bits, dim=1), bits, added, layer)
-    if bits == 8:
-        codes = signed(codes)
-    kind: Kind = "int4" if bits == 4 else "int8"
-    return narrow_matrix(kind, codes.t().contiguous(), scale, group=group, zero=zero, order=order)
+    return matrix_of_integers(tensors, f"{layer}.g_idx", codes, bits, scale, zero=zero)
 
 
 def _zero(stored: Tensor, bits: int, added: int, layer: str) -> Tensor | None:
