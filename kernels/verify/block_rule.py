@@ -13,10 +13,10 @@ def accept_blocks_reference(
     step: GatheredStep, decision: Decision, mass: torch.Tensor
 ) -> torch.Tensor:
     """Accepted drafts once Z is known: for `block`, the last i with u_i <= h_i. Shape: [B]."""
-    accepted = decision.num_accepted.long()
-    k_max = step.drafts.token_ids.shape[1]
+    accepted = decision.num_accepted
+    k_max = step.draft_ids.shape[1] - 1
     is_block = step.sampling.rule == Rule.BLOCK
-    if k_max == 0 or not bool(is_block.any()):
+    if k_max < 2 or not bool(is_block.any()):
         return accepted
     offset = torch.arange(1, k_max, device=accepted.device)
     u = uniform_reference(accept_words_reference(step))[:, :-1]
@@ -25,7 +25,7 @@ def accept_blocks_reference(
     open_rows = ((decision.rows_to_read[:, None] >> offset) & 1).bool()
     open_rows &= is_block[:, None] & (offset > accepted[:, None])
     passed = torch.where(open_rows & ((u <= h) | h.isnan()), offset, 0)
-    return torch.maximum(accepted, passed.amax(-1)) if k_max > 1 else accepted
+    return torch.maximum(accepted, passed.amax(-1))
 
 
 @triton.jit

@@ -22,14 +22,14 @@ OPEN = tl.constexpr(-2)  # not drawn yet
 
 
 class Decision(NamedTuple):
-    num_accepted: torch.Tensor  # [B] int32; for `block`, as far as known without Z; for `match`, 0
+    num_accepted: torch.Tensor  # [B] int64; for `block`, as far as known without Z; for `match`, 0
     rows_to_read: torch.Tensor  # [B] int64, bit j: row j must be read
     log_scale: torch.Tensor  # [B, K + 1] float32 log P_j (0 for `token`)
 
 
 def accept_words_reference(step: GatheredStep) -> torch.Tensor:
     """One 32-bit random word for each draft, held in int64. Shape: [B, K]."""
-    num_drafts = step.drafts.token_ids.shape[1]
+    num_drafts = step.draft_ids.shape[1] - 1
     if step.words is not None:
         return step.words[:, :num_drafts, 0]
     seed, anchor = step.sampling.seed[:, None], step.anchor[:, None]
@@ -43,22 +43,19 @@ def log_ratio_reference(
     step: GatheredStep, rows: RowStates, row_index: torch.Tensor
 ) -> torch.Tensor:
     """log p(X_i) - log q(X_i); -inf if p or q is 0, or X_i is no token. Shape: [B, K]."""
-    drafts = step.drafts
-    ids = drafts.token_ids
-    offset = torch.arange(ids.shape[1], device=ids.device)
-    valid = (offset < drafts.num_drafts[:, None]) & (ids >= 0) & (ids < step.vocab_size)
+    ids, raw, q_state = (
+        each[:, :-1] for each in (step.draft_ids, step.draft_logits, step.draft_state)
+    )
+    valid = (ids >= 0) & (ids < step.vocab_size)
     safe_ids = torch.where(valid, ids, 0)
     at = row_index[:, :-1]
     inv_t = step.sampling.inverse_temperature()[:, None].expand(at.shape)
     log_p = log_prob_reference(step.logits[at, safe_ids].float(), safe_ids, rows.state[at], inv_t)
-    if drafts.logits is None or drafts.state is None:
-        log_q = torch.zeros_like(log_p)
-    else:
-        width = drafts.logits.shape[-1]
-        raw = drafts.logits.gather(2, safe_ids.clamp_max(width - 1)[..., None])[..., 0].float()
-        raw = torch.where(safe_ids < width, raw, -torch.inf)
-        log_q = log_prob_reference(raw, safe_ids, drafts.state, inv_t)
-        log_q = torch.where(drafts.state[..., STATE_LOG_Z].isnan(), 0.0, log_q)
+    width = raw.shape[-1]
+    raw = raw.gather(2, safe_ids.clamp_max(width - 1)[..., None])[..., 0].float()
+    raw = torch.where(safe_ids < width, raw, -torch.inf)
+    log_q = log_prob_reference(raw, safe_ids, q_state, inv_t)
+    log_q = torch.where(q_state[..., STATE_LOG_Z].isnan(), 0.0, log_q)
     # A draft with q = 0, which a proposer must never make, is rejected; so is NaN.
     possible = valid & (log_p > -torch.inf) & (log_q > -torch.inf)
     return torch.where(possible, log_p - log_q, -torch.inf)
@@ -66,46 +63,38 @@ def log_ratio_reference(
 
 def decide_reference(step: GatheredStep, rows: RowStates) -> Decision:
     """The accept tests of all requests."""
-    drafts, sampling = step.drafts, step.sampling
-    batch, k_max = drafts.token_ids.shape
-    k = drafts.num_drafts.long()
+    sampling, k = step.sampling, step.num_drafts
     row_index = row_index_reference(step)
     greedy = sampling.temperature <= 0
-    log_scale = torch.zeros(batch, k_max + 1, device=step.logits.device)
-    accepted = torch.zeros_like(k)
+    ratio = log_ratio_reference(step, rows, row_index)
+    log_u = uniform_reference(accept_words_reference(step)).log()
+    own = rows.argmax[row_index[:, :-1]]
+    same = (own == step.draft_ids[:, :-1]) & (own >= 0)
+    accepted = torch.where(greedy[:, None], same, log_u <= ratio).long().cumprod(-1).sum(-1)
+    log_scale = torch.zeros(row_index.shape, device=step.logits.device)
     later = torch.zeros_like(k)  # bit j: row j must be read, since its Z decides
-    if k_max:
-        offset = torch.arange(k_max, device=step.logits.device)
-        in_range = offset < k[:, None]
-        ratio = log_ratio_reference(step, rows, row_index)
-        log_u = uniform_reference(accept_words_reference(step)).log()
-        own = rows.argmax[row_index[:, :-1]]
-        same = (own == drafts.token_ids) & (own >= 0)
-        ok = torch.where(greedy[:, None], same, log_u <= ratio) & in_range
-        accepted = ok.long().cumprod(-1).sum(-1)
-        block = (sampling.rule == Rule.BLOCK) & ~greedy
-        if bool(block.any()):
-            scale = log_scale[:, 0]
-            for i in range(k_max):
-                scale = (scale + ratio[:, i]).clamp_max(0.0)
-                log_scale[:, i + 1] = torch.where(block, scale, 0.0)
-            index = torch.arange(k_max + 1, device=step.logits.device)
-            certain = (log_scale == 0) & (index <= k[:, None])
-            first = torch.where(certain, index, 0).amax(-1)  # h = 1: accepted without a Z
-            passed = torch.zeros_like(certain)
-            passed[:, 1:] = (log_u <= log_scale[:, 1:]) & in_range
-            whole = (k == 0) | passed.gather(1, k[:, None]).squeeze(1)
-            needed = (index == first[:, None]) | (passed & (index > first[:, None]))
-            bits = ((needed & (index < k[:, None])).long() << index).sum(-1)
-            accepted = torch.where(block, torch.where(whole, k, first), accepted)
-            later = torch.where(block & ~whole, bits, 0)
+    block = (sampling.rule == Rule.BLOCK) & ~greedy
+    if bool(block.any()):
+        scale = log_scale[:, 0]
+        for i in range(ratio.shape[1]):
+            scale = (scale + ratio[:, i]).clamp_max(0.0)
+            log_scale[:, i + 1] = torch.where(block, scale, 0.0)
+        index = torch.arange(row_index.shape[1], device=step.logits.device)
+        first = torch.where(log_scale == 0, index, 0).amax(-1)  # h = 1: accepted without a Z
+        passed = torch.zeros_like(row_index, dtype=torch.bool)
+        passed[:, 1:] = log_u <= log_scale[:, 1:]
+        whole = (k == 0) | passed.gather(1, k[:, None]).squeeze(1)
+        needed = (index == first[:, None]) | (passed & (index > first[:, None]))
+        bits = ((needed & (index < k[:, None])).long() << index).sum(-1)
+        accepted = torch.where(block, torch.where(whole, k, first), accepted)
+        later = torch.where(block & ~whole, bits, 0)
     match = (sampling.rule == Rule.MATCH) & ~greedy
     accepted = torch.where(match, 0, accepted)
     # The last row: it is drawn from a residual, or filtered, and K1 summed neither.
     read_last = ~greedy & ((accepted < k) | sampling.is_filtered(step.vocab_size))
     rows_to_read = later | (read_last.long() << accepted)
     rows_to_read = torch.where(match, 0, rows_to_read)
-    return Decision(accepted.int(), rows_to_read, log_scale)
+    return Decision(accepted, rows_to_read, log_scale)
 
 
 @triton.jit

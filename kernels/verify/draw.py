@@ -42,26 +42,24 @@ def draw_reference(
     step: GatheredStep, stats: BlockStats, rows: RowStates, decision: Decision, mass: torch.Tensor
 ) -> torch.Tensor:
     """Outcome of every request. Shape: [B, K + 2]."""
-    logits, drafts, sampling = step.logits, step.drafts, step.sampling
-    k_max = drafts.token_ids.shape[1]
-    offset = torch.arange(k_max + 1, device=logits.device)
-    k = drafts.num_drafts.long()
+    logits, sampling = step.logits, step.sampling
+    num_columns = step.draft_ids.shape[1]
+    offset = torch.arange(num_columns, device=logits.device)
     row_index = row_index_reference(step)
     greedy = sampling.temperature <= 0
     match = (sampling.rule == Rule.MATCH) & ~greedy
     accepted = accept_blocks_reference(step, decision, mass)
-    last = torch.zeros_like(k)
+    last = torch.zeros_like(accepted)
     pairs = match.nonzero().squeeze(-1)
     if len(pairs):
         at = row_index[pairs].flatten()  # repeats of a request's last row are ignored below
-        own = sampling.take(pairs.repeat_interleave(k_max + 1))
+        own = sampling.take(pairs.repeat_interleave(num_columns))
         tokens = match_reference(
             logits[at], rows.state[at], own.inverse_temperature(), own.seed,
             (step.position[pairs, None] + offset).flatten(), step.vocab_size,
-        ).view(-1, k_max + 1)  # fmt: skip
+        ).view(-1, num_columns)  # fmt: skip
         tokens = torch.where(rows.state[row_index[pairs], STATE_LOG_Z].isnan(), -1, tokens)
-        same = (tokens[:, :-1] == drafts.token_ids[pairs]) & (tokens[:, :-1] >= 0)
-        same &= offset[:-1] < k[pairs, None]
+        same = (tokens == step.draft_ids[pairs]) & (tokens >= 0)
         accepted[pairs] = same.long().cumprod(-1).sum(-1)
         last[pairs] = tokens.gather(1, accepted[pairs, None]).squeeze(1)
     row = row_index.gather(1, accepted[:, None]).squeeze(1)
@@ -71,7 +69,8 @@ def draw_reference(
         last[sampled] = _draw_last_reference(
             step, stats, rows, decision, mass, sampled, accepted[sampled], row[sampled]
         )  # fmt: skip
-    return outcome_reference(drafts, accepted, last, rows.state[row_index, STATE_LOG_Z].isnan())
+    bad = rows.state[row_index, STATE_LOG_Z].isnan()
+    return outcome_reference(step.draft_ids, accepted, last, bad)
 
 
 def _block_mass_reference(
@@ -95,12 +94,11 @@ def _draw_last_reference(
     row: torch.Tensor,
 ) -> torch.Tensor:
     """Last token of the requests `b`, whose `accepted` drafts stand. Shape: [R]."""
-    logits, drafts, vocab_size = step.logits, step.drafts, step.vocab_size
-    k_max = drafts.token_ids.shape[1]
+    logits, vocab_size = step.logits, step.vocab_size
     own = step.sampling.take(b)
     inv_t = own.inverse_temperature()
     state = rows.state[row]
-    plain = accepted == drafts.num_drafts[b]
+    plain = accepted == step.num_drafts[b]
     own_mass = mass[b, accepted]
     # Rounding can reject a draft even if p = q. Then the residual is empty: draw from p.
     lost = ~plain & (own_mass.sum(-1) == 0)
@@ -117,7 +115,7 @@ def _draw_last_reference(
         offset = step.position[b] - start + accepted
         w = philox_reference(own.seed, start, offset, torch.full_like(b, step.purpose), zero)
     else:
-        w0, w1, w2, w3 = step.words[b, k_max + 1].unbind(-1)
+        w0, w1, w2, w3 = step.words[b, -1].unbind(-1)
         w = (w0, w1, w2, w3)
     block = _choose(own_mass, pick_reference(w[0], w[1], own_mass.sum(-1)))
 
@@ -125,17 +123,12 @@ def _draw_last_reference(
     inside = ids < vocab_size
     x = logits[row[:, None], ids.clamp_max(vocab_size - 1)].float()
     x = torch.where(inside, x, -torch.inf)
-    draft = draft_state = None
-    slot = accepted.clamp_max(max(k_max - 1, 0))
-    draft_id = drafts.token_ids[b, slot] if k_max else torch.full_like(b, -1)
-    if drafts.logits is not None and drafts.state is not None and k_max:
-        width = min(drafts.logits.shape[-1], vocab_size)
-        draft = drafts.logits[b[:, None], slot[:, None], ids.clamp_max(width - 1)].float()
-        draft = torch.where(ids < width, draft, -torch.inf)
-        draft_state = drafts.state[b, slot]
+    width = min(step.draft_logits.shape[-1], vocab_size)
+    draft = step.draft_logits[b[:, None], accepted[:, None], ids.clamp_max(width - 1)].float()
+    draft = torch.where(ids < width, draft, -torch.inf)
     weight = weights_reference(
-        x, ids, state, draft, draft_state, draft_id, ~plain & ~lost,
-        decision.log_scale[b, accepted], inv_t,
+        x, ids, state, draft, step.draft_state[b, accepted], step.draft_ids[b, accepted],
+        ~plain & ~lost, decision.log_scale[b, accepted], inv_t,
     )  # fmt: skip
     # Plain rows are normalised by their block, so that few bits are lost in a light one.
     block_max = stats.max[row].gather(1, block[:, None])

@@ -21,8 +21,8 @@ def weights_reference(
     target: torch.Tensor,
     token_ids: torch.Tensor,
     target_state: torch.Tensor,
-    draft: torch.Tensor | None,
-    draft_state: torch.Tensor | None,
+    draft: torch.Tensor,
+    draft_state: torch.Tensor,
     draft_id: torch.Tensor,
     has_draft: torch.Tensor,
     log_scale: torch.Tensor,
@@ -35,12 +35,9 @@ def weights_reference(
     lead = (-1,) + (1,) * (target.ndim - 1)
     p = log_prob_reference(target, token_ids, target_state, inv_t).exp()
     scale = torch.where(has_draft, log_scale.exp(), 1.0)
-    if draft is None or draft_state is None:
-        q, one_hot = torch.zeros_like(p), has_draft
-    else:
-        q = log_prob_reference(draft, token_ids, draft_state, inv_t).exp()
-        one_hot = has_draft & draft_state[:, STATE_LOG_Z].isnan()
-        q[one_hot | ~has_draft] = 0.0
+    q = log_prob_reference(draft, token_ids, draft_state, inv_t).exp()
+    one_hot = has_draft & draft_state[:, STATE_LOG_Z].isnan()
+    q[one_hot | ~has_draft] = 0.0
     if bool(one_hot.any()):
         drafted = one_hot.reshape(lead) & (token_ids == draft_id.reshape(lead))
         q.masked_fill_(drafted, torch.inf)  # P p(X) - 1 <= 0
@@ -52,11 +49,9 @@ def residual_reference(step: GatheredStep, rows: RowStates, decision: Decision) 
 
     Shape: [B, K + 1, num_blocks] int64.
     """
-    logits, drafts, vocab_size = step.logits, step.drafts, step.vocab_size
-    batch, width = decision.log_scale.shape
-    shape = (batch, width, num_blocks(vocab_size))
-    mass = torch.zeros(shape, dtype=torch.int64, device=logits.device)
-    offset = torch.arange(width, device=logits.device)
+    logits, vocab_size, shape = step.logits, step.vocab_size, decision.log_scale.shape
+    mass = torch.zeros(*shape, num_blocks(vocab_size), dtype=torch.int64, device=logits.device)
+    offset = torch.arange(shape[1], device=logits.device)
     to_read = ((decision.rows_to_read[:, None] >> offset) & 1).nonzero()
     for b, j in (pairs.unbind(1) for pairs in to_read.split(rows_in_cache(vocab_size))):
         if not len(b):
@@ -64,17 +59,13 @@ def residual_reference(step: GatheredStep, rows: RowStates, decision: Decision) 
         row = row_index_reference(step)[b, j]
         x = blocks_reference(logits[row], vocab_size)
         ids = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])
-        draft = draft_state = None
-        slot = j.clamp_max(max(width - 2, 0))
-        if drafts.logits is not None and drafts.state is not None and width > 1:
-            narrow = drafts.logits[b, slot, :vocab_size].float()
-            pad = x[0].numel() - narrow.shape[1]
-            draft = torch.nn.functional.pad(narrow, (0, pad), value=-torch.inf).view(x.shape)
-            draft_state = drafts.state[b, slot]
-        draft_id = drafts.token_ids[b, slot] if width > 1 else torch.full_like(b, -1)
+        narrow = step.draft_logits[b, j, :vocab_size].float()
+        pad = x[0].numel() - narrow.shape[1]
+        draft = torch.nn.functional.pad(narrow, (0, pad), value=-torch.inf).view(x.shape)
         weight = weights_reference(
-            x, ids, rows.state[row], draft, draft_state, draft_id, j < drafts.num_drafts[b],
-            decision.log_scale[b, j], step.sampling.inverse_temperature()[b],
+            x, ids, rows.state[row], draft, step.draft_state[b, j], step.draft_ids[b, j],
+            j < step.num_drafts[b], decision.log_scale[b, j],
+            step.sampling.inverse_temperature()[b],
         )  # fmt: skip
         mass[b, j] = weight.sum(-1)
     return mass

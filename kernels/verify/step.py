@@ -108,19 +108,15 @@ class DraftLogits(NamedTuple):
     state: Tensor | None  # [num_slots, K, 4]
 
 
-class Drafts(NamedTuple):
-    token_ids: Tensor  # [B, K] int64, ignored from num_drafts on
-    num_drafts: Tensor  # [B] int32
-    logits: Tensor | None  # [B, K, V']
-    state: Tensor | None  # [B, K, 4]
-
-
 class GatheredStep(NamedTuple):
-    """A step as the references take it: without slots."""
+    """A step as the references take it: without slots, and with a column also for the last row."""
 
     logits: Tensor  # [N, V]
     cu_rows: Tensor  # [B + 1]
-    drafts: Drafts
+    num_drafts: Tensor  # [B] int64
+    draft_ids: Tensor  # [B, K + 1] int64, -1 from num_drafts on
+    draft_logits: Tensor  # [B, K + 1, V']
+    draft_state: Tensor  # [B, K + 1, 4], with a log_z of NaN where drafts are one-hot
     sampling: Sampling  # [B] each
     anchor: Tensor  # [B] int64
     position: Tensor  # [B] int64, of the first token to draw
@@ -133,16 +129,24 @@ def gather_reference(step: Step) -> GatheredStep:
     slots, slot, k_max = step.slots, step.slot.long(), step.max_drafts
     num_drafts, cu_rows = step.num_drafts, step.cu_rows
     if num_drafts is None or cu_rows is None:
-        num_drafts = torch.zeros_like(slot, dtype=torch.int32)
-        cu_rows = torch.arange(len(slot) + 1, dtype=torch.int32, device=slot.device)
-    logits = state = None
-    if step.kept is not None and k_max > 0:
-        logits, state = (each[slot] for each in step.kept)
+        num_drafts = torch.zeros_like(slot)
+        cu_rows = torch.arange(len(slot) + 1, device=slot.device)
+    column = torch.arange(k_max + 1, device=slot.device)
+    draft_ids = slots.drafts(slot, k_max + 1)
+    if step.kept is None or k_max == 0:
+        logits = step.logits.new_zeros(*draft_ids.shape, 1)
+        state = logits.new_full((*draft_ids.shape, 4), torch.nan, dtype=torch.float32)
+    else:
+        at = slot[:, None], column.clamp_max(k_max - 1)
+        logits, state = (each[at] for each in step.kept)
     anchor = slots.num_tokens[slot]
     return GatheredStep(
         step.logits[: int(cu_rows[-1])],
-        cu_rows,
-        Drafts(slots.drafts(slot, k_max), num_drafts, logits, state),
+        cu_rows.long(),
+        num_drafts.long(),
+        torch.where(column < num_drafts[:, None], draft_ids, -1),
+        logits,
+        state,
         slots.sampling.take(slot),
         anchor,
         anchor if step.offset is None else anchor + step.offset,
@@ -154,24 +158,21 @@ def gather_reference(step: Step) -> GatheredStep:
 
 def row_index_reference(step: GatheredStep) -> Tensor:
     """Row of each (request, offset), clamped to the request's last. Shape: [B, K + 1] int64."""
-    drafts, cu_rows = step.drafts, step.cu_rows
-    offset = torch.arange(drafts.token_ids.shape[1] + 1, device=cu_rows.device)
-    return cu_rows[:-1, None].long() + torch.minimum(offset, drafts.num_drafts[:, None].long())
+    offset = torch.arange(step.draft_ids.shape[1], device=step.cu_rows.device)
+    return step.cu_rows[:-1, None] + torch.minimum(offset, step.num_drafts[:, None])
 
 
-def outcome_reference(drafts: Drafts, accepted: Tensor, last: Tensor, bad: Tensor) -> Tensor:
+def outcome_reference(draft_ids: Tensor, accepted: Tensor, last: Tensor, bad: Tensor) -> Tensor:
     """The drafts that stand, then the last token, then -1; and whether a row up to it is bad.
 
-    Shape: accepted, last [B] int64; bad [B, K + 1] bool, whether each row is bad -> [B, K + 2].
+    Shape: draft_ids [B, K + 1] int64; accepted, last [B] int64; bad [B, K + 1] bool, whether each
+    row is bad -> [B, K + 2].
     """
-    num_columns = bad.shape[1]
-    offset = torch.arange(num_columns, device=last.device)
+    offset = torch.arange(bad.shape[1], device=last.device)
     is_bad = (bad & (offset <= accepted[:, None])).any(-1)
-    out = last.new_full((len(last), num_columns + 1), -1)
-    out[:, : num_columns - 1] = torch.where(offset[:-1] < accepted[:, None], drafts.token_ids, -1)
+    out = torch.where(offset < accepted[:, None], draft_ids, -1)
     out.scatter_(1, accepted[:, None], torch.where(is_bad, 0, last)[:, None])
-    out[:, -1] = is_bad
-    return out
+    return torch.cat((out, is_bad[:, None]), 1)
 
 
 def emit_reference(step: Step, position: Tensor, out: Tensor) -> None:

@@ -182,8 +182,7 @@ def _sample(step: Step, filters: bool, samples: bool) -> Tensor:
 def _sample_reference(step: Step) -> Tensor:
     gathered = gather_reference(step)
     logits, vocab_size = gathered.logits, step.vocab_size
-    num_rows = gathered.drafts.num_drafts.long() + 1
-    of_row = gathered.sampling.take(torch.repeat_interleave(num_rows))
+    of_row = gathered.sampling.take(torch.repeat_interleave(gathered.num_drafts + 1))
     stats = scan_reference(logits, of_row, vocab_size)
     rows = row_state_reference(logits, stats, of_row, vocab_size)
     decision = decide_reference(gathered, rows)
