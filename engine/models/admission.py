@@ -6,11 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # These would call our attention, but need a mask that it does not get, or call it in another way.

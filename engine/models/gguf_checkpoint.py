@@ -16,11 +16,7 @@ from .gguf_file import FILE_NAME, GgufFile
 from .weights import Dense, Tiles, Weight
 
 # Names in the architecture `llama`, the only one that is read here.
-_OUTER = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -96,11 +92,7 @@ class GgufCheckpoint(AnyCheckpoint):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress,
+        self, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
     ) -> None:
         super().__init__(dtype, device, progress)
         self._file = GgufFile(folder / FILE_NAME)

@@ -42,11 +42,7 @@ class PagedModel:
         return self._phase.captured
 
     def capture(
-        self,
-        rows_per_seq: int,
-        most_rows: int,
-        every_row_has_logits: bool,
-        progress: Progress,
+        self, rows_per_seq: int, most_rows: int, every_row_has_logits: bool, progress: Progress
     ) -> Tensor:
         """Capture passes of up to `rows_per_seq` rows a sequence, and passes with prompts, up to
         `most_rows` rows; cache and slots must be bound.

@@ -43,12 +43,7 @@ class ModelPair:
     The draft is a model of its own, or a head that reads hidden states of the target.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        proposer: str,
-        report: ReportProgress,
-    ) -> None:
+    def __init__(self, config: EngineConfig, proposer: str, report: ReportProgress) -> None:
         device = torch.device(config.device)
         cache_dtype = _cache_dtype(config.cache.dtype, device)
         network, hf_config = load_network(

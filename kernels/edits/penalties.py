@@ -31,10 +31,7 @@ class PenaltyState(NamedTuple):
 
 
 def apply_penalties(
-    logits: torch.Tensor,
-    rows: EditRows,
-    penalties: PenaltyState,
-    token_ids: torch.Tensor,
+    logits: torch.Tensor, rows: EditRows, penalties: PenaltyState, token_ids: torch.Tensor
 ) -> None:
     """Penalise the tokens of the rows' prefixes, in place.
 

@@ -37,11 +37,7 @@ class Heads(NamedTuple):
 @torch.inference_mode()
 @functools.cache
 def sums_alike(
-    heads: Heads,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
-    max_len: int,
+    heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device, max_len: int
 ) -> bool:
     """Whether the kernel gives the rows of a prompt the same bits as the rows of decodes,
     verifications and shorter prompts in a batch.
@@ -52,11 +48,7 @@ def sums_alike(
 
 
 def same_rows(
-    heads: Heads,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
-    max_len: int,
+    heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device, max_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The pairs of tensors that `sums_alike` compares."""
     num_tokens = min(2 * BATCH_INVARIANT_UNIT + 60, max_len)

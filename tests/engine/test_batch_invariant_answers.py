@@ -22,8 +22,7 @@ from outrider.kernels.model.packed_linear import has_products
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
-    not ON_GPU and HAS_KERNELS,
-    reason="a promise of the CPU's own path",
+    not ON_GPU and HAS_KERNELS, reason="a promise of the CPU's own path"
 )
 
 VOCAB = 512
@@ -77,10 +76,7 @@ def answer(outputs: list[RequestOutput]) -> Answer:
     return tokens(outputs), [entry for output in outputs for entry in output.logprobs or ()]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "temperature"),
-    [(DTYPE, 0.0), (DTYPE, 1.0), *OTHERS],
-)
+@pytest.mark.parametrize(("dtype", "temperature"), [(DTYPE, 0.0), (DTYPE, 1.0), *OTHERS])
 def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, pair: Pair) -> None:
     params = SamplingParams(
         max_tokens=24,

@@ -191,9 +191,7 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> N
 
 
 @needs_layers
-def test_a_tied_embedding_counts_once_as_it_loads(
-    directory: Callable[[Type, Type], Path],
-) -> None:
+def test_a_tied_embedding_counts_once_as_it_loads(directory: Callable[[Type, Type], Path]) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
     told: list[tuple[int, int]] = []
     config = ModelConfig(path=str(folder), dtype="float32")
@@ -222,9 +220,7 @@ def test_the_check_at_load_unpacks_a_weight_once_a_pass(
 
 
 @needs_layers
-def test_in_bfloat16_only_kv_is_rounded(
-    directory: Callable[[Type, Type], Path],
-) -> None:
+def test_in_bfloat16_only_kv_is_rounded(directory: Callable[[Type, Type], Path]) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
     network, _ = load_network(ModelConfig(path=str(folder), dtype="bfloat16"), DEVICE)
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))

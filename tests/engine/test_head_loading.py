@@ -56,20 +56,12 @@ def change(head: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        (
-            "fc.weight",
-            lambda t: t[:, :64].contiguous(),
-            "fc.weight is 32 x 64; for 3",
-        ),
+        ("fc.weight", lambda t: t[:, :64].contiguous(), "fc.weight is 32 x 64; for 3"),
         ("fc.weight", None, "no tensor 'fc.weight'"),
         ("midlayer.mlp.up_proj.weight", None, "no tensor 'midlayer.mlp.up_proj.weight'"),
         ("midlayer.mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype torch.int8"),
         ("lm_head.weight", lambda t: t[:40].contiguous(), "lm_head.weight is 40 x 32"),
-        (
-            "norm.weight",
-            lambda t: t[:8].contiguous(),
-            "norm.weight is 8; by its",
-        ),
+        ("norm.weight", lambda t: t[:8].contiguous(), "norm.weight is 8; by its"),
         ("mask_hidden", lambda t: t[..., :9].contiguous(), "mask_hidden has 9 numbers; for 3"),
         ("d2t", None, "drafts 50 of 97 tokens, but its file has no map"),
         ("d2t", lambda t: t.float(), "d2t is of dtype torch.float32"),
@@ -102,14 +94,8 @@ def test_a_bias_of_another_length_is_told_at_load(name: str, target: Path, tmp_p
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"vocab_size": 200, "draft_vocab_size": 97},
-            "of 200 tokens, the target has 97",
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [2, 5, 7]},
-            "after layers 2, 5, 7, but",
-        ),
+        ({"vocab_size": 200, "draft_vocab_size": 97}, "of 200 tokens, the target has 97"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 7]}, "after layers 2, 5, 7, but"),
         ({"eagle_aux_hidden_state_layer_ids": [2, "a", 4]}, "they must be integers"),
         ({"target_layer_ids": 5}, "its layer ids are 5; they must be integers, in a list"),
         ({"eagle_config": "x"}, "its eagle_config is 'x'; it must be an object"),

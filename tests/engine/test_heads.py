@@ -49,15 +49,7 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dspark-rnn": {"markov": "rnn", "confidence": "states", "from_anchor": False},
 }
 # Whether a step is launched before the last one is read hangs on the proposer, not on its formulas.
-RUN_AHEAD = (
-    "flat",
-    "parallel",
-    "dflash",
-    "dflash-windows",
-    "dspark",
-    "dspark-rnn",
-    "mtp-mimo",
-)
+RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-rnn", "mtp-mimo")
 # One of each kind of proposer, for what hangs on the kind alone.
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab": 50},

@@ -27,11 +27,7 @@ from outrider.kernels.model.batch_invariant_linear import library_rows
     ],
 )
 def test_dtype_auto_follows_the_processor_or_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-    has_bfloat16: bool,
-    asked: str,
-    device: str,
-    given: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, asked: str, device: str, given: torch.dtype
 ) -> None:
     monkeypatch.setattr(admission, "_cpu_has_bfloat16", lambda: has_bfloat16)
     config = LlamaConfig(dtype=torch.float16)

@@ -192,12 +192,7 @@ def test_what_is_not_served_is_refused_by_name(
     ],
 )
 def test_a_broken_layer_is_refused_by_name(
-    name: str,
-    tensor: str,
-    change: torch.Tensor | None,
-    reason: str,
-    plain: Path,
-    tmp_path: Path,
+    name: str, tensor: str, change: torch.Tensor | None, reason: str, plain: Path, tmp_path: Path
 ) -> None:
     path = quantise(plain, tmp_path, name)
     tensors = load_file(path / "model.safetensors")

@@ -9,10 +9,7 @@ from verification import DEVICE, Batch, Verified, draft_sample, equal, mixed_sam
 from outrider.kernels.verify.verify import draft_sample as draw_in_slots
 from outrider.kernels.verify.verify import verify
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")]
 
 VOCAB, K, NUM_REQS = 3000, 5, 12
 # Drafts of each request, the last of them padding: other counts at every replay.

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's
 
 
 @pytest.mark.parametrize(
-    ("fused", "num_rows", "size"),
-    pairwise(FUSED, [1, 2, 5, 17, 33], [(96, 50), (1100, 17)]),
+    ("fused", "num_rows", "size"), pairwise(FUSED, [1, 2, 5, 17, 33], [(96, 50), (1100, 17)])
 )
 def test_kernel_equals_reference(fused: Fused, num_rows: int, size: tuple[int, int]) -> None:
     num_in, num_out = size

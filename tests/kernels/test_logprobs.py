@@ -45,10 +45,7 @@ def test_equals_come_by_id_within_and_across_groups(road: str) -> None:
 def test_no_alternatives(road: str) -> None:
     with on_road(road):
         found = gather_logprobs(
-            torch.zeros(2, 4, device=DEVICE),
-            torch.zeros(2, dtype=torch.int64, device=DEVICE),
-            0,
-            4,
+            torch.zeros(2, 4, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE), 0, 4
         )
     assert found.top_ids.shape == (2, 0)
     assert found.logprob.tolist() == pytest.approx([-1.3862944, -1.3862944])

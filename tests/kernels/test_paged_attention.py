@@ -95,8 +95,7 @@ BLOCKS = [(1, 40), (17, 30), (8, 250), (5, 0)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "window"),
-    pairwise([(4, 4, 64, 64), (6, 2, 40, 24), (8, 1, 128, 128)], [None, 20]),
+    ("heads", "window"), pairwise([(4, 4, 64, 64), (6, 2, 40, 24), (8, 1, 128, 128)], [None, 20])
 )
 def test_rows_that_are_not_causal_see_those_behind_them(
     heads: tuple[int, int, int, int],

@@ -51,13 +51,7 @@ def test_a_real_vocabulary(rule: Rule, filters: dict[str, float]) -> None:
     for spread in (1.0, 4.0):
         check(
             Batch(
-                generator,
-                [2, 4, 0, 3, 4, 4],
-                49_152,
-                torch.bfloat16,
-                sampling,
-                spread,
-                noise=0.1,
+                generator, [2, 4, 0, 3, 4, 4], 49_152, torch.bfloat16, sampling, spread, noise=0.1
             )
         )
 

@@ -33,10 +33,7 @@ from .vocabulary import check_mask_token, read_embedding, read_output_head, read
 
 
 def load_head(
-    config: ModelConfig,
-    target: Network,
-    target_path: str,
-    progress: Progress = ignore_progress,
+    config: ModelConfig, target: Network, target_path: str, progress: Progress = ignore_progress
 ) -> Head:
     """Load the head in a directory; from now on the target hands out the states that it reads.
 
