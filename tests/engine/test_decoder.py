@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from paged import check_against_eager
+from paged import PROMPT, check_against_eager, run_prompt
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, TINY, VOCAB, Tiny
 from torch import nn
@@ -19,14 +19,12 @@ from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import admission, families, loading
-from outrider.engine.models.attention import KVPages
 from outrider.engine.models.blocks import Block
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
-from outrider.engine.models.one_prompt import one_prompt
 from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.models.proof import CHECKED_LENGTHS
 from outrider.engine.state.batch import HostBatch
@@ -36,7 +34,6 @@ from outrider.kernels.model import linear as linear_module
 from outrider.kernels.model.rms_norm import rms_norm_reference
 
 OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
-NUM_TOKENS = 40
 
 
 def load(
@@ -57,23 +54,9 @@ def own_copy(tmp_path: Path, tiny_model: Tiny) -> Tiny:
 
 
 @torch.inference_mode()
-def run_prompt(network: Network, num_tokens: int = NUM_TOKENS) -> Any:
-    """A pass over one prompt, every row's logits."""
-    for attention in network.attentions:
-        shape = (1, num_tokens, attention.num_kv_heads, attention.head_dim)
-        pages = torch.zeros(shape, dtype=network.dtype, device=DEVICE)
-        attention.pages = KVPages(pages, pages.clone())
-    return network(one_prompt(prompt(num_tokens)))
-
-
-def prompt(num_tokens: int = NUM_TOKENS) -> torch.Tensor:
-    return (torch.arange(num_tokens, device=DEVICE) * 7) % VOCAB
-
-
-@torch.inference_mode()
 def eager(path: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
-    return model(prompt()[None], output_hidden_states=True)
+    return model(PROMPT[None], output_hidden_states=True)
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))
@@ -133,7 +116,7 @@ def test_what_says_nothing_of_the_forward_pass_changes_nothing(tiny_model: Tiny)
 
 
 def test_a_window_that_transformers_does_not_read_is_none(tiny_model: Tiny) -> None:
-    network = load(tiny_model("llama", sliding_window=NUM_TOKENS // 2))
+    network = load(tiny_model("llama", sliding_window=20))
     assert isinstance(network, Decoder)
     assert [attention.window for attention in network.attentions] == [None, None]
 
@@ -434,13 +417,13 @@ def test_a_part_normalises_for_the_next(tiny_model: Tiny, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_logits_of_any_rows_begin_at_one_place(architecture: str, tiny_model: Tiny) -> None:
     network = load(tiny_model(architecture))
-    expected = [run_prompt(network, num_tokens).logits.clone() for num_tokens in (2, 5, 6)]
+    expected = [run_prompt(network, PROMPT[:n]).logits.clone() for n in (2, 5, 6)]
     network.reserve_logits(5)
-    few, more, most = (run_prompt(network, num_tokens).logits for num_tokens in (2, 5, 6))
+    few, more, most = (run_prompt(network, PROMPT[:n]).logits for n in (2, 5, 6))
     assert few.data_ptr() == more.data_ptr() != most.data_ptr()
     torch.testing.assert_close(more, expected[1])
     torch.testing.assert_close(most, expected[2])
-    torch.testing.assert_close(run_prompt(network, 2).logits, expected[0])
+    torch.testing.assert_close(run_prompt(network, PROMPT[:2]).logits, expected[0])
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU reads weights as they are")

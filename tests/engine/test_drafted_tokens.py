@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from engines import engine_config, prompts, run, tokens
+from paged import run_prompt
 from tiny_models import DEVICE, save_tiny_model
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.admission import UnsupportedModelError
-from outrider.engine.models.attention import KVPages
 from outrider.engine.models.loading import DRAFTED_TOKENS, load_network
-from outrider.engine.models.one_prompt import one_prompt
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU a draft has its whole head")
 DRAFTED = [3, 1, 17, 40, 59]
@@ -31,11 +30,8 @@ def logits(path: Path, dtype: str, *, is_draft: bool) -> torch.Tensor:
     config = ModelConfig(path=str(path), dtype=dtype)
     network, _ = load_network(config, DEVICE, is_draft=is_draft)
     assert network.vocab_size == VOCAB
-    for layer in network.attentions:
-        pages = torch.zeros(1, 9, layer.num_kv_heads, layer.head_dim, dtype=network.dtype)
-        layer.pages = KVPages(pages, pages.clone())
-    with torch.inference_mode():
-        return network(one_prompt(torch.arange(9) * 7)).logits
+    found: torch.Tensor = run_prompt(network, torch.arange(9) * 7).logits
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])

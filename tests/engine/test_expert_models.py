@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
 from heads import save_tiny_head
-from paged import check_against_eager, run_prompt
+from paged import PROMPT, check_against_eager, run_prompt
 from quantised import quantise_experts
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny
@@ -54,10 +54,10 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
 ) -> None:
     network = load(quantised)
     assert isinstance(network, Decoder)
-    got, input_ids = run_prompt(network)
+    got = run_prompt(network).logits
     eager = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
     with torch.inference_mode():
-        expected = eager.to(DEVICE)(input_ids[None]).logits[0]
+        expected = eager.to(DEVICE)(PROMPT[None]).logits[0]
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     assert network.weight_formats == "fp4"
     assert ("unpacked one at a time" in caplog.text) == (not HAS_KERNELS)

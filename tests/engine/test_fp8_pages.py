@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engines import GREEDY, engine_config, prompts, run, tokens
-from paged import run_prompt
+from paged import PROMPT, run_prompt
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -16,23 +16,17 @@ from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models.attention import KVPages
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
-from outrider.engine.models.one_prompt import one_prompt
 
 ON_GPU = DEVICE.type == "cuda"
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
 
-@torch.inference_mode()
-def logits_with_fp8_pages(network: Network, input_ids: torch.Tensor) -> torch.Tensor:
-    """Of every row of a prompt. Shape: [T] -> [T, V]."""
-    for layer in network.attentions:
-        shape = (1, len(input_ids), layer.num_kv_heads, layer.head_dim)
-        pages = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=DEVICE)
-        layer.pages = KVPages(pages, pages.clone())
-    return network(one_prompt(input_ids)).logits
+def logits_with_fp8_pages(network: Network) -> torch.Tensor:
+    network.cache_dtype = torch.float8_e4m3fn
+    logits: torch.Tensor = run_prompt(network).logits
+    return logits
 
 
 @needs_kernels
@@ -42,8 +36,8 @@ def logits_with_fp8_pages(network: Network, input_ids: torch.Tensor) -> torch.Te
 def test_logits_are_those_of_rounded_keys_and_values(architecture: str, tiny_model: Tiny) -> None:
     plain = tiny_model(architecture)
     network = load_network(ModelConfig(path=str(plain), dtype="float32"), DEVICE)[0]
-    exact, input_ids = run_prompt(network)
-    got = logits_with_fp8_pages(network, input_ids)
+    exact = run_prompt(network).logits
+    got = logits_with_fp8_pages(network)
 
     def rounded(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
@@ -54,7 +48,7 @@ def test_logits_are_those_of_rounded_keys_and_values(architecture: str, tiny_mod
 
     AttentionInterface.register("rounded", rounded)
     model = AutoModelForCausalLM.from_pretrained(plain, attn_implementation="rounded").to(DEVICE)
-    expected = model(input_ids[None]).logits[0]
+    expected = model(PROMPT[None]).logits[0]
     difference = (exact - expected).norm()
     assert difference > 5e-3 * exact.norm()  # or the test would prove nothing
     # Which of two numbers is nearest may hang on the last bit.
@@ -68,12 +62,11 @@ def test_scales_are_the_checkpoints(names: str, tiny_model: Tiny, tmp_path: Path
     path = tiny_model("llama")
     config = ModelConfig(path=str(path), dtype="float32")
     network = load_network(config, DEVICE)[0]
-    _, input_ids = run_prompt(network)
-    expected = logits_with_fp8_pages(network, input_ids)
+    expected = logits_with_fp8_pages(network)
     scaled = with_scales(path, tmp_path / "scaled", names, torch.tensor([4.0]), torch.tensor(0.25))
     network = load_network(replace(config, path=str(scaled)), DEVICE)[0]
     assert [layer.k_scale for layer in network.attentions] == [4.0, 4.0]
-    got = logits_with_fp8_pages(network, input_ids)
+    got = logits_with_fp8_pages(network)
     assert (got - expected).norm() < 0.01 * expected.norm()
     assert not torch.equal(got, expected)
 

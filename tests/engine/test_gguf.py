@@ -12,6 +12,7 @@ import pytest
 import torch
 from engines import engine_config, prompts, run, tokens
 from gguf import GGMLQuantizationType as Type
+from paged import run_prompt
 from tiny_gguf import VOCAB, encoded, llama_directory, write_llama, write_out
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
@@ -21,14 +22,11 @@ from outrider.engine.api import RequestOutput, SamplingParams, ignore_progress
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import gguf_checkpoint, weights
-from outrider.engine.models.attention import KVPages
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.gguf_checkpoint import GgufCheckpoint, why_unpacked
 from outrider.engine.models.gguf_file import FORMATS, GgufFile, UnknownFormatError
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.network import Network, Pass
-from outrider.engine.models.one_prompt import one_prompt
 from outrider.kernels.cpu import layers
 from outrider.kernels.cpu.layers import compiled
 
@@ -57,18 +55,6 @@ def original(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         folder, gguf_file="model.gguf", dtype=torch.float32
     ).eval()
-
-
-def passed(network: Network, ids: torch.Tensor) -> Pass:
-    for layer in network.attentions:
-        pages = torch.full((1, len(ids), layer.num_kv_heads, layer.head_dim), torch.nan)
-        layer.pages = KVPages(pages.to(network.dtype), pages.to(network.dtype).clone())
-    with torch.inference_mode():
-        return network(one_prompt(ids))
-
-
-def logits(network: Network, ids: torch.Tensor) -> torch.Tensor:
-    return passed(network, ids).logits
 
 
 @pytest.mark.parametrize("type_", [*QUANTISED, Type.F16, Type.BF16, Type.F32])
@@ -158,7 +144,7 @@ def test_logits_are_those_of_the_unpacked_model(
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]
-    error = (logits(network, ids) - truth).norm() / truth.norm()
+    error = (run_prompt(network, ids).logits - truth).norm() / truth.norm()
     assert error <= (3e-4 if rounds_inputs else 1e-5)
 
 
@@ -173,8 +159,7 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
     assert torch.equal(network.input_embedding, truth)
     ids = torch.tensor([0, 5, VOCAB - 1])
     network.tap([-1])
-    taps = passed(network, ids).taps
-    assert taps is not None
+    taps = run_prompt(network, ids).taps
     assert torch.equal(taps[:, 0], truth[ids])
 
 
@@ -187,7 +172,7 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> N
     ids = torch.arange(20)
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]
-    assert (logits(network, ids) - truth).norm() <= 3e-4 * truth.norm()
+    assert (run_prompt(network, ids).logits - truth).norm() <= 3e-4 * truth.norm()
 
 
 @needs_layers
@@ -226,7 +211,7 @@ def test_in_bfloat16_only_kv_is_rounded(directory: Callable[[Type, Type], Path])
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]
-    got = logits(network, ids)
+    got = run_prompt(network, ids).logits
     assert got.dtype == torch.bfloat16
     assert (got.float() - truth).norm() <= 2e-2 * truth.norm()
 
@@ -243,7 +228,7 @@ def test_without_compiled_layers_the_weights_are_unpacked(
     ids = torch.arange(20)
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]
-    got = logits(network, ids)
+    got = run_prompt(network, ids).logits
     assert (got - truth).norm() <= 1e-4 * truth.norm()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged import check_against_eager, run_prompt
+from paged import PROMPT, check_against_eager, run_prompt
 from quantised import FORMATS, Format, quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, Tiny
@@ -41,13 +41,13 @@ def load(path: Path, **options: Any) -> Any:
 
 
 @torch.inference_mode()
-def eager(path: Path, input_ids: torch.Tensor, format_: Format | None = None) -> torch.Tensor:
+def eager(path: Path, format_: Format | None = None) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
     inputs = format_.inputs if format_ is not None else lambda x: x
     for name, module in model.named_modules():
         if name.endswith("_proj"):
             module.register_forward_pre_hook(lambda _, args: (inputs(args[0]),))
-    logits: torch.Tensor = model(input_ids[None]).logits[0]
+    logits: torch.Tensor = model(PROMPT[None]).logits[0]
     return logits
 
 
@@ -59,16 +59,16 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
     path = quantise(plain, tmp_path, name)
     network = load(path)
     assert isinstance(network, Decoder)
-    got, input_ids = run_prompt(network)
-    expected = eager(tmp_path / "meant", input_ids, FORMATS[name])
+    got = run_prompt(network).logits
+    expected = eager(tmp_path / "meant", FORMATS[name])
     rounds_inputs = "inputs too" in name
     if rounds_inputs:  # the least difference may turn a code to the next one, here and there
-        rounding = (expected - eager(tmp_path / "meant", input_ids)).norm()
+        rounding = (expected - eager(tmp_path / "meant")).norm()
         # A GPU's tensor cores add e4m3 with 14 bits; other codes would be 1.4 away.
         assert (got - expected).norm() < 0.7 * rounding < 0.14 * expected.norm()
     else:
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
-    difference = (expected - eager(plain, input_ids)).norm() / expected.norm()
+    difference = (expected - eager(plain)).norm() / expected.norm()
     assert difference > 1e-2  # the formats round, or the test would prove nothing
     weights = [linear.weight for linear in network.blocks[0].linears]
     assert all((weight.input_eps > 0) == rounds_inputs for weight in weights)
@@ -89,8 +89,8 @@ def test_layers_that_were_left_out_stay_plain(name: str, plain: Path, tmp_path: 
     torch.manual_seed(0)
     path = quantise(plain, tmp_path, name, leave=("k_proj", "up_proj", "1.mlp.down_proj"))
     network = load(path)
-    got, input_ids = run_prompt(network)
-    expected = eager(tmp_path / "meant", input_ids)
+    got = run_prompt(network).logits
+    expected = eager(tmp_path / "meant")
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     if HAS_KERNELS:
         assert isinstance(network.blocks[0].mixer.qkv.weight, Stacked)
@@ -134,8 +134,8 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     config = ModelConfig(path=str(path), dtype="float32", quantization="fp8")
     network = load_network(config, DEVICE, is_draft=is_draft)[0]
     assert isinstance(network, Decoder)
-    got, input_ids = run_prompt(network)
-    expected = eager(path, input_ids)
+    got = run_prompt(network).logits
+    expected = eager(path)
     error = (got - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.2
     # The embedding is looked up as it was; the head is rounded in a draft, which may be wrong.

@@ -1,31 +1,32 @@
 """Logits of a paged model, step by step, against Hugging Face's eager attention."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tiny_models import DEVICE, VOCAB
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.models.attention import KVPages
 from outrider.engine.models.network import Network
-from outrider.engine.models.one_prompt import one_prompt
+from outrider.engine.models.one_prompt import PAGE as PROMPT_PAGE
+from outrider.engine.models.one_prompt import num_pages_of, one_prompt
 from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.slots import Slots
 
 PAGE = 4
+PROMPT = (torch.arange(40, device=DEVICE) * 7) % VOCAB
 
 
 @torch.inference_mode()
-def run_prompt(network: Network, num_tokens: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of every row of a prompt, [T, V], and the prompt, [T]."""
+def run_prompt(network: Network, input_ids: torch.Tensor = PROMPT) -> Any:
+    """A pass over a prompt, in pages of NaN; every row gets logits."""
+    network.bind_cache(num_pages_of(len(input_ids)), PROMPT_PAGE)
     for attention in network.attentions:
-        shape = (1, num_tokens, attention.num_kv_heads, attention.head_dim)
-        pages = torch.zeros(shape, dtype=network.dtype, device=DEVICE)
-        attention.pages = KVPages(pages, pages.clone())
-    input_ids = (torch.arange(num_tokens, device=DEVICE) * 7) % VOCAB
-    return network(one_prompt(input_ids)).logits, input_ids
+        for pages in attention.bound_pages:
+            pages.fill_(torch.nan)
+    return network(one_prompt(input_ids))
 
 
 @torch.inference_mode()
