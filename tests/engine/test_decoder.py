@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, TINY, VOCAB, Tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
-from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import admission, families, loading
@@ -32,8 +31,6 @@ from outrider.engine.state.slots import Slots
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.model import linear as linear_module
 from outrider.kernels.model.rms_norm import rms_norm_reference
-
-OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
 
 
 def load(
@@ -57,14 +54,6 @@ def own_copy(tmp_path: Path, tiny_model: Tiny) -> Tiny:
 def eager(path: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
     return model(PROMPT[None], output_hidden_states=True)
-
-
-@pytest.mark.parametrize("architecture", sorted(TINY))
-def test_known_structures_get_our_decoder_and_others_their_own_code(
-    architecture: str, tiny_model: Tiny
-) -> None:
-    network = load(tiny_model(architecture))
-    assert type(network) is (Decoder if architecture in OURS else HuggingFaceModel)
 
 
 @pytest.mark.parametrize(
@@ -394,16 +383,7 @@ def test_a_layer_that_is_not_there_cannot_be_tapped(tiny_model: Tiny) -> None:
         load(tiny_model("llama")).tap([0, 3])
 
 
-def test_two_models_run_in_turn_each_over_its_own_pages(tiny_model: Tiny) -> None:
-    paths = [tiny_model(name) for name in ("gpt2", "gemma2")]
-    networks = [load(path) for path in paths]
-    expected = [run_prompt(network).logits.clone() for network in networks]
-    alternately = [run_prompt(network).logits for network in networks]
-    assert all(map(torch.equal, alternately, expected))
-    torch.testing.assert_close(expected[0], eager(paths[0]).logits[0], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU's packed weights normalise for themselves")
 def test_a_part_normalises_for_the_next(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_model("llama")
     network = load(path)

@@ -11,15 +11,22 @@ from tiny_models import DEVICE, TINY
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import families
 from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.paged_model import PagedModel
+
+OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))
 def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..., Path]) -> None:
+    """Known structures get our decoder, others their own code."""
     path = tiny_model(architecture)
     config = ModelConfig(path=str(path), dtype="float32")
-    check_against_eager(PagedModel(*load_network(config, DEVICE, batch_invariant=None)), path)
+    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
+    assert type(model.network) is (Decoder if architecture in OURS else HuggingFaceModel)
+    check_against_eager(model, path)
 
 
 @pytest.mark.gpu
