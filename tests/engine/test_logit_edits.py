@@ -49,29 +49,6 @@ def edits(target: Path) -> dict[str, SamplingParams]:
     return each
 
 
-NAMES = [
-    "repetition", "frequency", "presence", "bias", "allowed", "bad_words", "min_tokens", "all",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_output_is_the_edited_targets_own(
-    target: Path, draft: Path, edits: dict[str, SamplingParams], name: str
-) -> None:
-    truth = [greedy(target, prompt, edits[name]) for prompt in PROMPTS]
-    assert truth != [greedy(target, prompt, GREEDY) for prompt in PROMPTS]
-    for config in (
-        engine_config(target, k=0),
-        engine_config(target, draft, k=3),
-        engine_config(target, proposer="ngram", k=4),
-    ):
-        engine = Engine(config)
-        assert [tokens(o) for o in run(engine, PROMPTS, edits[name])] == truth
-        counts = engine.stats()
-        assert sum(counts.drafted_per_position) > 0 or not counts.drafted_per_position
-        assert sum(counts.accepted_per_position) > 0 or config.draft is None
-
-
 def test_a_request_is_edited_alone_as_in_company(
     target: Path, draft: Path, edits: dict[str, SamplingParams]
 ) -> None:
