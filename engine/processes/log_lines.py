@@ -2,27 +2,19 @@
 
 import json
 import logging
-import re
 import traceback
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 MAX_MESSAGE_CHARS = 4096
-_ODD = re.compile(r"[^\x20-\x7e]")
 
 
 def one_line(text: str) -> str:
     """The text without characters that begin a line or move the cursor, cut to a length."""
     if len(text) > MAX_MESSAGE_CHARS:
         text = f"{text[:MAX_MESSAGE_CHARS]}…"
-    if text.isprintable():
-        return text
-    return _ODD.sub(lambda odd: odd[0] if odd[0].isprintable() else _escape(odd[0]), text)
-
-
-def _escape(char: str) -> str:
-    return char.encode("unicode_escape").decode()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class LineFormatter(logging.Formatter):
@@ -53,9 +45,7 @@ class JSONFormatter(logging.Formatter):
             line["exception"] = format_exception(record.exc_info[1])
         text = json.dumps(line, ensure_ascii=False, default=str)
         # JSON allows characters that some readers take for a line end or a terminal command.
-        return _ODD.sub(
-            lambda odd: odd[0] if odd[0].isprintable() else json.dumps(odd[0])[1:-1], text
-        )
+        return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def format_exception(error: BaseException | None) -> str:
