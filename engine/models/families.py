@@ -20,55 +20,23 @@ from .llama import LlamaReader, check_linear, check_shape
 
 # The declared fields of a configuration that the code below implements.
 _IMPLEMENTED = {
-    "attention_bias",
-    "attention_out_bias",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "max_window_layers",
-    "mlp_bias",
-    "no_rope_layer_interval",
-    "no_rope_layers",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "vocab_size",
-}
+    "attention_bias", "attention_out_bias", "head_dim", "hidden_act", "hidden_size",
+    "intermediate_size", "layer_types", "max_position_embeddings", "max_window_layers", "mlp_bias",
+    "no_rope_layer_interval", "no_rope_layers", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window",
+    "tie_word_embeddings", "use_sliding_window", "vocab_size",
+}  # fmt: skip
 # Declared fields that do not change the forward pass.
 _NEUTRAL = {
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "initializer_range",
-    "pad_token_id",
-    "pretraining_tp",
-    "residual_dropout",
-    "use_cache",
-}
+    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
+    "pretraining_tp", "residual_dropout", "use_cache",
+}  # fmt: skip
 # Fields from which transformers computes inv_freq and its scaling, which we take from there.
 _ROPE = {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "high_freq_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "rope_theta",
-    "rope_type",
-    "truncate",
-    "type",
-}
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_theta", "rope_type",
+    "truncate", "type",
+}  # fmt: skip
 
 
 def why_unknown(config: PreTrainedConfig) -> str | None:

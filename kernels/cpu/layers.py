@@ -29,19 +29,10 @@ from .packing import PackedTiles
 _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_v3", "_layers")}
 
 _CALLS = (
-    "outrider_pass",
-    "outrider_product",
-    "outrider_unpack",
-    "outrider_pass_in_slots",
-    "outrider_verify",
-    "outrider_draw",
-    "outrider_draft",
-    "outrider_probabilities",
-    "outrider_bitmask",
-    "outrider_token_bias",
-    "outrider_bad_words",
-    "outrider_penalties",
-)
+    "outrider_pass", "outrider_product", "outrider_unpack", "outrider_pass_in_slots",
+    "outrider_verify", "outrider_draw", "outrider_draft", "outrider_probabilities",
+    "outrider_bitmask", "outrider_token_bias", "outrider_bad_words", "outrider_penalties",
+)  # fmt: skip
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:

@@ -12,14 +12,9 @@ from . import fp8
 from .base import UnsupportedFormatError, group_of, matrix_of_integers, signed, unpacked
 
 _FORMATS = {
-    "dense",
-    "float-quantized",
-    "int-quantized",
-    "mixed-precision",
-    "mxfp4-pack-quantized",
-    "naive-quantized",
-    "pack-quantized",
-}
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
+    "naive-quantized", "pack-quantized",
+}  # fmt: skip
 _MXFP4_GROUP = 32
 
 
