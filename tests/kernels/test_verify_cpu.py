@@ -88,21 +88,6 @@ def test_drafts_and_their_states(dtype: torch.dtype, vocab: int) -> None:
     assert torch.equal(*exact)
 
 
-def test_tied_logits_are_kept_by_their_ids() -> None:
-    """Filters leave the first of equal logits."""
-    logits = torch.zeros(24, 3000)
-    logits[:, ::7] = 2.0
-    for filters in ({"top_k": 5}, {"top_p": 0.01}, {"top_k": 500, "min_p": 0.3}):
-        sampling = make_sampling(24, seed=1, **filters)  # type: ignore[arg-type]
-        position = torch.arange(24)
-        states = []
-        for road in ("reference", "compiled"):
-            with on_road(road):
-                states.append(draft_sample(logits, sampling, position, position, 3000))
-        assert torch.equal(states[0].token_ids, states[1].token_ids)
-        torch.testing.assert_close(states[0].state, states[1].state, rtol=1e-6, atol=1e-6)
-
-
 def slots_of(token_ids: Tensor, samples: bool = False, seed: int = 0) -> SlotState:
     """Slots of greedy requests, or of all kinds. Shape: token_ids [NUM_SLOTS, width]."""
     num_tokens = torch.arange(NUM_SLOTS) % 3 + 1
