@@ -24,6 +24,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Of tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture
 def compiled_kernels() -> Iterator[list[str]]:
     """Names of the kernels that were compiled, or read from the cache on disk, since it began."""

@@ -24,11 +24,6 @@ from outrider.engine.processes.client import EngineClient, EngineUnavailableErro
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=[scripted_in_process, ScriptedProcessEngine, ScriptedSharedEngine])
 def make_client(request: pytest.FixtureRequest) -> Any:
     return request.param

@@ -22,11 +22,6 @@ from outrider.engine.processes.process_engine import ProcessEngine
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(
     scope="module", params=[InProcessEngine, pytest.param(ProcessEngine, marks=pytest.mark.slow)]
 )

@@ -17,11 +17,6 @@ TIMEOUT_S = 10
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def context() -> Iterator[Context]:
     context = zmq.Context()
     yield context

@@ -76,11 +76,6 @@ def ends(request_id: str) -> Callable[[FromEngine], bool]:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ScriptedProcessEngine]:

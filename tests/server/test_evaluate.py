@@ -21,11 +21,6 @@ from outrider.server.models import known_drafts
 from outrider.server.models.known_drafts import KnownDraft
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
