@@ -1,19 +1,13 @@
 """Where the kernels run: on a GPU if there is one, else under Triton's interpreter."""
 
 import pytest
-import torch
 from fast_interpreter import speed_up
-from verification import DEVICE, DRAWING_ROADS
+from verification import DRAWING_ROADS
 
 from outrider.kernels._dispatch import INTERPRET
 
 if INTERPRET:
     speed_up()
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return DEVICE
 
 
 @pytest.fixture(params=DRAWING_ROADS)

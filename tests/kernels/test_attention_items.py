@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from verification import HAS_KERNELS
+from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model.attention_items import list_items
 
@@ -30,11 +30,11 @@ def split_starts(num_tokens: int, unit: int) -> Iterator[int]:
 )
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_items_cover_every_row_and_token_once(
-    rows: list[int], lens: list[int], batch_invariant: bool, device: torch.device
+    rows: list[int], lens: list[int], batch_invariant: bool
 ) -> None:
-    cu = torch.tensor([0, *rows]).cumsum(0).to(device)
-    slots = torch.tensor([7, 4, 5], device=device)
-    lengths = torch.tensor(lens, device=device)
+    cu = torch.tensor([0, *rows]).cumsum(0).to(DEVICE)
+    slots = torch.tensor([7, 4, 5], device=DEVICE)
+    lengths = torch.tensor(lens, device=DEVICE)
     listed = list_items(
         cu, lengths, slots, sum(rows), 2, 4, 70_000, batch_invariant=batch_invariant
     )

@@ -18,23 +18,23 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Trito
 _seeds = count()
 
 
-def randn(*shape: int, device: torch.device) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(next(_seeds))).to(device)
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(next(_seeds))).to(DEVICE)
 
 
-def make_matrix(num_experts: int, num_out: int, num_in: int, device: torch.device) -> ExpertMatrix:
+def make_matrix(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
     generator = torch.Generator().manual_seed(next(_seeds))
     rows = num_experts * num_out
     codes = torch.randint(0, 16, (rows, num_in), generator=generator, dtype=torch.uint8)
     exponent = torch.randint(118, 123, (rows, num_in // 32), generator=generator).to(torch.uint8)
-    scale = exponent.to(device).t().contiguous().view(torch.float8_e8m0fnu)
-    matrix = narrow_matrix("fp4", codes.to(device), scale.float(), group=32)._replace(scale=scale)
-    return ExpertMatrix(matrix, randn(rows, device=device), num_experts)
+    scale = exponent.to(DEVICE).t().contiguous().view(torch.float8_e8m0fnu)
+    matrix = narrow_matrix("fp4", codes.to(DEVICE), scale.float(), group=32)._replace(scale=scale)
+    return ExpertMatrix(matrix, randn(rows), num_experts)
 
 
-def make(device: torch.device, num_experts: int = 5, width: int = 128, inner: int = 192) -> Experts:
-    gate_up = make_matrix(num_experts, 2 * inner, width, device)
-    return Experts(gate_up, make_matrix(num_experts, width, inner, device), 1.7, 2.0)
+def make(num_experts: int = 5, width: int = 128, inner: int = 192) -> Experts:
+    gate_up = make_matrix(num_experts, 2 * inner, width)
+    return Experts(gate_up, make_matrix(num_experts, width, inner), 1.7, 2.0)
 
 
 def of_bfloat16(experts: Experts) -> Experts:
@@ -61,10 +61,8 @@ def by_row(x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
 @needs_kernels
 @pytest.mark.parametrize("num_rows", [1, 2, 9, 40, 300])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (32, 4)])
-def test_rows_get_their_best_experts(
-    num_rows: int, num_experts: int, top_k: int, device: torch.device
-) -> None:
-    logits = randn(num_rows, num_experts + 3, device=device)[:, :num_experts]
+def test_rows_get_their_best_experts(num_rows: int, num_experts: int, top_k: int) -> None:
+    logits = randn(num_rows, num_experts + 3)[:, :num_experts]
     logits[0] = 1.0  # all alike
     logits[-1, 1:3] = torch.nan
     logits[-1, 3:] = -torch.inf
@@ -72,11 +70,11 @@ def test_rows_get_their_best_experts(
     ids, weights = choose_reference(logits, top_k)
     assert torch.equal(got.ids, ids)
     torch.testing.assert_close(got.weights, weights)
-    assert torch.equal(got.ids[0], torch.arange(top_k, device=device, dtype=torch.int32))
+    assert torch.equal(got.ids[0], torch.arange(top_k, device=DEVICE, dtype=torch.int32))
 
 
-def test_infinite_logits_give_no_weights(device: torch.device) -> None:
-    logits = torch.tensor([[0, torch.inf, 1], [torch.inf, 0, torch.inf], [0, 1, 2]], device=device)
+def test_infinite_logits_give_no_weights() -> None:
+    logits = torch.tensor([[0, torch.inf, 1], [torch.inf, 0, torch.inf], [0, 1, 2]], device=DEVICE)
     expected = logits.topk(2).values.softmax(1)
     assert expected.isnan().all(1).tolist() == [True, True, False]
     torch.testing.assert_close(route(logits, 2).weights, expected, equal_nan=True)
@@ -85,9 +83,9 @@ def test_infinite_logits_give_no_weights(device: torch.device) -> None:
 @needs_kernels
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 33, 300])
 def test_every_pair_is_in_one_tile_of_its_expert(
-    num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits = randn(num_rows, 8, device=device)
+    logits = randn(num_rows, 8)
     logits[:, 3] += 2  # of which some expert has several tiles
     got = route(logits, 2)
     expected = tiles_of(got.ids, 8)
@@ -108,12 +106,12 @@ def test_every_pair_is_in_one_tile_of_its_expert(
 @needs_kernels
 @pytest.mark.parametrize("num_rows", [1, 7, 60])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, device: torch.device) -> None:
-    experts = make(device)
-    x = randn(num_rows, 131, device=device)[:, :128]  # rows need not follow each other
-    residual = randn(num_rows, 128, device=device)
-    norm = Norm(randn(128, device=device), 1e-5) if with_norm else None
-    routing = route(randn(num_rows, 5, device=device), 2)
+def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool) -> None:
+    experts = make()
+    x = randn(num_rows, 131)[:, :128]  # rows need not follow each other
+    residual = randn(num_rows, 128)
+    norm = Norm(randn(128), 1e-5) if with_norm else None
+    routing = route(randn(num_rows, 5), 2)
     expected = residual.double() + by_row(x, routing, experts)
     plain = residual.clone()
     add_experts_reference(plain, x, routing, experts)
@@ -131,12 +129,10 @@ def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, device: torc
 @pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="the interpreter lacks bfloat16")
 @pytest.mark.parametrize("num_rows", [1, 40, 300])
 @pytest.mark.parametrize("width", [64, 128, 448])  # a loop of one turn, longer ones, several turns
-def test_bfloat16_equals_the_formulas_but_for_rounding(
-    num_rows: int, width: int, device: torch.device
-) -> None:
-    experts = of_bfloat16(make(device, 3, width, width))
-    x = randn(num_rows, width, device=device).bfloat16()
-    routing = route(randn(num_rows, 3, device=device), 2)
+def test_bfloat16_equals_the_formulas_but_for_rounding(num_rows: int, width: int) -> None:
+    experts = of_bfloat16(make(3, width, width))
+    x = randn(num_rows, width).bfloat16()
+    routing = route(randn(num_rows, 3), 2)
     residual = torch.zeros_like(x)
     add_experts(residual, x, routing, experts)
     expected = by_row(x, routing, experts)
@@ -145,12 +141,10 @@ def test_bfloat16_equals_the_formulas_but_for_rounding(
 
 @needs_kernels
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_tiles_of_every_size(
-    size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_of_every_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing_module, "_TILES", (size,))
-    experts, x = make(device, 3, 64, 64), randn(50, 64, device=device)
-    routing = route(randn(50, 3, device=device), 2)
+    experts, x = make(3, 64, 64), randn(50, 64)
+    routing = route(randn(50, 3), 2)
     assert routing.tiles.pairs.shape[1] == size
     residual = torch.zeros_like(x)
     add_experts(residual, x, routing, experts)
@@ -158,12 +152,12 @@ def test_tiles_of_every_size(
 
 
 @needs_kernels
-def test_scales_of_every_exponent(device: torch.device) -> None:
+def test_scales_of_every_exponent() -> None:
     """2^-127 is subnormal; 2^65 is the largest that is served."""
-    experts = make(device, 1, 64, 64)
+    experts = make(1, 64, 64)
     exponent = experts.down.matrix.scale.view(torch.uint8)
     exponent[0], exponent[1] = 0, MOST_EXPONENT
-    x, routing = randn(3, 64, device=device), route(randn(3, 1, device=device), 1)
+    x, routing = randn(3, 64), route(randn(3, 1), 1)
     residual = torch.zeros_like(x)
     add_experts(residual, x, routing, experts)
     expected = by_row(x, routing, experts)
@@ -174,23 +168,23 @@ def test_scales_of_every_exponent(device: torch.device) -> None:
 
 
 @needs_kernels
-def test_what_is_not_a_number_stays_in_its_row(device: torch.device) -> None:
-    experts = make(device)
-    x, logits = randn(20, 128, device=device), randn(20, 5, device=device)
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    experts = make()
+    x, logits = randn(20, 128), randn(20, 5)
     clean = torch.zeros_like(x)
     add_experts(clean, x, route(logits, 2), experts)
     x[4], logits[4] = torch.nan, torch.nan
     residual = torch.zeros_like(x)
     add_experts(residual, x, route(logits, 2), experts)
-    others = torch.arange(20, device=device) != 4
+    others = torch.arange(20, device=DEVICE) != 4
     torch.testing.assert_close(residual[others], clean[others])
     assert residual[4].isnan().all()
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's products are numpy's")
-def test_a_row_comes_out_the_same_in_any_company(device: torch.device) -> None:
-    experts = of_bfloat16(make(device, 8, 960, 960))
-    logits, x = randn(900, 8, device=device), randn(900, 960, device=device).bfloat16()
+def test_a_row_comes_out_the_same_in_any_company() -> None:
+    experts = of_bfloat16(make(8, 960, 960))
+    logits, x = randn(900, 8), randn(900, 960).bfloat16()
 
     def outputs(some: slice) -> torch.Tensor:
         out = torch.zeros_like(x[some])

@@ -5,7 +5,7 @@ import torch
 from grids import pairwise
 from products import FUSED, Fused, inputs_of
 from random_tensors import normals
-from verification import HAS_KERNELS
+from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model.linear import add_linear, linear, linear_reference
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
@@ -78,9 +78,9 @@ def test_a_product_is_added_to_the_residual_and_normalised(
         torch.testing.assert_close(normed, expected.to(dtype), rtol=tolerance, atol=tolerance)
 
 
-def test_some_rows_are_normalised_into_a_part_of_a_row(device: torch.device) -> None:
+def test_some_rows_are_normalised_into_a_part_of_a_row() -> None:
     randn = normals(5)
-    x, norm, rows = randn(9, 80), Norm(randn(80), 1e-5), torch.tensor([4, 0, 4], device=device)
+    x, norm, rows = randn(9, 80), Norm(randn(80), 1e-5), torch.tensor([4, 0, 4], device=DEVICE)
     out = randn(3, 200)
     before = out.clone()
     normed = rms_norm(x, norm, rows, out[:, 100:180])

@@ -22,6 +22,8 @@ from outrider.kernels.model.paged_attention import paged_attention
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
 PAGE = 16
+# A GPU takes minutes to compile the products of float32 that the interpreter proves.
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 # Rows and context before them: a prefill, a decode, verifications, a chunk behind whole blocks.
 BATCH = [(37, 0), (1, 90), (5, 63), (9, 15), (1, 0), (70, 133)]
 # One over three splits, one whose rows lie on both sides of a border, one of a single split.
@@ -42,52 +44,40 @@ def test_kernel_equals_reference(
     heads: tuple[int, int, int, int],
     mask: tuple[int | None, float | None, bool],
     batch: list[tuple[int, int]],
-    device: torch.device,
 ) -> None:
-    # A GPU takes minutes to compile the products of float32 that the interpreter proves.
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for batch_invariant in (False, True):
-        check(batch, *heads, *mask, device, dtype, batch_invariant)
+        check(batch, *heads, *mask, DTYPE, batch_invariant)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("batch", [BATCH, BATCH[1:5], [(5, 300)]], ids=["mixed", "decode", "alone"])
-def test_kernel_equals_reference_in_float32(
-    batch: list[tuple[int, int]], device: torch.device
-) -> None:
-    check(batch, 6, 2, 40, 24, 70, 5.0, True, device)
+def test_kernel_equals_reference_in_float32(batch: list[tuple[int, int]]) -> None:
+    check(batch, 6, 2, 40, 24, 70, 5.0, True)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("batch", [BATCH, LONG, [(1, 150)]], ids=["mixed", "long", "alone"])
-def test_pages_may_be_fp8(
-    batch: list[tuple[int, int]], batch_invariant: bool, device: torch.device
-) -> None:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    check(batch, 6, 2, 40, 24, 70, None, True, device, dtype, batch_invariant, in_fp8=True)
-    check(batch, 8, 2, 64, 64, None, None, False, device, dtype, batch_invariant, in_fp8=True)
+def test_pages_may_be_fp8(batch: list[tuple[int, int]], batch_invariant: bool) -> None:
+    check(batch, 6, 2, 40, 24, 70, None, True, DTYPE, batch_invariant, in_fp8=True)
+    check(batch, 8, 2, 64, 64, None, None, False, DTYPE, batch_invariant, in_fp8=True)
 
 
-def test_one_row_of_many_heads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_of_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "num_programs", lambda *_: 132)  # more than there are blocks
-    check([(1, 150)], 32, 8, 128, 128, None, None, False, device)
-    check([(1, 150)], 32, 8, 128, 128, None, None, False, device, in_fp8=True)
+    check([(1, 150)], 32, 8, 128, 128, None, None, False)
+    check([(1, 150)], 32, 8, 128, 128, None, None, False, in_fp8=True)
 
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_splits_of_long_sequences_are_merged(
-    window: int | None,
-    with_sinks: bool,
-    batch_invariant: bool,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    window: int | None, with_sinks: bool, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_items, "num_programs", lambda *_: 132)  # too few sequences
     for _ in range(2):  # the second launch finds the counters as the first left them
-        check(LONG, 6, 2, 40, 24, window, None, with_sinks, device, batch_invariant=batch_invariant)
+        check(LONG, 6, 2, 40, 24, window, None, with_sinks, batch_invariant=batch_invariant)
 
 
 # Blocks of drafts: of one row, of more than an item holds, over a border of splits, the first rows.
@@ -98,16 +88,12 @@ BLOCKS = [(1, 40), (17, 30), (8, 250), (5, 0)]
     ("heads", "window"), pairwise([(4, 4, 64, 64), (6, 2, 40, 24), (8, 1, 128, 128)], [None, 20])
 )
 def test_rows_that_are_not_causal_see_those_behind_them(
-    heads: tuple[int, int, int, int],
-    window: int | None,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    check(BLOCKS, *heads, window, None, False, device, dtype, causal=False)
-    check([(70, 133)], *heads, window, None, False, device, dtype, causal=False)  # as a prefill
+    check(BLOCKS, *heads, window, None, False, DTYPE, causal=False)
+    check([(70, 133)], *heads, window, None, False, DTYPE, causal=False)  # as a prefill
     monkeypatch.setattr(attention_items, "num_programs", lambda *_: 132)  # so that splits are made
-    check([(8, 250), (3, 600)], *heads, window, None, True, device, dtype, causal=False)
+    check([(8, 250), (3, 600)], *heads, window, None, True, DTYPE, causal=False)
 
 
 def check(
@@ -119,7 +105,6 @@ def check(
     window: int | None,
     softcap: float | None,
     with_sinks: bool,
-    device: torch.device,
     dtype: torch.dtype = torch.float32,
     batch_invariant: bool = False,
     in_fp8: bool = False,
@@ -141,18 +126,18 @@ def check(
         tail = table[len(batch) - 1 - i, count - 1]
         k_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
         v_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
-    table = table.to(device)
+    table = table.to(DEVICE)
     k_scale = v_scale = 1.0
     if in_fp8:
         k_scale, v_scale = 0.5, 3.0
         k_cache, v_cache = to_e4m3(k_cache / k_scale), to_e4m3(v_cache / v_scale)
-    slots = torch.arange(len(batch) - 1, -1, -1, device=device)
+    slots = torch.arange(len(batch) - 1, -1, -1, device=DEVICE)
     # As Llama hands it over: heads before rows in memory.
     query = randn(num_heads, num_rows, head_dim).transpose(0, 1)
     sinks = randn(num_heads) if with_sinks else None
-    cu = torch.tensor([0, *(rows for rows, _ in batch)]).cumsum(0).int().to(device)
+    cu = torch.tensor([0, *(rows for rows, _ in batch)]).cumsum(0).int().to(DEVICE)
     scale = head_dim**-0.5
-    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     out = paged_attention(
         query,
         k_cache,
@@ -184,7 +169,7 @@ def check(
                 k_cache.float().nan_to_num() * k_scale,
                 v_cache.float().nan_to_num() * v_scale,
                 table[slots[i], : -(-seq_len // PAGE)],
-                divide(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, device),
+                divide(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, DEVICE),
                 scale,
                 softcap,
                 sinks.float() if sinks is not None else None,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from random_tensors import normals
-from verification import HAS_KERNELS
+from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store, rope_and_store_reference, rotary_table
@@ -17,12 +17,7 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_kernel_equals_reference(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    with_norms: bool,
-    in_fp8: bool,
-    device: torch.device,
+    num_heads: int, num_kv_heads: int, head_dim: int, with_norms: bool, in_fp8: bool
 ) -> None:
     randn = normals(num_heads)
     num_rows, page_size = 5, 4
@@ -33,10 +28,10 @@ def test_kernel_equals_reference(
     if in_fp8:  # with what no FP8 number reaches
         dtype, scales = torch.float8_e4m3fn, (0.3, 2.0)
         qkv[1] *= 1000
-    slot_mapping = torch.tensor([9, 3, 17, 4, 22], device=device)
+    slot_mapping = torch.tensor([9, 3, 17, 4, 22], device=DEVICE)
     results = []
     for function in (rope_and_store, rope_and_store_reference):
-        k_cache = torch.full((6, page_size, num_kv_heads, head_dim), 7.0, device=device)
+        k_cache = torch.full((6, page_size, num_kv_heads, head_dim), 7.0, device=DEVICE)
         k_cache = k_cache.to(dtype)
         v_cache = k_cache.clone()
         args = (cos, sin, k_cache, v_cache, slot_mapping, num_heads, *norms, *scales)
@@ -51,9 +46,9 @@ def test_kernel_equals_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_table_is_that_of_the_angles(dtype: torch.dtype, device: torch.device) -> None:
-    positions = torch.tensor([0, 1, 77, 131_071], device=device)
-    inv_freq = 1e4 ** -(torch.arange(20, device=device) / 20)  # not a power of two of them
+def test_table_is_that_of_the_angles(dtype: torch.dtype) -> None:
+    positions = torch.tensor([0, 1, 77, 131_071], device=DEVICE)
+    inv_freq = 1e4 ** -(torch.arange(20, device=DEVICE) / 20)  # not a power of two of them
     angles = (positions[:, None].float() * inv_freq).repeat(1, 2)
     cos, sin = rotary_table(positions, inv_freq, 1.5, dtype)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
