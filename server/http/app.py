@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
@@ -63,7 +63,7 @@ from ..api.tokenization import (
     tokenizer_info,
 )
 from ..api.unknown_fields import IGNORED
-from ..config.server_settings import ServerSettings
+from ..config.settings import Settings
 from ..grammar.structured_outputs import GrammarChecker
 from ..observe.metrics import Metrics
 from ..observe.tracing import make_trace
@@ -73,7 +73,7 @@ from ..text.tokenizer import Tokenizer
 from . import errors
 from .api_keys import ApiKeys, key_digest, request_key
 from .hosts import Hosts
-from .info import PairCard, add_info_route
+from .info import add_info_route
 from .loads import add_load_routes
 from .middleware import (
     BodyLimit,
@@ -107,26 +107,22 @@ def create_app(
     client: EngineClient,
     tokenizer: Tokenizer,
     gate: Gate,
+    pair: Settings,
     *,
-    model_names: Sequence[str],
-    settings: ServerSettings,
     compiler: GrammarCompiler | None = None,
     sampling_defaults: SamplingDefaults = NEUTRAL,
-    card: PairCard | None = None,
-    unlisted_name: str | None = None,
 ) -> ASGIApp:
     """The application; it answers 503 unless the engine is ready and the gate is open.
 
-    `model_names`: names that requests may use; answers use the first. `compiler`: checks grammars;
-    None: they are refused. `card`: the settings of the pair, for /info; None: they are not shown.
-    `unlisted_name`: another name that requests may use, but that no answer shows.
+    `pair`: its settings, and the server's. `compiler`: checks grammars; None: they are refused.
     """
+    settings, model_name = pair.server, pair.served_model_names[0]
     keys = settings.read_api_keys()
     priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
     service = Service(
         client=client,
         tokenizer=tokenizer,
-        metrics=Metrics(client, model_names[0]),
+        metrics=Metrics(client, model_name),
         message_format=MessageFormat(
             str(tokenizer.info["chat_template"]),
             tokenizer.response_template,
@@ -136,8 +132,8 @@ def create_app(
         grammars=GrammarChecker(
             compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
         ),
-        model_names=tuple(model_names),
-        unlisted_name=unlisted_name,
+        model_names=pair.served_model_names,
+        unlisted_name=None if settings.served_model_name else pair.target.model,
         settings=settings,
         sampling_defaults=sampling_defaults,
         priority_keys=priority_keys if keys else None,
@@ -157,7 +153,7 @@ def create_app(
     api.include_router(openai)
     api.include_router(anthropic)
     api.include_router(_tokenizer_routes(service))
-    api.include_router(_status_routes(service, gate, card))
+    api.include_router(_status_routes(service, gate, pair))
     if settings.ui:
         add_ui(api)
 
@@ -178,7 +174,7 @@ def create_app(
     app = Hosts(app, settings)
     if settings.metrics_port is not None:
         app = MetricsPort(app, api, settings.metrics_port)
-    trace = make_trace(settings.otlp_endpoint, model_names[0])
+    trace = make_trace(settings.otlp_endpoint, model_name)
     app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic), trace)
     return RootPath(RequestId(app), settings.root_path)
 
@@ -327,7 +323,7 @@ def _tokenizer_routes(service: Service) -> APIRouter:
     return router
 
 
-def _status_routes(service: Service, gate: Gate, card: PairCard | None) -> APIRouter:
+def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
     router = APIRouter(responses=_ERRORS)
     client = service.client
 
@@ -364,7 +360,7 @@ def _status_routes(service: Service, gate: Gate, card: PairCard | None) -> APIRo
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     add_load_routes(router, client)
-    add_info_route(router, service, card, VERSION)
+    add_info_route(router, service, pair, VERSION)
     add_stats_route(router, client, service.metrics, gate)
     return router
 

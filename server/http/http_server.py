@@ -22,7 +22,6 @@ from ..models.prepare import Prepared
 from ..text.tokenizer import Tokenizer
 from .app import create_app
 from .connection import KEEP_ALIVE_S, Connection
-from .info import PairCard
 from .middleware import EarlyAnswer, Gate
 
 log = logging.getLogger("outrider.server")
@@ -48,14 +47,11 @@ async def load_app(prepared: Prepared, client: EngineClient, gate: Gate) -> ASGI
         client,
         tokenizer,
         gate,
-        model_names=settings.served_model_names,
-        settings=settings.server,
+        settings,
         compiler=compiler,
         sampling_defaults=sampling_defaults(
             settings.server.generation_config, Path(config.target.path)
         ),
-        card=PairCard.of(settings),
-        unlisted_name=None if settings.server.served_model_name else settings.target.model,
     )
     gc.collect()
     gc.freeze()  # what is loaded stays

@@ -1,7 +1,5 @@
 """GET /info: the pair that is served, and what was loaded."""
 
-from dataclasses import dataclass
-
 from fastapi import APIRouter
 
 from outrider.engine.api import Verification
@@ -9,26 +7,6 @@ from outrider.engine.api import Verification
 from ..api.protocol import APIResponse
 from ..api.service import Service
 from ..config.settings import Settings, name_of
-
-
-@dataclass(frozen=True, slots=True)
-class PairCard:
-    """The settings of the pair, as far as the engine does not know them."""
-
-    target: str
-    draft: str | None
-    is_adaptive: bool
-    verification: Verification
-
-    @staticmethod
-    def of(settings: Settings) -> "PairCard":
-        draft = settings.draft.model
-        return PairCard(
-            target=name_of(settings.target.model),
-            draft=None if draft is None else name_of(draft),
-            is_adaptive=settings.speculation.adaptive,
-            verification=settings.speculation.verification,
-        )
 
 
 class ModelInfo(APIResponse):
@@ -39,8 +17,8 @@ class ModelInfo(APIResponse):
 class SpeculationInfo(APIResponse):
     proposer: str | None  # null: the target decodes plainly
     num_speculative_tokens: int  # the most drafts in a step
-    adaptive: bool | None  # whether fewer are drafted if that is faster
-    verification: Verification | None  # for requests that name none
+    adaptive: bool  # whether fewer are drafted if that is faster
+    verification: Verification  # for requests that name none
 
 
 class CacheInfo(APIResponse):
@@ -72,9 +50,7 @@ class Info(APIResponse):
     engine: EngineDetails | None
 
 
-def add_info_route(
-    router: APIRouter, service: Service, card: PairCard | None, version: str
-) -> None:
+def add_info_route(router: APIRouter, service: Service, pair: Settings, version: str) -> None:
     @router.get("/info")
     async def info() -> Info:
         """The pair that is served, how it is set, and what it runs on."""
@@ -84,26 +60,27 @@ def add_info_route(
             state=service.client.state,
             chats=service.tokenizer.chat_template is not None,
             max_logprobs=service.settings.max_logprobs,
-            engine=_engine(service, card),
+            engine=_engine(service, pair),
         )
 
 
-def _engine(service: Service, card: PairCard | None) -> EngineDetails | None:
+def _engine(service: Service, pair: Settings) -> EngineDetails | None:
     info = service.client.info
     if info is None:
         return None
     draft = None
     if info.draft_dtype is not None:
-        draft = ModelInfo(model=card.draft if card else None, dtype=info.draft_dtype)
+        name = pair.draft.model
+        draft = ModelInfo(model=name and name_of(name), dtype=info.draft_dtype)
     return EngineDetails(
         device=info.device,
-        target=ModelInfo(model=card.target if card else None, dtype=info.target_dtype),
+        target=ModelInfo(model=name_of(pair.target.model), dtype=info.target_dtype),
         draft=draft,
         speculation=SpeculationInfo(
             proposer=info.proposer,
             num_speculative_tokens=info.num_speculative_tokens,
-            adaptive=card.is_adaptive if card else None,
-            verification=card.verification if card else None,
+            adaptive=pair.speculation.adaptive,
+            verification=pair.speculation.verification,
         ),
         cache=CacheInfo(
             num_pages=info.num_pages,

@@ -21,7 +21,7 @@ from in_process import InProcessEngine
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import save_tiny_model
 
-from outrider.server.config.server_settings import ServerSettings
+from outrider.server.config.settings import Settings
 from outrider.server.http.app import create_app
 from outrider.server.http.middleware import Gate
 from outrider.server.text.tokenizer import Tokenizer
@@ -56,9 +56,7 @@ def labels_by_series(
         engine = InProcessEngine(engine_config(*pair))
         await engine.start()
         try:
-            app = create_app(
-                engine, tokenizer, Gate(), model_names=["t"], settings=ServerSettings()
-            )
+            app = create_app(engine, tokenizer, Gate(), Settings())
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 body = {"prompt": "x", "max_tokens": 4}
@@ -130,7 +128,7 @@ def test_compose_mounts_what_exists_and_builds_known_targets(path: Path) -> None
 def test_compose_gives_the_server_time_to_drain(file: str, name: str) -> None:
     service = load(DOCKER / file)["services"][name]
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
-    assert grace_s > ServerSettings().shutdown_timeout_s
+    assert grace_s > Settings().server.shutdown_timeout_s
 
 
 def test_health_is_asked_past_the_proxy_of_a_container() -> None:

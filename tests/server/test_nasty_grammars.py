@@ -11,7 +11,6 @@ import psutil
 import pytest
 from tiny_server import serving
 
-from outrider.server.config.server_settings import ServerSettings
 from outrider.server.text.tokenizer import Tokenizer
 
 EOS = 0
@@ -143,8 +142,8 @@ def test_the_server_answers_and_goes_on(pair: tuple[Path, Path], tokenizer: Toke
     me = psutil.Process()
 
     async def run() -> dict[str, int]:
-        settings = ServerSettings(grammar_timeout_s=1.0)
-        async with serving(pair, tokenizer, (EOS,), settings, k=3) as (http, engine):
+        server = {"grammar_timeout_s": 1.0}
+        async with serving(pair, tokenizer, (EOS,), server, k=3) as (http, engine):
             http.timeout = 60
 
             async def ask(name: str, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -77,7 +77,7 @@ def test_a_broken_file_is_named_with_the_way_out(tmp_path: Path, content: str) -
 
 
 def test_a_model_goes_by_all_of_its_names(serve: Serve) -> None:
-    served = serve(model_names=("first", "second"))
+    served = serve(served_model_name=("first", "second"))
     listed = get(served.app, "/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["first", "second"]
     for name in ("first", "second"):

@@ -15,7 +15,6 @@ from llguidance import LLMatcher
 from pydantic import BaseModel
 from tiny_server import serving
 
-from outrider.server.config.server_settings import ServerSettings
 from outrider.server.grammar.structured_outputs import lark_of_schema
 from outrider.server.text.tokenizer import Tokenizer
 
@@ -38,8 +37,7 @@ def tiny(pair: tuple[Path, Path], tokenizer: Tokenizer) -> Serve:
 
     @asynccontextmanager
     async def start(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-        server = ServerSettings(**settings)
-        async with serving(pair, tokenizer, (EOS,), server, k=3) as (http, _):
+        async with serving(pair, tokenizer, (EOS,), settings, k=3) as (http, _):
             http.timeout = 60
             yield http
 

@@ -13,9 +13,7 @@ from served import Served
 
 from outrider.engine.api import EngineStats
 from outrider.engine.processes.client import EngineClient
-from outrider.server.config.settings_loader import load_settings
 from outrider.server.http import stats
-from outrider.server.http.info import PairCard
 from outrider.server.http.stats import Stats
 from outrider.server.http.ui import FILES as FOLDER
 from outrider.server.observe.metrics import Metrics
@@ -79,14 +77,16 @@ def test_the_page_asks_for_no_more_logprobs_than_the_server_tells(serve: Serve) 
     assert "info?.max_logprobs" in (FOLDER / "playground.js").read_text()
 
 
-def test_the_card_names_models_and_no_folders() -> None:
-    def card(*assignments: str) -> PairCard:
-        return PairCard.of(load_settings(assignments=assignments, environ={}))
+def test_info_names_models_and_no_folders(serve: Serve) -> None:
+    def names(target: str, draft: str | None) -> tuple[str, str | None]:
+        pair = {"target": {"model": target}, "draft": {"model": draft}}
+        told = get(serve(pair=pair).app, "/info").json()["engine"]
+        assert told["speculation"]["adaptive"] is True
+        assert told["speculation"]["verification"] == "block"
+        return told["target"]["model"], told["draft"]["model"]
 
-    hub = card("target.model=Qwen/Qwen3-8B", "draft.model=/data/private/draft")
-    assert (hub.target, hub.draft) == ("Qwen/Qwen3-8B", "draft")
-    mine = card("target.model=./models/mine", "speculation.proposer=ngram")
-    assert mine == PairCard("mine", None, True, "block")
+    assert names("Qwen/Qwen3-8B", "/data/private/draft") == ("Qwen/Qwen3-8B", "draft")
+    assert names("./models/mine", None) == ("mine", None)
 
 
 def first_events(served: Served, number: int) -> list[Any]:

@@ -1,6 +1,5 @@
 """The application over a scripted engine, and what tests look at behind it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from scripted_client import Play, ScriptedClient
@@ -8,7 +7,7 @@ from starlette.types import ASGIApp
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.server.api.sampling_defaults import NEUTRAL, SamplingDefaults
-from outrider.server.config.server_settings import ServerSettings
+from outrider.server.config.settings import Settings
 from outrider.server.http.app import create_app
 from outrider.server.http.middleware import Gate
 from outrider.server.text.tokenizer import Tokenizer
@@ -23,9 +22,9 @@ class Served:
         tokenizer: Tokenizer,
         *,
         compiler: GrammarCompiler | None = None,
-        model_names: Sequence[str] = (MODEL,),
         sampling_defaults: SamplingDefaults = NEUTRAL,
-        **settings: Any,
+        pair: dict[str, Any] | None = None,
+        **server: Any,
     ) -> None:
         self.client = ScriptedClient(play, vocab_size=tokenizer.backend.get_vocab_size())
         self.gate = Gate()
@@ -34,8 +33,7 @@ class Served:
             self.client,
             tokenizer,
             self.gate,
-            model_names=model_names,
-            settings=ServerSettings(**settings),
+            Settings(server={"served_model_name": MODEL} | server, **(pair or {})),
             compiler=compiler,
             sampling_defaults=sampling_defaults,
         )

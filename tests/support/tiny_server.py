@@ -11,7 +11,7 @@ from engines import engine_config
 from in_process import InProcessEngine
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
-from outrider.server.config.server_settings import ServerSettings
+from outrider.server.config.settings import Settings
 from outrider.server.http.app import create_app
 from outrider.server.http.middleware import Gate
 from outrider.server.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ async def serving(
     pair: tuple[Path, Path],
     tokenizer: Tokenizer,
     eos_token_ids: tuple[int, ...] = (),
-    server: ServerSettings | None = None,
+    server: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, InProcessEngine]]:
     config = replace(engine_config(*pair, **settings), eos_token_ids=eos_token_ids)
@@ -37,8 +37,7 @@ async def serving(
         engine,
         tokenizer,
         Gate(),
-        model_names=["tiny"],
-        settings=server or ServerSettings(),
+        Settings(server={"served_model_name": "tiny"} | (server or {})),
         compiler=compiler,
     )
     transport = httpx.ASGITransport(app)
