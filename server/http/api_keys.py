@@ -41,9 +41,6 @@ class ApiKeys:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = dict(reversed(scope["headers"]))
         header = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
         digest = self._match(_given_key(headers))

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.processes.client import EngineClient
@@ -176,7 +176,13 @@ def create_app(
         app = MetricsPort(app, api, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_name)
     app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic), trace)
-    return RootPath(RequestId(app), settings.root_path)
+    for_http = RootPath(RequestId(app), settings.root_path)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        # Ray also says when the application starts and ends.
+        await (for_http if scope["type"] == "http" else api)(scope, receive, send)
+
+    return answer
 
 
 class _JSONRequest(Request):

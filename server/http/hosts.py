@@ -39,7 +39,7 @@ class Hosts:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS:
+        if route_path(scope) not in OPEN_PATHS:
             for given in Headers(scope=scope).getlist("host"):
                 if not self._admits(given):
                     await self._refusal(given).response(scope)(scope, receive, send)

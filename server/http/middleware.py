@@ -1,6 +1,7 @@
 """Wrapped around every request: its id, its outcome, the drain, the limit of its body.
 
-Plain ASGI, because Starlette's BaseHTTPMiddleware would hide disconnects from the routes.
+Plain ASGI, because Starlette's BaseHTTPMiddleware would hide disconnects from the routes. Only HTTP
+gets here.
 """
 
 import asyncio
@@ -40,15 +41,14 @@ class RootPath:
         self._prefix = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            outer, path = scope.get("root_path", ""), scope["path"]  # outer: Ray's prefix
-            for prefix in (outer, self._prefix):
-                if path.startswith(f"{prefix}/"):
-                    path = path.removeprefix(prefix)
-            if not path.startswith("/ui/"):  # a folder, unlike all else
-                path = path.rstrip("/") or "/"
-            root_path = outer + self._prefix
-            scope = {**scope, "root_path": root_path, "path": root_path + path}
+        outer, path = scope.get("root_path", ""), scope["path"]  # outer: Ray's prefix
+        for prefix in (outer, self._prefix):
+            if path.startswith(f"{prefix}/"):
+                path = path.removeprefix(prefix)
+        if not path.startswith("/ui/"):  # a folder, unlike all else
+            path = path.rstrip("/") or "/"
+        root_path = outer + self._prefix
+        scope = {**scope, "root_path": root_path, "path": root_path + path}
         await self._app(scope, receive, send)
 
 
@@ -62,9 +62,6 @@ class RequestId:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -96,7 +93,7 @@ class Observe:
         self._paths = paths  # one label each; others share one: clients can invent any number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = route_path(scope) if scope["type"] == "http" else ""
+        path = route_path(scope)
         # Routers poll /v1/loads every few seconds: do not count or log that.
         if not path.startswith("/v1/") or path == "/v1/loads":
             await self._app(scope, receive, send)
@@ -174,7 +171,7 @@ class Drain:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in self.always_open:
+        if route_path(scope) in self.always_open:
             await self._app(scope, receive, send)
         elif self._gate.open:
             with self._gate:
@@ -195,7 +192,7 @@ class MetricsPort:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The port of the socket that took the connection, not one that a client names.
         server = scope.get("server")
-        if scope["type"] != "http" or not server or server[1] != self._port:
+        if not server or server[1] != self._port:
             await self._app(scope, receive, send)
         elif route_path(scope) == "/metrics":
             await self._api(scope, receive, send)
@@ -215,9 +212,6 @@ class EarlyAnswer:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         whole = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
         early = False
@@ -262,9 +256,6 @@ class BodyLimit:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._max_body_bytes:
             await self._too_large().response(scope)(scope, receive, send)

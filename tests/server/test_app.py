@@ -13,7 +13,7 @@ from asgi import Call, Reply, get, post, start_post
 from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from outrider.engine.api import EngineStats, NewRequest, RequestOutput
 from outrider.engine.processes.client import EngineState
@@ -31,6 +31,21 @@ def test_request_id_is_echoed_or_made(serve: Serve) -> None:
     assert len(made) == 3
     unfit = get(served.app, "/health", {"x-request-id": "x" * 500}).headers["x-request-id"]
     assert len(unfit) == 32
+
+
+def test_a_proxy_may_tell_that_the_application_starts(serve: Serve) -> None:
+    told = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+    heard: list[str] = []
+
+    async def receive() -> Message:
+        return next(told)
+
+    async def send(message: Message) -> None:
+        heard.append(message["type"])
+
+    app = serve(api_keys=("one",), metrics_port=9000).app
+    asyncio.run(app({"type": "lifespan", "app": app}, receive, send))
+    assert heard == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
 def test_unknown_route_and_method_have_error_bodies(serve: Serve) -> None:
