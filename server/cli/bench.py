@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .errors import give_up
 from .progress import ProgressDisplay
 from .remote import DEFAULT_URL, ApiKeyOption, ModelOption, RemoteError, UrlArgument, find
 
@@ -51,8 +52,7 @@ def bench_command(
 ) -> None:
     """Measure the speed of a running server under load, with drafts and without."""
     if json_file and not json_file.parent.is_dir():
-        typer.echo(f"outrider: {json_file.parent} is no directory; make it first", err=True)
-        raise typer.Exit(2)
+        give_up(f"{json_file.parent} is no directory; make it first", 2)
     from ..evaluation.load import measure_load  # brings in the engine's part of the package
 
     try:
@@ -73,8 +73,7 @@ def bench_command(
                     )
                 )
     except RemoteError as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(1) from None
+        give_up(error, 1)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     rows = [_row(at_once, *pair) for at_once, pair in loads.items()]

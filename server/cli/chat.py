@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from .errors import give_up
 from .painter import STYLES, Painter
 from .remote import (
     DEFAULT_URL,
@@ -20,9 +21,9 @@ from .remote import (
     Remote,
     RemoteError,
     UrlArgument,
-    check,
-    chunks_of,
+    chunk_of,
     find,
+    refusal,
     unreachable,
 )
 
@@ -57,8 +58,7 @@ def chat_command(
     try:
         remote = find(url, api_key, model)
     except RemoteError as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(1) from None
+        give_up(error, 1)
     options = {"temperature": temperature, "max_completion_tokens": max_tokens, "seed": seed}
     conversation = Conversation(remote, console, system, options, k)
     console.print(f"{remote.model} at {remote.url}; /help tells what else to type", soft_wrap=True)
@@ -135,10 +135,12 @@ class Conversation:
                 httpx.Client(timeout=TIMEOUT, headers=self._remote.headers) as client,
                 client.stream("POST", self._remote.chat_url, json=body) as response,
             ):
-                content = response.read() if response.is_error else b""
-                check(self._remote.url, response.status_code, content)
-                for chunk in chunks_of(response.iter_lines()):
-                    yield from chunk["choices"]
+                if response.is_error:
+                    response.read()
+                    raise refusal(self._remote.url, response)
+                for line in response.iter_lines():
+                    if chunk := chunk_of(line):
+                        yield from chunk["choices"]
         except httpx.HTTPError as error:
             raise unreachable(self._remote.url, error) from None
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from ..config.settings import Settings
 from ..config.settings_loader import SettingsError, load_settings, shipped_configs
 from ..models.builtin import BUILTINS
+from .errors import give_up
 
 ConfigOption = Annotated[
     Path | None,
@@ -56,11 +57,7 @@ def chosen(
     if config is None and model is not None and _is_config(model):
         return Path(model), flags
     if model is not None and (nearest := _nearest_config(model)):
-        typer.echo(
-            f"outrider: no model or config {model!r}; did you mean the config {nearest!r}?",
-            err=True,
-        )
-        raise typer.Exit(2)
+        give_up(f"no model or config {model!r}; did you mean the config {nearest!r}?", 2)
     return config, {"target.model": model, **flags}
 
 
@@ -84,8 +81,7 @@ def settings_or_exit(
     try:
         return load_settings(config, assignments or (), flags)
     except SettingsError as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(2) from None
+        give_up(error, 2)
 
 
 def config_command(

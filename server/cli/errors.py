@@ -2,13 +2,20 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 import typer
 
 
+def give_up(why: object, status: int) -> NoReturn:
+    """Say why in one line, and exit with this status."""
+    typer.echo(f"outrider: {why}", err=True)
+    raise typer.Exit(status)
+
+
 @contextlib.contextmanager
 def errors_told() -> Iterator[None]:
-    """Report errors that a user can mend in one line each, and exit with status 1."""
+    """Give up with status 1 on errors that a user can mend."""
     from outrider.distill.recipe import DistillError
     from outrider.engine.processes.client import EngineUnavailableError
 
@@ -17,5 +24,4 @@ def errors_told() -> Iterator[None]:
     try:
         yield
     except (ModelError, DistillError, EngineUnavailableError, ValueError, OSError) as error:
-        typer.echo(f"outrider: {error}", err=True)
-        raise typer.Exit(1) from None
+        give_up(error, 1)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..config.settings import Settings
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
-from .errors import errors_told
+from .errors import errors_told, give_up
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def evaluate_command(
     if check_exact and files:
         problem = "--check-exact measures nothing: leave out --json and --plot"
     if problem:
-        typer.echo(f"outrider: {problem}", err=True)
-        raise typer.Exit(2)
+        give_up(problem, 2)
     from outrider.engine.engine import Engine
     from outrider.engine.processes.process_engine import ProcessEngine
 

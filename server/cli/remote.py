@@ -1,7 +1,6 @@
 """How `outrider chat` and `outrider bench` talk to a running server."""
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -54,7 +53,7 @@ def find(url: str, api_key: str | None, model: str | None) -> Remote:
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT)
         if response.is_error:
-            raise RemoteError(_refusal(url, response.status_code, response.content))
+            raise refusal(url, response)
         names = [entry["id"] for entry in response.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise unreachable(url, error) from None
@@ -72,19 +71,14 @@ def unreachable(url: str, error: Exception) -> RemoteError:
     )
 
 
-def check(url: str, status: int, content: bytes) -> None:
-    """Raise RemoteError for an answer that is not a success."""
-    if status >= 400:
-        raise RemoteError(_refusal(url, status, content))
-
-
-def _refusal(url: str, status: int, content: bytes) -> str:
+def refusal(url: str, response: httpx.Response) -> RemoteError:
+    """What an answer that is not a success says; it has been read."""
     try:
-        told = json.loads(content)["error"]["message"]
+        told = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        told = content.decode(errors="replace")[:200]
-    hint = "; give --api-key, or set OUTRIDER_API_KEY" if status == 401 else ""
-    return f"{url} answers {status}: {told}{hint}"
+        told = response.content.decode(errors="replace")[:200]
+    hint = "; give --api-key, or set OUTRIDER_API_KEY" if response.status_code == 401 else ""
+    return RemoteError(f"{url} answers {response.status_code}: {told}{hint}")
 
 
 def chunk_of(line: str) -> dict[str, Any] | None:
@@ -96,9 +90,3 @@ def chunk_of(line: str) -> dict[str, Any] | None:
     if "error" in chunk:
         raise RemoteError(f"the server ended the answer: {chunk['error'].get('message')}")
     return chunk
-
-
-def chunks_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        if chunk := chunk_of(line):
-            yield chunk

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
+from .errors import give_up
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
@@ -155,8 +156,7 @@ def serve_command(
     model is used; the server says which one, and why.
     """
     if no_draft and (draft is not None or k):
-        typer.echo("outrider: --no-draft excludes --draft and -k", err=True)
-        raise typer.Exit(2)
+        give_up("--no-draft excludes --draft and -k", 2)
     flags: dict[str, object] = {
         "speculation.num_speculative_tokens": k,
         "server.host": host,
@@ -179,12 +179,11 @@ def serve_command(
         flags["speculation.proposer"] = "none"
     settings = settings_or_exit(config, assignments, named | flags)
     if k and settings.speculation.proposer == "none":
-        typer.echo(
-            f"outrider: -k {k} needs a draft, and speculation.proposer is none: name one with "
-            "--draft, or --set speculation.proposer=auto",
-            err=True,
+        give_up(
+            f"-k {k} needs a draft, and speculation.proposer is none: name one with --draft, or "
+            "--set speculation.proposer=auto",
+            2,
         )
-        raise typer.Exit(2)
     # Only now: it brings in the whole server, which the other commands need not wait for.
     from ..http.serving import serve
 

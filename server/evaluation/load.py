@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from ..cli.remote import TIMEOUT, Remote, RemoteError, check, chunk_of, unreachable
+from ..cli.remote import TIMEOUT, Remote, RemoteError, chunk_of, refusal, unreachable
 from .measure import held_out_prompts
 
 PLAIN: dict[str, Any] = {"enabled": False}
@@ -99,7 +99,8 @@ async def _ask(client: httpx.AsyncClient, remote: Remote, body: dict[str, Any], 
     try:
         async with client.stream("POST", remote.chat_url, json=body) as response:
             if response.is_error:
-                check(remote.url, response.status_code, await response.aread())
+                await response.aread()
+                raise refusal(remote.url, response)
             async for line in response.aiter_lines():
                 if (chunk := chunk_of(line)) is None:
                     continue
