@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -19,45 +18,26 @@ class ProgressDisplay:
     def __init__(
         self, console: Console | None = None, say: Callable[[str], None] | None = None
     ) -> None:
-        self._console = console or Console(file=sys.stderr)  # the present one, before redirections
-        self._say = say or partial(self._console.print, highlight=False, markup=False)
-        self._bars: Progress | None = None
-        self._stages: dict[str, TaskID | None] = {}
+        console = console or Console(file=sys.stderr)  # the present one, before redirections
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._say = say or partial(console.print, highlight=False, markup=False)
+        self._stages: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._stages:
-            self._end_stages()
+            for task in self._bars.task_ids:  # when a stage begins, those before it have ended
+                self._bars.update(task, total=1, completed=1)
             if done == total > 0:
                 return
-            self._stages[stage] = self._begin(stage)
-        task = self._stages[stage]
-        if self._bars is not None and task is not None:
-            self._bars.update(task, completed=done, total=total or None)
-
-    def _begin(self, stage: str) -> TaskID | None:
-        if not self._console.is_terminal:
-            self._say(stage)
-            return None
-        if self._bars is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bars = Progress(*columns, console=self._console)
+            if self._bars.disable:
+                self._say(stage)
             self._bars.start()
-        return self._bars.add_task(stage, total=None)
-
-    def _end_stages(self) -> None:
-        """Fill all bars: when a stage begins, those before it have ended."""
-        if self._bars is not None:
-            for task in self._bars.task_ids:
-                self._bars.update(task, total=1, completed=1)
+            self._stages[stage] = self._bars.add_task(stage, total=None)
+        self._bars.update(self._stages[stage], completed=done, total=total or None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
