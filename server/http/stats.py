@@ -1,6 +1,7 @@
 """Statistics of the running server as a stream of events, for pages that show them live."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator
@@ -56,23 +57,13 @@ class Stats(APIResponse):
 
 
 def stats_of(client: EngineClient, metrics: Metrics) -> Stats:
-    stats, info = client.stats, client.info
+    info = client.info
     return Stats(
         time_s=time.monotonic(),
         state=client.state,
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        pages_used=stats.pages_used,
-        pages_total=stats.pages_total,
-        steps=stats.steps,
-        prompt_tokens=stats.prompt_tokens,
-        cached_tokens=stats.cached_tokens,
-        generation_tokens=stats.generation_tokens,
-        preemptions=stats.preemptions,
         source=info.proposer if info else None,
-        drafted_per_position=stats.drafted_per_position,
-        accepted_per_position=stats.accepted_per_position,
         latencies=_latencies(metrics),
+        **dataclasses.asdict(client.stats),
     )
 
 
