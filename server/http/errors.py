@@ -245,7 +245,7 @@ def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
         400,
         "; ".join(lines),
         code="missing_required_parameter" if missing else "invalid_value",
-        param=_field_of(first),
+        param=next((str(part) for part in _path(first)), None),
     )
 
 
@@ -258,10 +258,6 @@ def _describe(problem: Mapping[str, Any]) -> str:
     return f"{where}{message}" + (
         f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
     )
-
-
-def _field_of(problem: Mapping[str, Any]) -> str | None:
-    return next((str(part) for part in _path(problem)), None)
 
 
 def _path(problem: Mapping[str, Any]) -> list[int | str]:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def _unpack(source: Path, folder: Path, file_type: int, rope: dict[str, Any] | N
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    with _no_foreign_bars():
+    with contextlib.redirect_stderr(io.StringIO()):  # some of its progress bars have no switch
         model = AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
@@ -104,13 +103,6 @@ def _unpack(source: Path, folder: Path, file_type: int, rope: dict[str, Any] | N
         )
         model.config.rope_parameters = rope or model.config.rope_parameters
         model.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _no_foreign_bars() -> Iterator[None]:
-    """Suppress transformers' own progress bars, some of which have no switch."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def _fix_pre_tokenizer(backend: Any, pre: str | None, source: Path) -> None:
