@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import zmq
@@ -27,9 +27,6 @@ from ..config.settings import Settings
 from ..text.tokenizer import TokenizerData
 from .store import ModelError
 
-if TYPE_CHECKING:
-    from .pair import Pair
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -39,28 +36,15 @@ class Prepared:
     engine: EngineConfig
     tokenizer: TokenizerData
 
-    @classmethod
-    def of(cls, pair: "Pair") -> "Prepared":
-        from .pair import engine_config
-
-        return cls(pair.settings, engine_config(pair), pair.tokenizer)
-
     def to_json(self) -> bytes:
         """One line of JSON with secrets: only for our own processes."""
-        settings = msgspec.Raw(self.settings.to_json())
-        return msgspec.json.encode(_Written(settings, self.engine, self.tokenizer))
+        return msgspec.json.encode(self, enc_hook=lambda settings: msgspec.Raw(settings.to_json()))
 
     @classmethod
     def from_json(cls, data: bytes) -> "Prepared":
-        written = msgspec.json.decode(data, type=_Written)
-        settings = Settings.model_validate_json(bytes(written.settings))
-        return cls(settings, written.engine, written.tokenizer)
-
-
-class _Written(msgspec.Struct, frozen=True):
-    settings: msgspec.Raw
-    engine: EngineConfig
-    tokenizer: TokenizerData
+        return msgspec.json.decode(
+            data, type=cls, dec_hook=lambda _, settings: Settings.model_validate(settings)
+        )
 
 
 class _Logged(msgspec.Struct, frozen=True, tag=True):
@@ -150,11 +134,12 @@ def main() -> None:
             _send(socket, Loading(stage, done, total))
 
         progress("loading the libraries", 0, 1)
-        from .pair import prepare_pair, resolve_device
+        from .pair import engine_config, prepare_pair, resolve_device
 
         try:
             resolve_device(settings.target.device)  # tells of a missing GPU before any fetching
-            prepared = Prepared.of(prepare_pair(settings, progress))
+            pair = prepare_pair(settings, progress)
+            prepared = Prepared(pair.settings, engine_config(pair), pair.tokenizer)
         except (ModelError, ValueError, OSError) as error:
             _send(socket, Failed(str(error)))
         else:

@@ -53,7 +53,8 @@ def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> No
 def test_another_process_prepares_the_same(models: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = settings_for(models, "draft", "speculation.proposer=auto", "server.api_keys=secret")
     with caplog.at_level(logging.INFO, "outrider"):
-        expected = Prepared.of(prepare_pair(settings))
+        pair = prepare_pair(settings)
+        expected = Prepared(pair.settings, engine_config(pair), pair.tokenizer)
         told = [(record.name, record.levelno, record.message) for record in caplog.records]
         caplog.clear()
         found = asyncio.run(prepare(settings))
