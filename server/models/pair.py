@@ -208,19 +208,16 @@ def _told(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterator
     """Say which setting a model's error comes from."""
     try:
         yield
-    except ModelError as error:
+    except (ModelError, HeadError) as error:
         raise kind(f"{key} = {model!r}: {error}") from error
 
 
 def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
     """Refuse an unknown head, or one of another target, before minutes of loading."""
-    try:
-        head = HeadConfig.load(directory)
-        if settings.head_layers is None:
-            head.boundaries_of(target.num_hidden_layers)
-        head.check_vocabulary(target.vocab_size)
-    except HeadError as error:
-        raise ModelError(str(error)) from None
+    head = HeadConfig.load(directory)
+    if settings.head_layers is None:
+        head.boundaries_of(target.num_hidden_layers)
+    head.check_vocabulary(target.vocab_size)
 
 
 def _check_mtp(target: Path, settings: DraftSettings) -> None:
@@ -228,10 +225,7 @@ def _check_mtp(target: Path, settings: DraftSettings) -> None:
     for name in ("revision", "head_layers"):
         if getattr(settings, name) is not None:
             raise ModelError(f"draft.{name} is set, but an MTP head has none: leave it out")
-    try:
-        check_mtp_head(target)
-    except HeadError as error:
-        raise ModelError(str(error)) from None
+    check_mtp_head(target)
 
 
 def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
