@@ -1,7 +1,6 @@
 """Chooses a draft for a target, if the settings leave it open."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,16 @@ _STORED_BITS = {"I32": 32, "U8": 8}
 LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Settings with the chosen proposer and draft, and the reason in words."""
-
-    settings: Settings
-    reason: str
-
-
-def choose(settings: Settings, directory: Path, config: Any) -> Choice:
+def choose(settings: Settings, directory: Path, config: Any) -> tuple[Settings, str]:
     """The draft that the settings name, or the best known one, or prompt lookup, in this order.
 
-    `directory` and `config` are those of the target.
+    `directory` and `config` are those of the target. Returns settings with the chosen proposer and
+    draft, and the reason in words.
     """
     if settings.speculation.num_speculative_tokens == 0:
-        return Choice(with_proposer(settings, "none"), "draft: none, as k is 0")
-    if settings.draft.model is not None:
-        return Choice(
-            with_proposer(settings, "draft_model"),
-            f"draft: {settings.draft.model}, as the settings say",
-        )
+        return with_proposer(settings, "none"), "draft: none, as k is 0"
+    if (named := settings.draft.model) is not None:
+        return with_proposer(settings, "draft_model"), f"draft: {named}, as the settings say"
     target = Target(
         name=settings.target.model,
         model_type=config.model_type,
@@ -47,16 +36,16 @@ def choose(settings: Settings, directory: Path, config: Any) -> Choice:
         return without_draft(settings, f"no draft is known for {target.name}")
     chosen = with_proposer(settings, "draft_model", known.num_speculative_tokens)
     draft = settings.draft.model_copy(update={"model": known.model})
-    return Choice(
+    return (
         chosen.model_copy(update={"draft": draft}),
         f"draft: {known.model} ({known.kind} for {known.family}), the best that is known for "
         f"{target.name}; --draft takes another, --no-draft none",
     )
 
 
-def without_draft(settings: Settings, why: str) -> Choice:
-    """Prompt lookup, which needs no second model."""
-    return Choice(
+def without_draft(settings: Settings, why: str) -> tuple[Settings, str]:
+    """Prompt lookup, which needs no second model; returns what `choose` does."""
+    return (
         with_proposer(settings, "ngram", LOOKUP_TOKENS),
         f"{why}: drafts are looked up in the text so far; `outrider distill` makes a draft for any "
         "model, --draft takes one",

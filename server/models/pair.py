@@ -62,17 +62,17 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
     if settings.speculation.proposer != "auto":
         settings = with_proposer(settings, settings.speculation.proposer)
         return _pair(settings, target, config, progress)
-    choice = choose(settings, target, config)
-    log.info("%s", choice.reason)
+    chosen, reason = choose(settings, target, config)
+    log.info("%s", reason)
     try:
-        return _pair(choice.settings, target, config, progress)
+        return _pair(chosen, target, config, progress)
     except DraftError as error:
         if settings.draft.model is not None:
             raise
         # The user did not ask for this draft: continue without it.
-        choice = without_draft(settings, f"{error}, so there is no draft model")
-        log.warning("%s", choice.reason)
-        return _pair(choice.settings, target, config, progress)
+        chosen, reason = without_draft(settings, f"{error}, so there is no draft model")
+        log.warning("%s", reason)
+        return _pair(chosen, target, config, progress)
 
 
 def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgress) -> Pair:
