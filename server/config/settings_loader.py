@@ -2,16 +2,17 @@
 
 import difflib
 import importlib.resources
+import itertools
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from .settings import Settings
 
@@ -22,12 +23,7 @@ class SettingsError(ValueError):
     """Settings that cannot be used; the message says which, where they are, and what is allowed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """One value, as given by its source."""
-
-    value: object
-    source: str
+_Given = tuple[str, tuple[object, str]]  # a key, its value, and where that is from
 
 
 def load_settings(
@@ -42,34 +38,31 @@ def load_settings(
     `section.key=value` texts, `flags` map `section.key` to a value, where None means not given.
     Raises SettingsError.
     """
-    given: dict[str, _Given] = {}
-    if config is not None:
-        given |= _from_file(config)
-    given |= _from_environment(os.environ if environ is None else environ)
-    given |= _from_assignments(assignments)
-    given |= _from_flags(flags or {})
+    given = dict(
+        itertools.chain(
+            () if config is None else _from_file(config),
+            _from_environment(os.environ if environ is None else environ),
+            _from_assignments(assignments),
+            _from_flags(flags or {}),
+        )
+    )
     sections: dict[str, dict[str, object]] = {}
-    for key, item in given.items():
+    for key, (value, _) in given.items():
         section, name = key.split(".")
-        sections.setdefault(section, {})[name] = item.value
+        sections.setdefault(section, {})[name] = value
     try:
         return Settings.model_validate(sections)
     except ValidationError as error:
         raise SettingsError(_describe(error, given)) from None
 
 
-def setting_keys() -> dict[str, Any]:
-    """Every valid `section.key` with its type annotation, in the order of the settings classes."""
+def setting_keys() -> dict[str, FieldInfo]:
+    """Every valid `section.key`, in the order of the settings classes."""
     return {
-        f"{section}.{name}": field.annotation
-        for section, model in Settings.model_fields.items()
-        for name, field in _section_fields(model.annotation).items()
+        f"{section}.{name}": field
+        for section, settings in Settings()
+        for name, field in type(settings).model_fields.items()
     }
-
-
-def _section_fields(model: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = model.model_fields
-    return fields
 
 
 def shipped_configs() -> dict[str, Traversable]:
@@ -88,7 +81,7 @@ def _shipped(name: str) -> Traversable:
     return ours[name]
 
 
-def _from_file(path: Path) -> dict[str, _Given]:
+def _from_file(path: Path) -> Iterator[_Given]:
     is_name = not path.exists() and path.name == str(path) and path.suffix != ".toml"
     try:
         with (_shipped(path.name) if is_name else path).open("rb") as file:
@@ -97,7 +90,6 @@ def _from_file(path: Path) -> dict[str, _Given]:
         raise SettingsError(f"cannot read config file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"config file {path} is not valid TOML: {error}") from None
-    given = {}
     for section, values in content.items():
         if section not in Settings.model_fields:
             if not isinstance(values, dict):
@@ -109,43 +101,38 @@ def _from_file(path: Path) -> dict[str, _Given]:
             )
         for name, value in values.items():
             _check_key(f"{section}.{name}", str(path))
-            given[f"{section}.{name}"] = _Given(value, str(path))
-    return given
+            yield f"{section}.{name}", (value, str(path))
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
-    given = {}
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
     for variable, text in environ.items():
         # Only names with a `__` are ours: a Kubernetes service called "outrider" puts
         # OUTRIDER_PORT=tcp://... and the like into the environment of every pod around it.
         if variable.startswith(ENV_PREFIX) and "__" in variable:
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
-            _check_key(key, f"environment variable {variable}")
+            source = f"environment variable {variable}"
+            _check_key(key, source)
             if not text and _is_list(key):
                 continue  # compose files pass variables on that nobody has set
-            given[key] = _Given(_parse_text(key, text), f"environment variable {variable}")
-    return given
+            yield key, (_parse_text(key, text), source)
 
 
-def _from_assignments(assignments: Sequence[str]) -> dict[str, _Given]:
-    given = {}
+def _from_assignments(assignments: Sequence[str]) -> Iterator[_Given]:
     for assignment in assignments:
         key, separator, text = assignment.partition("=")
         source = f"--set {assignment}"
         if not separator:
             raise SettingsError(f"{source}: expected section.key=value")
-        _check_key(key.strip(), source)
-        given[key.strip()] = _Given(_parse_text(key.strip(), text.strip()), source)
-    return given
+        key = key.strip()
+        _check_key(key, source)
+        yield key, (_parse_text(key, text.strip()), source)
 
 
-def _from_flags(flags: Mapping[str, object]) -> dict[str, _Given]:
-    given = {}
+def _from_flags(flags: Mapping[str, object]) -> Iterator[_Given]:
     for key, value in flags.items():
         _check_key(key, "flag")
         if value is not None:
-            given[key] = _Given(value, f"--{key.split('.')[1].replace('_', '-')}")
-    return given
+            yield key, (value, f"--{key.split('.')[1].replace('_', '-')}")
 
 
 def _check_key(key: str, source: str) -> None:
@@ -164,7 +151,7 @@ def _unknown(given: str, valid: Iterable[str], kind: str) -> str:
 
 def _parse_text(key: str, text: str) -> object:
     """A value given as text; pydantic turns plain text into numbers and booleans itself."""
-    if type(None) in get_args(setting_keys()[key]) and text.lower() in ("", "none"):
+    if type(None) in get_args(setting_keys()[key].annotation) and text.lower() in ("", "none"):
         return None
     if _is_list(key):
         if text.startswith("["):
@@ -177,21 +164,21 @@ def _parse_text(key: str, text: str) -> object:
 
 
 def _is_list(key: str) -> bool:
-    annotation = setting_keys()[key]
+    annotation = setting_keys()[key].annotation
     return any(Ellipsis in get_args(part) for part in (annotation, *get_args(annotation)))
 
 
-def _describe(error: ValidationError, given: Mapping[str, _Given]) -> str:
+def _describe(error: ValidationError, given: Mapping[str, tuple[object, str]]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         message = problem["msg"].removeprefix("Value error, ")
         key = ".".join(str(part) for part in problem["loc"][:2])
         if problem["type"] == "string_pattern_mismatch":
-            section, name = key.split(".")
-            message = _section_fields(Settings.model_fields[section].annotation)[name].description
+            message = setting_keys()[key].description or message
         if key in given:
-            shown = "" if "api_keys" in key else f" is {given[key].value!r}:"
-            lines.append(f"{given[key].source}: `{key}`{shown} {message}")
+            value, source = given[key]
+            shown = "" if "api_keys" in key else f" is {value!r}:"
+            lines.append(f"{source}: `{key}`{shown} {message}")
         else:
             lines.append(f"{key}: {message}" if key else message)
     return "\n".join(lines)
