@@ -29,31 +29,31 @@ def doctor_command(
     target = settings.target
     configured = target.model if "model" in target.model_fields_set else None
     hub = network.hub(offline=offline)
-    findings = [
-        machine.system(),
-        machine.python(),
-        machine.torch_build(),
-        machine.gpu(target.device),
-        machine.compiler(),
-        machine.processor(),
-        machine.memory(),
-        machine.disk(),
-        network.port(settings.server),
-        hub,
-        machine.models(),
-        machine.pair(has_hub=hub.state == "ok", configured=configured),
-    ]
+    findings = {
+        "system": machine.system(),
+        "Python": machine.python(),
+        "torch": machine.torch_build(),
+        "GPU": machine.gpu(target.device),
+        "compiler": machine.compiler(),
+        "processor": machine.processor(),
+        "memory": machine.memory(),
+        "disk": machine.disk(),
+        "port": network.port(settings.server),
+        "hub": hub,
+        "models": machine.models(),
+        "pair": machine.pair(has_hub=hub.state == "ok", configured=configured),
+    }
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for found in findings:
+    for name, found in findings.items():
         text = escape(found.text)
         if found.remedy:
             text += f"\n[bold]{escape(found.remedy)}[/]"
-        table.add_row(_MARKS[found.state], found.name, text)
+        table.add_row(_MARKS[found.state], name, text)
     Console(highlight=False).print(table)
-    if any(found.state == "bad" for found in findings):
+    if any(found.state == "bad" for found in findings.values()):
         typer.echo("\nThe server cannot run here yet: see what is missing above.")
         raise typer.Exit(1)
     typer.echo("\nReady: `outrider serve` starts the server.")

@@ -30,11 +30,10 @@ WEIGHTS_SHARE_GPU, WEIGHTS_SHARE_CPU = 0.8, 0.5
 MAX_CPU_WEIGHTS_GB = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one check: `bad` keeps the server from running, `note` may matter."""
 
-    name: str
     state: Literal["ok", "note", "bad"]
     text: str
     remedy: str | None = None
@@ -43,18 +42,12 @@ class Finding:
 def system() -> Finding:
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
     if sys.platform == "darwin":
-        return Finding(
-            name="system",
-            state="note",
-            text=text,
-            remedy="macOS runs the CPU path only: no Metal, no CUDA.",
-        )
-    return Finding(name="system", state="ok", text=text)
+        return Finding("note", text, "macOS runs the CPU path only: no Metal, no CUDA.")
+    return Finding("ok", text)
 
 
 def python() -> Finding:
-    text = f"{platform.python_version()} at {sys.executable}"
-    return Finding(name="Python", state="ok", text=text)
+    return Finding("ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def torch_build() -> Finding:
@@ -63,25 +56,23 @@ def torch_build() -> Finding:
     text = f"{torch.__version__}, built for {built_for}"
     driver = nvidia_driver()
     if driver is None:
-        return Finding(name="torch", state="ok", text=text)
+        return Finding("ok", text)
     text += f"; NVIDIA driver {driver}"
     if torch.version.cuda is None:
         return Finding(
-            name="torch",
-            state="note",
-            text=text,
-            remedy="There is a GPU, and this torch cannot use it: pip install --force-reinstall "
+            "note",
+            text,
+            "There is a GPU, and this torch cannot use it: pip install --force-reinstall "
             "torch, from an index that has CUDA builds.",
         )
     if not torch.cuda.is_available():
         return Finding(
-            name="torch",
-            state="note",
-            text=text,
-            remedy=f"torch cannot use the GPU: the driver is too old for {built_for}. Update it, "
+            "note",
+            text,
+            f"torch cannot use the GPU: the driver is too old for {built_for}. Update it, "
             "or install a torch for an older CUDA (https://pytorch.org/get-started).",
         )
-    return Finding(name="torch", state="ok", text=text)
+    return Finding("ok", text)
 
 
 def nvidia_driver() -> str | None:
@@ -102,8 +93,8 @@ def gpu(device: str) -> Finding:
         if device.startswith("cuda"):
             text = f"none, and target.device is {device!r}"
             remedy = "With --set target.device=auto the CPU is used if there is no GPU."
-            return Finding(name="GPU", state="bad", text=text, remedy=remedy)
-        return Finding(name="GPU", state="note", text="none: models run on the CPU")
+            return Finding("bad", text, remedy)
+        return Finding("note", "none: models run on the CPU")
     parts, too_old, num_gpus = [], False, torch.cuda.device_count()
     for i in range(num_gpus):
         properties = torch.cuda.get_device_properties(i)
@@ -115,11 +106,11 @@ def gpu(device: str) -> Finding:
     if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= num_gpus:
         text = f"target.device is {device!r}, and there are only: {'; '.join(parts)}"
         remedy = "Name one of these; --set target.device=auto takes the first."
-        return Finding(name="GPU", state="bad", text=text, remedy=remedy)
+        return Finding("bad", text, remedy)
     if too_old:
         remedy = "GPUs before Ampere (compute capability 8.0) have not been tried."
-        return Finding(name="GPU", state="note", text="; ".join(parts), remedy=remedy)
-    return Finding(name="GPU", state="ok", text="; ".join(parts))
+        return Finding("note", "; ".join(parts), remedy)
+    return Finding("ok", "; ".join(parts))
 
 
 def compiler() -> Finding:
@@ -127,52 +118,40 @@ def compiler() -> Finding:
 
     Without a GPU: whether the CPU's layers were compiled when Outrider was installed.
     """
-    name = "compiler"
     if not torch.cuda.is_available():
         if layers.compiled() is not None:
-            return Finding(name=name, state="ok", text="not needed: the CPU's layers are compiled")
+            return Finding("ok", "not needed: the CPU's layers are compiled")
         return Finding(
-            name=name,
-            state="note",
-            text="the CPU's layers were not compiled: GGUF files and the default pair run slower",
-            remedy="Install a C++ compiler and Python's headers (Debian, Ubuntu: apt install g++ "
+            "note",
+            "the CPU's layers were not compiled: GGUF files and the default pair run slower",
+            "Install a C++ compiler and Python's headers (Debian, Ubuntu: apt install g++ "
             "python3-dev), then Outrider again.",
         )
     candidates = [os.environ.get("CC"), "gcc", "clang"]
     found = next((path for each in candidates if each and (path := shutil.which(each))), None)
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if found and headers.exists():
-        return Finding(name=name, state="ok", text=f"{found}, and Python's headers")
+        return Finding("ok", f"{found}, and Python's headers")
     missing = [
         *([] if found else ["a C compiler (Debian, Ubuntu: apt install gcc)"]),
         *([] if headers.exists() else [f"{headers} (Debian, Ubuntu: apt install python3-dev)"]),
     ]
-    return Finding(
-        name=name,
-        state="bad",
-        text="Triton cannot build its kernels",
-        remedy=f"Install {' and '.join(missing)}.",
-    )
+    return Finding("bad", "Triton cannot build its kernels", f"Install {' and '.join(missing)}.")
 
 
 def processor() -> Finding:
     text = f"{psutil.cpu_count(logical=False) or '?'} cores, {os.cpu_count()} threads"
     dtype = resolve_dtype("auto", PreTrainedConfig(), torch.device("cpu"))
     text += f"; models run in {str(dtype).removeprefix('torch.')} on it"
-    return Finding(name="processor", state="ok", text=text)
+    return Finding("ok", text)
 
 
 def memory() -> Finding:
     left = available_bytes()
     text = f"{left / 1e9:.0f} of {psutil.virtual_memory().total / 1e9:.0f} GB available"
     if left >= 1.5e9:
-        return Finding(name="memory", state="ok", text=text)
-    return Finding(
-        name="memory",
-        state="note",
-        text=text,
-        remedy="The default pair takes about 1 GB. End something else.",
-    )
+        return Finding("ok", text)
+    return Finding("note", text, "The default pair takes about 1 GB. End something else.")
 
 
 def disk() -> Finding:
@@ -185,26 +164,24 @@ def disk() -> Finding:
     state: Literal["note", "bad"] = "bad" if _missing() else "note"
     if not os.access(folder, os.W_OK):
         return Finding(
-            name="disk",
-            state=state,
-            text=f"{text}, which this user may not write to",
-            remedy="Set OUTRIDER_HOME to a folder that is yours.",
+            state,
+            f"{text}, which this user may not write to",
+            "Set OUTRIDER_HOME to a folder that is yours.",
         )
     if free_gb < LEAST_DISK_GB:
         remedy = "Make room, or set OUTRIDER_HOME to a folder on another disk."
-        return Finding(name="disk", state=state, text=text, remedy=remedy)
-    return Finding(name="disk", state="ok", text=text)
+        return Finding(state, text, remedy)
+    return Finding("ok", text)
 
 
 def models() -> Finding:
     """Whether the default pair is there already."""
     if not (missing := _missing()):
-        return Finding(name="models", state="ok", text="the default pair is there")
+        return Finding("ok", "the default pair is there")
     return Finding(
-        name="models",
-        state="note",
-        text=f"not fetched yet: {', '.join(missing)}",
-        remedy="`outrider models fetch` gets them now (0.1 GB); `outrider serve` does it, too.",
+        "note",
+        f"not fetched yet: {', '.join(missing)}",
+        "`outrider models fetch` gets them now (0.1 GB); `outrider serve` does it, too.",
     )
 
 
@@ -216,23 +193,22 @@ def pair(*, has_hub: bool, configured: str | None = None) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
     largest suggested pair that does and can be obtained."""
     if torch.cuda.is_available():
-        room_gb = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU
-        where = "the GPU"
+        room_gb, where = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU, "the GPU"
     else:
-        room_gb = available_bytes() / 1e9 * WEIGHTS_SHARE_CPU
-        room_gb, where = min(room_gb, MAX_CPU_WEIGHTS_GB), "the CPU"
+        room_gb, where = available_bytes() / 1e9 * WEIGHTS_SHARE_CPU, "the CPU"
+        room_gb = min(room_gb, MAX_CPU_WEIGHTS_GB)
     at_hand = [(model, gb) for model, gb in SUGGESTED if has_hub or model in builtin.BUILTINS]
     if configured is not None:
         at_hand = [(model, gb) for model, gb in SUGGESTED if model == configured]
     if not at_hand:
         text = f"{configured}, as configured; how much memory it takes is not known here"
-        return Finding(name="pair", state="ok", text=text)
+        return Finding("ok", text)
     model, size_gb = next((each for each in at_hand if each[1] <= room_gb), at_hand[-1])
     text = f"{model} and its draft take {size_gb:.1f} GB of weights in bfloat16"
     text += f"; {where} has room for {room_gb:.1f}"
     if size_gb <= room_gb:
         remedy = f"outrider serve {model}" if configured is None else None
-        return Finding(name="pair", state="ok", text=text, remedy=remedy)
+        return Finding("ok", text, remedy)
     # Fewer bits, if the config asks for them, may fit.
     state: Literal["note", "bad"] = "bad" if configured is None else "note"
-    return Finding(name="pair", state=state, text=text, remedy="Free some memory.")
+    return Finding(state, text, "Free some memory.")

@@ -18,9 +18,9 @@ def port(settings: ServerSettings) -> Finding:
     """Whether the server could listen there."""
     host, number = settings.host, settings.port
     if settings.uds is not None:
-        return Finding(name="port", state="ok", text=f"none: the server listens at {settings.uds}")
+        return Finding("ok", f"none: the server listens at {settings.uds}")
     if number == 0:
-        return Finding(name="port", state="ok", text=f"any free one on {host}")
+        return Finding("ok", f"any free one on {host}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -30,15 +30,13 @@ def port(settings: ServerSettings) -> Finding:
             probe.bind(address)
     except OSError as error:
         if _is_ours(host, number):
-            text = f"{number} on {host}: Outrider serves there already"
-            return Finding(name="port", state="note", text=text)
+            return Finding("note", f"{number} on {host}: Outrider serves there already")
         return Finding(
-            name="port",
-            state="bad",
-            text=f"{number} on {host}: {error.strerror}",
-            remedy="Start with another: outrider serve --port 8001.",
+            "bad",
+            f"{number} on {host}: {error.strerror}",
+            "Start with another: outrider serve --port 8001.",
         )
-    return Finding(name="port", state="ok", text=f"{number} on {host} is free")
+    return Finding("ok", f"{number} on {host} is free")
 
 
 def _is_ours(host: str, number: int) -> bool:
@@ -54,9 +52,9 @@ def _is_ours(host: str, number: int) -> bool:
 def hub(*, offline: bool) -> Finding:
     """Whether models can be downloaded from the hub, and as which user."""
     token = "with a token" if get_token() else "without a token: gated models need `hf auth login`"
-    name, without = "hub", "The default pair, directories and GGUF files work without it."
+    without = "The default pair, directories and GGUF files work without it."
     if offline or constants.HF_HUB_OFFLINE:
-        return Finding(name=name, state="note", text="not tried: offline", remedy=without)
+        return Finding("note", "not tried: offline", without)
     endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
     try:
         response = httpx.head(endpoint, timeout=HUB_TIMEOUT_S, follow_redirects=True)
@@ -64,5 +62,5 @@ def hub(*, offline: bool) -> Finding:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
         text = f"cannot reach {endpoint} ({reason.partition(chr(10))[0]})"
-        return Finding(name=name, state="note", text=text, remedy=without)
-    return Finding(name=name, state="ok", text=f"{endpoint} answers, {token}")
+        return Finding("note", text, without)
+    return Finding("ok", f"{endpoint} answers, {token}")
