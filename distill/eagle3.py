@@ -7,7 +7,6 @@ drafted i tokens. The formulas are those of `engine/models/heads/eagle3.py`.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.engine.models.admission import max_positions
 
@@ -24,6 +23,8 @@ from .recipe import DistillError, Recipe
 
 _WEIGHT_STD = 0.02
 _FROM_TARGET = ("num_key_value_heads", "rms_norm_eps", "intermediate_size", "rope_parameters")
+# Key and value of a step so far: [B, heads, L, head_dim] each.
+_Seen = tuple[Tensor, Tensor]
 _MOST_DRAFT_TOKENS = ((64_000, 32_000), (16_000, 8_192))  # (vocabulary above, most draft tokens)
 
 
@@ -56,14 +57,6 @@ def draft_tokens(token_ids: Tensor, vocab_size: int, asked: int) -> Tensor:
     return order[: min(size, vocab_size)].sort().values
 
 
-@dataclass(slots=True)
-class _Keys:
-    """Keys of the steps so far: [B, heads, L, head_dim] each."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-
-
 class HeadModule(nn.Module):
     """The trainable parameters, named as in the saved file; float32."""
 
@@ -76,6 +69,7 @@ class HeadModule(nn.Module):
         self.num_heads, self.num_kv_heads = told.num_attention_heads, told.num_key_value_heads
         self.head_dim = getattr(told, "head_dim", None) or told.hidden_size // self.num_heads
         self.eps = told.rms_norm_eps
+        self.rope_theta = float(told.rope_parameters.get("rope_theta") or 10000.0)
         width, inner = told.hidden_size, told.intermediate_size
 
         def linear(num_inputs: int, num_outputs: int) -> nn.Linear:
@@ -111,8 +105,10 @@ class HeadModule(nn.Module):
         self.norm = nn.RMSNorm(width, self.eps)
         self.lm_head = nn.Linear(width, len(target_ids), bias=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta}  # without stretching
+        config = LlamaConfig(head_dim=self.head_dim, rope_parameters=rope)
+        self.rotary = LlamaRotaryEmbedding(config)
         self.to(self.device)
-        self.rotary = LlamaRotaryEmbedding(_rope_config(told)).to(self.device)
         with torch.no_grad():  # starts out like a target that stops at its last tap
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -width:] += torch.eye(width, device=self.device)
@@ -134,40 +130,42 @@ class HeadModule(nn.Module):
         """
         f = self.fc(states.flatten(2).float())
         length = f.shape[1]
-        seen, found = _Keys([], []), []
+        seen: list[_Seen] = []
+        found = []
         for i in range(num_steps):
-            y = self._layer(f, next_ids[:, i : i + length], mask, seen, i)
-            found.append(self.lm_head(self.norm(y)))
-            f = y
+            f = self._layer(f, next_ids[:, i : i + length], mask, seen)
+            found.append(self.lm_head(self.norm(f)))
         return found
 
-    def _layer(self, f: Tensor, ids: Tensor, mask: Tensor, seen: _Keys, i: int) -> Tensor:
+    def _layer(self, f: Tensor, ids: Tensor, mask: Tensor, seen: list[_Seen]) -> Tensor:
         layer: Any = self.midlayer
         e = layer["input_layernorm"](F.embedding(ids, self._embedding[0]).float())
         z = torch.cat((e, layer["hidden_norm"](f)), -1)
-        x = f + self._attention(layer["self_attn"], z, mask, seen, i)
+        x = f + self._attention(layer["self_attn"], z, mask, seen)
         z, mlp = layer["post_attention_layernorm"](x), layer["mlp"]
         y: Tensor = x + mlp["down_proj"](F.silu(mlp["gate_proj"](z)) * mlp["up_proj"](z))
         return y
 
-    def _attention(self, parts: Any, z: Tensor, mask: Tensor, seen: _Keys, i: int) -> Tensor:
+    def _attention(self, parts: Any, z: Tensor, mask: Tensor, seen: list[_Seen]) -> Tensor:
         batch, length, _ = z.shape
-        positions = torch.arange(length, device=z.device)[None] + i
-        cos, sin = (part[:, None] for part in self.rotary(z, positions))
+        positions = torch.arange(length, device=z.device)[None] + len(seen)
 
         def heads(name: str) -> Tensor:
             made: Tensor = parts[name](z)
             return made.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
         group = self.num_heads // self.num_kv_heads
-        query = _rotated(heads("q_proj"), cos, sin) * self.head_dim**-0.5
-        seen.keys.append(_rotated(heads("k_proj"), cos, sin).repeat_interleave(group, 1))
-        seen.values.append(heads("v_proj").repeat_interleave(group, 1))
-        first = (query @ seen.keys[0].transpose(-1, -2)).masked_fill(~mask, -torch.inf)
-        own = [(query * key).sum(-1, keepdim=True) for key in seen.keys[1:]]
-        weight = torch.cat((first, *own), -1).softmax(-1)
-        out = weight[..., :length] @ seen.values[0]
-        for j, value in enumerate(seen.values[1:]):
+        query, key = apply_rotary_pos_emb(
+            heads("q_proj"), heads("k_proj"), *self.rotary(z, positions)
+        )
+        query = query * self.head_dim**-0.5
+        seen.append((key.repeat_interleave(group, 1), heads("v_proj").repeat_interleave(group, 1)))
+        (first_key, first_value), *own = seen
+        first = (query @ first_key.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+        scores = [(query * key).sum(-1, keepdim=True) for key, _ in own]
+        weight = torch.cat((first, *scores), -1).softmax(-1)
+        out = weight[..., :length] @ first_value
+        for j, (_, value) in enumerate(own):
             out = out + weight[..., length + j, None] * value
         mixed: Tensor = parts["o_proj"](out.transpose(1, 2).flatten(2))
         return mixed
@@ -177,7 +175,7 @@ class HeadModule(nn.Module):
         told = target.config.get_text_config()
         folder.mkdir(parents=True, exist_ok=True)
         ids = self.get_buffer("target_ids").cpu()
-        vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
+        vocab_size = len(self._embedding[0])
         tensors = {name: t.detach().bfloat16().cpu() for name, t in self.state_dict().items()}
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
@@ -196,7 +194,7 @@ class HeadModule(nn.Module):
             "vocab_size": vocab_size,
             "draft_vocab_size": len(ids),
             "max_position_embeddings": max_positions(target.config),
-            "rope_theta": _theta(told),
+            "rope_theta": self.rope_theta,
             "tie_word_embeddings": False,
             "attention_bias": False,
             "mlp_bias": False,
@@ -231,25 +229,3 @@ def new_head(target: PreTrainedModel, recipe: Recipe, token_ids: Tensor) -> Head
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         return HeadModule(target, ids, boundaries)
-
-
-def _theta(told: Any) -> float:
-    rope = told.rope_parameters or {}
-    return float(rope.get("rope_theta") or 10000.0)
-
-
-def _rope_config(told: Any) -> Any:
-    """The head's RoPE: the target's base, without stretching."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=told.hidden_size,
-        num_attention_heads=told.num_attention_heads,
-        head_dim=getattr(told, "head_dim", None) or told.hidden_size // told.num_attention_heads,
-        rope_parameters={"rope_type": "default", "rope_theta": _theta(told)},
-    )
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
