@@ -39,9 +39,6 @@ class Size:
             )
         return Size(int(match[1]), int(match[2]))
 
-    def __str__(self) -> str:
-        return f"{self.num_layers}x{self.hidden_size}"
-
 
 @dataclass(frozen=True, slots=True)
 class Budget:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from ..config.settings import Settings
 from ..config.settings_loader import SettingsError, load_settings, shipped_configs
@@ -105,8 +104,7 @@ def to_toml(settings: Settings, *, described: bool = False) -> str:
     Unset keys appear as comments, since TOML has no null.
     """
     parts = []
-    for section_name in Settings.model_fields:
-        section: BaseModel = getattr(settings, section_name)
+    for section_name, section in settings:
         lines = [f"[{section_name}]"]
         if described:
             lines = [f"# {(type(section).__doc__ or '').strip()}", *lines]

@@ -1,17 +1,14 @@
 """`outrider distill`: make a draft for a target."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from outrider.distill.recipe import Recipe
+from outrider.distill.recipe import Divergence, Kind, Recipe
 
 from .errors import errors_told
 from .progress import ProgressDisplay
-
-Kind = Literal["draft", "eagle3"]
-Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 
 def distill_command(

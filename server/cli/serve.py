@@ -1,14 +1,13 @@
 """`outrider serve`: a model behind HTTP."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from ..config.server_settings import LogLevel
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
 from .errors import give_up
-
-LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 _MODELS, _HTTP, _ENGINE = "Models and speculation", "HTTP", "Engine"
 

@@ -15,6 +15,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2**17
 MAX_BAD_WORDS = 1024
 
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
 
 
@@ -223,9 +224,7 @@ class ServerSettings(Section):
     log_format: Literal["text", "json"] = Field(
         default="text", description="text: lines for people; json: one JSON object per line."
     )
-    log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
-        default="info", description="Lowest severity to log."
-    )
+    log_level: LogLevel = Field(default="info", description="Lowest severity to log.")
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
