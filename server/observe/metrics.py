@@ -138,9 +138,6 @@ class _EngineCollector(Collector):
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
-    def describe(self) -> list[Metric]:
-        return []  # do not read from the engine at registration
-
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
         gauges = {

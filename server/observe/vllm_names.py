@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from outrider.engine.processes.client import EngineClient
 
@@ -47,9 +46,6 @@ class VLLMNames(Collector):
         self._client = client
         self._labels = {"model_name": model_name, "engine": "0"}
 
-    def describe(self) -> list[Metric]:
-        return []  # do not read anything at registration
-
     def collect(self) -> Iterator[Metric]:
         ours = {metric.name: metric for metric in self._registry.collect()}
         for name, our_name in NAMES.items():
@@ -68,11 +64,9 @@ class VLLMNames(Collector):
     def _renamed(self, metric: Metric, name: str) -> Metric:
         renamed = Metric(name, metric.documentation, metric.type)
         renamed.samples = [
-            Sample(
-                name + sample.name.removeprefix(metric.name),
-                sample.labels | self._labels,
-                sample.value,
-                sample.timestamp,
+            sample._replace(
+                name=name + sample.name.removeprefix(metric.name),
+                labels=sample.labels | self._labels,
             )
             for sample in metric.samples
             # vLLM times requests that generate, and no others.
