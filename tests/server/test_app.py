@@ -314,10 +314,6 @@ def test_a_slash_at_the_end_of_a_path_changes_nothing(serve: Serve, root_path: s
     assert post(app, OK, key, path=f"{root_path}/v1/completions/").status == 200
 
 
-def test_version_is_told(serve: Serve) -> None:
-    assert get(serve().app, "/version").json()["version"]
-
-
 def test_metrics_count_outcomes_and_show_the_engine(serve: Serve) -> None:
     served = serve()
     served.client.stats = EngineStats(

@@ -81,7 +81,6 @@ def test_the_pairs_of_our_configs_are_known() -> None:
     """What the table and configs/ say of a target agrees."""
     sizes = {"qwen3": 151_936, "qwen2": 152_064, "llama": 128_256, "gemma3_text": 262_208}
     sizes["mimo"] = 151_680
-    checked = 0
     heads = ("qwen3-8b-eagle3", "qwen3-14b-eagle3", "qwen3-32b-eagle3", "llama-3.1-8b-eagle3")
     for name in (*heads, "qwen2.5-coder-7b", "gemma-3-27b", "mimo-7b-mtp"):
         settings = load_settings(Path(name), environ={})
@@ -90,8 +89,6 @@ def test_the_pairs_of_our_configs_are_known() -> None:
         found = known_draft(target(settings.target.model, kind, sizes[kind], 8.0))
         assert found is not None
         assert found.model == settings.draft.model
-        checked += 1
-    assert checked == 7
 
 
 def test_the_heads_of_our_configs_are_known_with_their_k() -> None:

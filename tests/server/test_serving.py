@@ -161,12 +161,6 @@ def test_there_are_files_for_all_connections(caplog: pytest.LogCaptureFixture) -
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_unknown_setting_ends_the_command() -> None:
-    result = CliRunner().invoke(app, ["serve", "--set", "server.prot=1"])
-    assert result.exit_code == 2
-    assert "server.port" in result.output
-
-
 def test_missing_model_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

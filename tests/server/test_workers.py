@@ -223,6 +223,9 @@ def test_settings_reach_the_workers_with_their_secrets(tmp_path: Path) -> None:
     server = {"api_keys": ("secret",), "api_key_file": tmp_path, "cors_origins": ("*",), "port": 1}
     settings = Settings.model_validate({"server": server, "engine": {"logits_processors": ("a",)}})
     assert Settings.model_validate_json(settings.to_json()) == settings
+    tokenizer = TokenizerData.of(byte_level_wrapper())
+    prepared = Prepared(settings, EngineConfig(target=ModelConfig(path="")), tokenizer)
+    assert Prepared.from_json(prepared.to_json()) == prepared
 
 
 def test_worker_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
