@@ -7,8 +7,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, m
 
 from outrider.engine.api import MAX_LOGPROBS
 
-from ..http.key_file import read_key_file
-
 # However the server is set.
 MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
@@ -227,25 +225,13 @@ class ServerSettings(Section):
     log_level: LogLevel = Field(default="info", description="Lowest severity to log.")
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
+    def _is_consistent(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key go together: set both, or neither")
-        return self
-
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
         if self.metrics_port == self.port:
             raise ValueError(f"metrics_port is {self.port}, as port is; choose another")
-        return self
-
-    @model_validator(mode="after")
-    def _root_path_is_no_path_of_ours(self) -> Self:
         if f"{self.root_path}/".startswith("/ui/"):
             raise ValueError(f"root_path is {self.root_path!r}, where the page is; choose another")
-        return self
-
-    @model_validator(mode="after")
-    def _socket_is_one(self) -> Self:
         if self.uds is not None and (self.api_workers > 1 or self.metrics_port is not None):
             raise ValueError(
                 "uds is one socket: it goes with api_workers = 1, and without a metrics_port"
@@ -255,9 +241,26 @@ class ServerSettings(Section):
     def read_api_keys(self) -> list[str]:
         """All API keys; raises OSError, also if a key file has none."""
         keys = [key.get_secret_value() for key in self.api_keys]
-        return keys + read_key_file("api_key_file", self.api_key_file) + self.read_priority_keys()
+        return keys + _keys_in("api_key_file", self.api_key_file) + self.read_priority_keys()
 
     def read_priority_keys(self) -> list[str]:
         """The keys that may set `priority`; raises OSError, also if their file has none."""
         keys = [key.get_secret_value() for key in self.priority_api_keys]
-        return keys + read_key_file("priority_api_key_file", self.priority_api_key_file)
+        return keys + _keys_in("priority_api_key_file", self.priority_api_key_file)
+
+
+def _keys_in(setting: str, path: Path | None) -> list[str]:
+    """The keys in the file that a setting names, one a line, without comments; raises OSError."""
+    if path is None:
+        return []
+    try:
+        text = path.read_text("utf-8-sig")  # a byte order mark is no part of the first key
+    except OSError as error:
+        raise OSError(f"server.{setting}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OSError(f"server.{setting}: {path} is no UTF-8 text") from None
+    lines = [line.strip() for line in text.splitlines()]
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise OSError(f"server.{setting}: {path} has no keys in it")
+    return found
