@@ -366,7 +366,7 @@ def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     add_load_routes(router, client)
-    add_info_route(router, service, pair, VERSION)
+    add_info_route(router, service, pair)
     add_stats_route(router, client, service.metrics, gate)
     return router
 

@@ -5,7 +5,7 @@ from fastapi import APIRouter
 from outrider.engine.api import Verification
 
 from ..api.protocol import APIResponse
-from ..api.service import Service
+from ..api.service import VERSION, Service
 from ..config.settings import Settings, name_of
 
 
@@ -50,12 +50,12 @@ class Info(APIResponse):
     engine: EngineDetails | None
 
 
-def add_info_route(router: APIRouter, service: Service, pair: Settings, version: str) -> None:
+def add_info_route(router: APIRouter, service: Service, pair: Settings) -> None:
     @router.get("/info")
     async def info() -> Info:
         """The pair that is served, how it is set, and what it runs on."""
         return Info(
-            version=version,
+            version=VERSION,
             model=service.model_name,
             state=service.client.state,
             chats=service.tokenizer.chat_template is not None,

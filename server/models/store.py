@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.api import ReportProgress
+from outrider.engine.api import ReportProgress, ignore_progress
 
 MANIFEST = "outrider.json"
 
@@ -112,7 +112,7 @@ def remove(name: str) -> None:
     """Delete a model of the store. Raises ModelError if there is none of that name."""
     if name not in (names := [entry.name for entry in entries()]):
         raise ModelError(f"no model {name!r} in {_models()}; there: {', '.join(names) or 'none'}")
-    with _disk_errors_explained(), _lock(name, lambda *_: None):
+    with _disk_errors_explained(), _lock(name, ignore_progress):
         # Renamed first: gone for others at once, however long deleting the files takes.
         (_models() / name).rename(_models() / f".{name}.partial-removed")
         _remove_scratch(name)
