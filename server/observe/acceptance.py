@@ -1,5 +1,7 @@
 """How many drafts of a sequence were accepted, step by step."""
 
+from collections import Counter
+
 from outrider.engine.api import RequestOutput
 
 from ..api.protocol import SpeculationMetrics
@@ -13,8 +15,7 @@ class Acceptance:
         self.num_accepted_tokens = 0
         # Of the drafts from the request's prediction:
         self.num_predicted_accepted = self.num_predicted_rejected = 0
-        self._num_steps = 0
-        self._num_steps_accepting: dict[int, int] = {}
+        self._steps_by_accepted: Counter[int] = Counter()
 
     def observe(self, output: RequestOutput) -> None:
         """Take in one step."""
@@ -24,23 +25,21 @@ class Acceptance:
             if output.is_predicted:
                 self.num_predicted_accepted += num_accepted
                 self.num_predicted_rejected += num_drafts - num_accepted
-            steps = self._num_steps_accepting
-            steps[num_accepted] = steps.get(num_accepted, 0) + 1
-            self._num_steps += 1
+            self._steps_by_accepted[num_accepted] += 1
         self.num_draft_tokens = output.num_draft_tokens
         self.num_accepted_tokens = output.num_accepted_tokens
 
     def metrics(self, num_speculative_tokens: int) -> SpeculationMetrics | None:
         """The metrics in vLLM's terms; None if nothing was drafted."""
-        if not self._num_steps:
+        if not (num_steps := self._steps_by_accepted.total()):
             return None
         return SpeculationMetrics(
-            mean_acceptance_length=1 + self.num_accepted_tokens / self._num_steps,
+            mean_acceptance_length=1 + self.num_accepted_tokens / num_steps,
             draft_acceptance_rate=self.num_accepted_tokens / self.num_draft_tokens,
             acceptance_histogram=[
-                self._num_steps_accepting.get(j, 0) for j in range(num_speculative_tokens + 1)
+                self._steps_by_accepted[j] for j in range(num_speculative_tokens + 1)
             ],
-            num_spec_steps=self._num_steps,
+            num_spec_steps=num_steps,
             num_accepted_draft_tokens=self.num_accepted_tokens,
             num_draft_tokens=self.num_draft_tokens,
             num_spec_tokens=num_speculative_tokens,
