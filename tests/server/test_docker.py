@@ -13,17 +13,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
-from engines import engine_config
-from in_process import InProcessEngine
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_models import save_tiny_model
+from tiny_server import serving
 
 from outrider.server.config.settings import Settings
-from outrider.server.http.app import create_app
-from outrider.server.http.middleware import Gate
 from outrider.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -42,28 +37,14 @@ def queries() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def labels_by_series(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer
-) -> dict[str, set[str]]:
+def labels_by_series(pair: tuple[Path, Path], tokenizer: Tokenizer) -> dict[str, set[str]]:
     """Every series of /metrics after one answer of a real engine, with the labels it has."""
-    vocab_size = tokenizer.backend.get_vocab_size()
-    pair = [
-        save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed, vocab_size=vocab_size)
-        for seed in (0, 1)
-    ]
 
     async def scrape() -> str:
-        engine = InProcessEngine(engine_config(*pair))
-        await engine.start()
-        try:
-            app = create_app(engine, tokenizer, Gate(), Settings())
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                body = {"prompt": "x", "max_tokens": 4}
-                assert (await http.post("/v1/completions", json=body)).status_code == 200
-                return (await http.get("/metrics")).text
-        finally:
-            await engine.stop()
+        async with serving(pair, tokenizer) as (http, _):
+            body = {"prompt": "x", "max_tokens": 4}
+            assert (await http.post("/completions", json=body)).status_code == 200
+            return (await http.get("http://localhost/metrics")).text
 
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(asyncio.run(scrape())):
