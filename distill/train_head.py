@@ -43,12 +43,13 @@ def _room(device: torch.device) -> int:
 class HeadTrainer(Trainer):
     """A head in training. If the lessons have no states, the target reads each batch again."""
 
+    draft: HeadModule
+
     def __init__(self, recipe: Recipe, target: PreTrainedModel, token_ids: Tensor) -> None:
         """Shape: token_ids [T], the target's text, whose most frequent tokens are drafted."""
-        self.head: HeadModule = new_head(target, recipe, token_ids)
-        super().__init__(recipe, self.head, target.dtype)
+        super().__init__(recipe, new_head(target, recipe, token_ids), target.dtype)
         self._target = target
-        ids = self.head.get_buffer("target_ids")
+        ids = self.draft.get_buffer("target_ids")
         vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
         # [V] place of each token among the drafted ones; their number for all other tokens
         self._place = torch.full((vocab_size,), len(ids), device=ids.device)
@@ -88,12 +89,12 @@ class HeadTrainer(Trainer):
         num_steps = self.recipe.head_steps
         length = token_ids.shape[1] - num_steps
         if states is None:
-            states = states_of(self._target, token_ids, mask, self.head.boundaries)
+            states = states_of(self._target, token_ids, mask, self.draft.boundaries)
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).tril()
         enabled = self._dtype != torch.float32
         with torch.autocast(self.device.type, self._dtype, enabled=enabled):
-            logits_of: list[Tensor] = self.head(
+            logits_of: list[Tensor] = self.draft(
                 states[:, :length], token_ids[:, 1:], mask[..., :length, :length], num_steps
             )
         return logits_of
@@ -105,7 +106,7 @@ class HeadTrainer(Trainer):
         """
         place = self._place[top_ids.long()]
         p = top_log_probs.float().exp()
-        is_drafted = place < self.head.lm_head.out_features
+        is_drafted = place < self.draft.lm_head.out_features
         rest = (1 - p.sum(-1, keepdim=True)).clamp_min(1e-6)
         mass = (p * is_drafted).sum(-1, keepdim=True) + rest
         return place, torch.where(is_drafted, (p / mass).log(), _NOWHERE)
@@ -113,7 +114,7 @@ class HeadTrainer(Trainer):
     @torch.no_grad()
     def evaluate(self, lessons: Lessons) -> HeldOut:
         """Agreement of each draft after the target's own tokens, conversation by conversation."""
-        num_steps, ids = self.recipe.head_steps, self.head.get_buffer("target_ids")
+        num_steps, ids = self.recipe.head_steps, self.draft.get_buffer("target_ids")
         sums = torch.zeros(num_steps, 3, device=self.device)
         for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
             if length <= num_steps:
@@ -137,4 +138,4 @@ class HeadTrainer(Trainer):
         return HeldOut(first_draft[0], first_draft[1], num_tokens, tuple((g, s) for g, s in later))
 
     def save_model(self, folder: Path) -> None:
-        self.head.export(self._target, folder)
+        self.draft.export(self._target, folder)
