@@ -5,7 +5,8 @@ batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
@@ -68,32 +69,22 @@ def check(
     ]
     done, total = 0, len(temperatures) * len(asked) * (len(ks) + 2)
     differences = []
+    common = SamplingParams(max_tokens=max_tokens, logprobs=0, verification="match")
     for temperature in temperatures:
-
-        def params(k: int | None, seed: int, temperature: float = temperature) -> SamplingParams:
-            return SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                logprobs=0,
-                num_speculative_tokens=k,
-                verification="match",
-            )
-
+        params = partial(replace, common, temperature=temperature)
         truth = []
         for category, number, ids in asked:
-            truth.append(_answers(engine, [ids], [params(0, number)])[0])
+            plain = params(seed=number, num_speculative_tokens=0)
+            truth += _answers(engine, [ids], [plain])
             for k in ks:
-                (got,) = _answers(engine, [ids], [params(k, number)])
+                (got,) = _answers(engine, [ids], [replace(plain, num_speculative_tokens=k)])
                 way = "own k" if k is None else f"k = {k}"
                 where = (category, number, temperature, way)
                 differences += _difference(where, truth[-1], got)
             done += 1 + len(ks)
             report(done, total)
         together = _answers(
-            engine,
-            [ids for _, _, ids in asked],
-            [params(None, number) for _, number, _ in asked],
+            engine, [ids for _, _, ids in asked], [params(seed=number) for _, number, _ in asked]
         )
         for (category, number, _), expected, got in zip(asked, truth, together, strict=True):
             where = (category, number, temperature, TOGETHER)
