@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -79,16 +78,14 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
     ]
 
 
-async def report_status(
-    client: EngineClient, interval_s: float, say: Callable[[str], None] = log.info
-) -> None:
-    """Print the status every few seconds while requests are running."""
+async def report_status(client: EngineClient, interval_s: float) -> None:
+    """Log the status every few seconds while requests are running."""
     before, before_s = client.stats, time.perf_counter()
     while True:
         await asyncio.sleep(interval_s)
         now, now_s = client.stats, time.perf_counter()
         if now.num_running or now.num_waiting or now.steps != before.steps:
-            say(status_line(before, now, now_s - before_s))
+            log.info("%s", status_line(before, now, now_s - before_s))
         before, before_s = now, now_s
 
 

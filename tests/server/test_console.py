@@ -42,19 +42,21 @@ def test_status_line_without_drafts_says_nothing_of_them() -> None:
     assert "accepted" not in line
 
 
-def test_status_is_reported_only_under_load() -> None:
-    async def run() -> list[str]:
-        client, lines = idle_client(), list[str]()
-        reporting = asyncio.create_task(report_status(client, 0.001, lines.append))
+def test_status_is_reported_only_under_load(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "outrider.server")
+
+    async def run() -> None:
+        client = idle_client()
+        reporting = asyncio.create_task(report_status(client, 0.001))
         await asyncio.sleep(0.02)
-        assert not lines
+        assert not caplog.text
         client.stats = EngineStats(num_running=1)
-        while not lines:
+        while not caplog.text:
             await asyncio.sleep(0.001)
         reporting.cancel()
-        return lines
 
-    assert "1 running" in asyncio.run(run())[0]
+    asyncio.run(run())
+    assert "1 running" in caplog.text
 
 
 def test_summary_is_a_table_on_a_terminal_and_lines_elsewhere(
