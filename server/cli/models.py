@@ -30,7 +30,7 @@ def list_models() -> None:
     table.add_column("SIZE", no_wrap=True, justify="right")
     table.add_column("WHAT IT IS")
     with errors_told():
-        stored = {entry.name: entry for entry in store.entries()}
+        stored = store.entries()
     for name in [*builtin.BUILTINS, *sorted(stored.keys() - builtin.BUILTINS.keys())]:
         entry = stored.get(name)
         known = builtin.BUILTINS.get(name)

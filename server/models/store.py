@@ -26,8 +26,6 @@ class ModelError(RuntimeError):
 class Entry:
     """A model in the store."""
 
-    name: str
-    path: Path
     source: str
     size_bytes: int
 
@@ -60,14 +58,14 @@ def _models() -> Path:
     return home() / "models"
 
 
-def entries() -> list[Entry]:
+def entries() -> dict[str, Entry]:
     """Every complete model of the store, by name."""
-    found = []
+    found = {}
     for manifest in sorted(_models().glob(f"*/{MANIFEST}")):
         if not manifest.parent.name.startswith("."):
             source = read_json(manifest)["source"]
             size_bytes = sum(file.stat().st_size for file in manifest.parent.iterdir())
-            found.append(Entry(manifest.parent.name, manifest.parent, source, size_bytes))
+            found[manifest.parent.name] = Entry(source, size_bytes)
     return found
 
 
@@ -110,8 +108,8 @@ def build(name: str, source: str, make: Callable[[Path], None], progress: Report
 
 def remove(name: str) -> None:
     """Delete a model of the store. Raises ModelError if there is none of that name."""
-    if name not in (names := [entry.name for entry in entries()]):
-        raise ModelError(f"no model {name!r} in {_models()}; there: {', '.join(names) or 'none'}")
+    if name not in (there := entries()):
+        raise ModelError(f"no model {name!r} in {_models()}; there: {', '.join(there) or 'none'}")
     with _disk_errors_explained(), _lock(name, ignore_progress):
         # Renamed first: gone for others at once, however long deleting the files takes.
         (_models() / name).rename(_models() / f".{name}.partial-removed")

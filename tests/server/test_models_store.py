@@ -63,9 +63,8 @@ def test_a_model_is_built_once_and_then_found() -> None:
     assert (path / "weights").read_bytes() == b"w" * 100
     assert store.build("m", "s", must_not_be_called, ignore_progress) == path
     assert store.find("m", "s") == path
-    (entry,) = store.entries()
-    assert (entry.name, entry.path, entry.source) == ("m", path, "s")
-    assert entry.size_bytes == sum(file.stat().st_size for file in path.iterdir())
+    size_bytes = sum(file.stat().st_size for file in path.iterdir())
+    assert store.entries() == {"m": store.Entry("s", size_bytes)}
 
 
 def test_a_model_of_another_source_is_made_anew() -> None:
@@ -84,7 +83,7 @@ def test_a_failed_build_leaves_nothing_and_the_old_model_in_place(home: Path) ->
 
     with pytest.raises(RuntimeError, match="boom"):
         store.build("m", "new", fail, ignore_progress)
-    assert [entry.source for entry in store.entries()] == ["old"]
+    assert [entry.source for entry in store.entries().values()] == ["old"]
     assert path.exists()
     assert sorted(child.name for child in path.parent.iterdir()) == [".m.lock", "m"]
 
@@ -94,7 +93,7 @@ def test_a_killed_build_leaves_nothing_that_counts(home: Path) -> None:
     wait_for(home / "builds")
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert store.entries() == []
+    assert store.entries() == {}
     path = store.build("m", "s", make, ignore_progress)
     assert (path / "weights").read_bytes() == b"w" * 100
     assert sorted(child.name for child in path.parent.iterdir()) == [".m.lock", "m"]
@@ -115,7 +114,7 @@ def test_two_processes_build_once_and_both_get_it_whole(home: Path) -> None:
 def test_removed_models_are_gone_and_unknown_names_are_refused(home: Path) -> None:
     store.build("m", "s", make, ignore_progress)
     store.remove("m")
-    assert store.entries() == []
+    assert store.entries() == {}
     assert not (home / "models/m").exists()
     with pytest.raises(ModelError, match=r"no model 'm' in .*; there: none"):
         store.remove("m")
