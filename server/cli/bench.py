@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .errors import give_up
+from .errors import check_folders, give_up
 from .progress import ProgressDisplay
 from .remote import DEFAULT_URL, ApiKeyOption, ModelOption, RemoteError, UrlArgument, find
 
@@ -51,8 +51,7 @@ def bench_command(
     api_key: ApiKeyOption = None,
 ) -> None:
     """Measure the speed of a running server under load, with drafts and without."""
-    if json_file and not json_file.parent.is_dir():
-        give_up(f"{json_file.parent} is no directory; make it first", 2)
+    check_folders(json_file)
     from ..evaluation.load import measure_load  # brings in the engine's part of the package
 
     try:

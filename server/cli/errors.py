@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -11,6 +12,13 @@ def give_up(why: object, status: int) -> NoReturn:
     """Say why in one line, and exit with this status."""
     typer.echo(f"outrider: {why}", err=True)
     raise typer.Exit(status)
+
+
+def check_folders(*files: Path | None) -> None:
+    """Give up on files that could not be written in the end, before anything else is done."""
+    for file in files:
+        if file and not file.parent.is_dir():
+            give_up(f"{file.parent} is no directory; make it first", 2)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`outrider evaluate`: what a pair is worth on this machine."""
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..config.settings import Settings
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
-from .errors import errors_told, give_up
+from .errors import check_folders, errors_told, give_up
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -64,12 +64,18 @@ def evaluate_command(
     """Measure how many drafts are accepted, and the speed compared with plain decoding."""
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
-    files = [f for f in (json_file, plot_file) if f]
-    problem = _problem(settings, files, plot_file)
-    if check_exact and files:
-        problem = "--check-exact measures nothing: leave out --json and --plot"
-    if problem:
-        give_up(problem, 2)
+    speculation = settings.speculation
+    if speculation.proposer == "none" or speculation.num_speculative_tokens == 0:
+        give_up(
+            "there is nothing to evaluate: speculation.proposer is none, or num_speculative_tokens "
+            "is 0",
+            2,
+        )
+    if check_exact and (json_file or plot_file):
+        give_up("--check-exact measures nothing: leave out --json and --plot", 2)
+    check_folders(json_file, plot_file)
+    if plot_file and importlib.util.find_spec("matplotlib") is None:
+        give_up("--plot needs matplotlib: pip install 'outrider[plot]'", 2)
     from outrider.engine.engine import Engine
     from outrider.engine.processes.process_engine import ProcessEngine
 
@@ -144,23 +150,6 @@ async def _measured(
         return info, await measure(engine, prompts, temperatures, ks, max_tokens, counted)
     finally:
         await engine.stop()
-
-
-def _problem(settings: Settings, files: list[Path], plot_file: Path | None) -> str | None:
-    """Why this cannot be measured, or its result cannot be saved; None if all is well."""
-    from ..evaluation.report import can_plot
-
-    if settings.speculation.proposer == "none" or settings.speculation.num_speculative_tokens == 0:
-        return (
-            "there is nothing to evaluate: speculation.proposer is none, or num_speculative_tokens "
-            "is 0"
-        )
-    for file in files:
-        if not file.parent.is_dir():
-            return f"{file.parent} is no directory; make it first"
-    if plot_file and not can_plot():
-        return "--plot needs matplotlib: pip install 'outrider[plot]'"
-    return None
 
 
 def _check_ks(ks: list[int] | None, most: int) -> None:

@@ -1,6 +1,5 @@
 """Presents tallies to people (tables, a plot) and to programs (JSON)."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +90,6 @@ def print_tables(tallies: Tallies, title: str, console: Console) -> None:
             )
         console.print(speed)
         console.print(drafts)
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(tallies: Tallies, title: str, path: Path) -> None:
