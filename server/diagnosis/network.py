@@ -1,7 +1,6 @@
 """Findings about the network: what this machine can reach, and whether it can be reached."""
 
 import importlib.metadata
-import os
 import socket
 
 import httpx
@@ -55,7 +54,7 @@ def hub(*, offline: bool) -> Finding:
     without = "The default pair, directories and GGUF files work without it."
     if offline or constants.HF_HUB_OFFLINE:
         return Finding("note", "not tried: offline", without)
-    endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
+    endpoint = constants.ENDPOINT
     try:
         response = httpx.head(endpoint, timeout=HUB_TIMEOUT_S, follow_redirects=True)
         response.raise_for_status()
