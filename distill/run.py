@@ -58,8 +58,9 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
             all_but=() if extent_path.exists() else asdict(recipe).keys() - recipe.of_text().keys(),
         )
         with _clock(work / "spent.json") as start_s:
-            extent = _extent(extent_path) if extent_path.exists() else None
-            if extent is None:
+            if extent_path.exists():
+                extent = Extent(**json.loads(extent_path.read_text()))
+            else:
                 until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
                 num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
                 text = text_folder(recipe, work)
@@ -183,10 +184,6 @@ def _clock(path: Path) -> Iterator[float]:
     finally:
         with whole_file(path) as scratch:
             scratch.write_text(json.dumps(time.time() - start_s))
-
-
-def _extent(path: Path) -> Extent:
-    return Extent(**json.loads(path.read_text()))
 
 
 def _save_extent(extent: Extent, path: Path) -> None:
