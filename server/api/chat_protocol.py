@@ -66,9 +66,7 @@ class Message(APIRequest):
             message.pop("tool_calls", None)
         return message
 
-    def unknown_fields(
-        self, path: str = "", ignored: frozenset[str] = frozenset()
-    ) -> Iterator[UnknownField]:
+    def unknown_fields(self, path: str = "") -> Iterator[UnknownField]:
         yield from self._unknown_inside(path)  # other fields are the template's business
 
 

@@ -167,11 +167,9 @@ class APIRequest(BaseModel):
                 raise ValueError(f"no such field: {unknown.path}{did_you_mean(unknown)}")
         return given
 
-    def unknown_fields(
-        self, path: str = "", ignored: frozenset[str] = frozenset()
-    ) -> Iterator[UnknownField]:
+    def unknown_fields(self, path: str = "") -> Iterator[UnknownField]:
         """The unknown fields in this object, which is at `path`, and in the objects inside it."""
-        ignored |= self.ignored_fields | self.refused_fields.keys()
+        ignored = self.ignored_fields | self.refused_fields.keys()
         yield from unknown_names(self.model_extra or (), _known_names(type(self)), ignored, path)
         yield from self._unknown_inside(path)
 

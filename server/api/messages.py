@@ -46,7 +46,7 @@ GROWTH = {
 
 async def create_message(service: Service, body: MessagesRequest, http: Request) -> Response:
     """Answer a messages request, as a stream or as a whole."""
-    service.check_fields(body, body.model, http)
+    service.check_fields(body, http)
     with renamed_fields(FIELDS):
         chat = body.as_chat()
         turn = await prepare_turn(service, chat, http)
@@ -57,7 +57,7 @@ async def count_tokens(
     service: Service, body: CountTokensRequest, http: Request
 ) -> CountTokensResponse:
     """Count the tokens of the prompt that a messages request would make."""
-    service.check_fields(body, body.model, http)
+    service.check_fields(body, http)
     with renamed_fields(FIELDS):
         return CountTokensResponse(input_tokens=await num_prompt_tokens(service, body.as_chat()))
 

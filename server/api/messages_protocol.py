@@ -12,6 +12,7 @@ from .fields import APIRequest, Int, StopString, UnknownField
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .tools import MAX_TOOLS
 from .translation import chat_request
+from .unknown_fields import IGNORED, Body
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 CACHING = frozenset({"cache_control"})  # ignored: all prefixes are cached here
@@ -174,22 +175,20 @@ class OutputConfig(APIRequest):
     format: OutputFormat | None = None
 
 
-class ConversationFields(APIRequest):
+class ConversationFields(Body):
     """The fields that make up the prompt."""
 
-    ignored_fields: ClassVar = CACHING | {
+    ignored_fields: ClassVar = IGNORED | {
+        "cache_control",
         "container",
         "context_management",
         "diagnostics",
         "inference_geo",
-        "metadata",
-        "service_tier",
         "speed",
         "user_profile_id",
         "workspace_id",
     }
 
-    model: str | None = None
     messages: Annotated[list[AnthropicMessage], FailFast(), Field(min_length=1)]
     system: TextOr[TextBlocks] = ""
     tools: Annotated[list[AnthropicTool], FailFast()] = Field(

@@ -24,6 +24,7 @@ from .fields import (
     StopStrings,
     TokenIds,
 )
+from .unknown_fields import Body
 
 
 class StreamOptions(APIRequest):
@@ -74,10 +75,9 @@ LogitsProcessors = TypeAliasType(
 )
 
 
-class SamplingFields(APIRequest):
+class SamplingFields(Body):
     """How tokens are drawn. All APIs have these fields."""
 
-    model: str | None = None
     stream: bool = False
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, ge=0, le=1)

@@ -53,7 +53,7 @@ async def create_response(
     service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
 ) -> Response:
     """Answer a responses request, as a stream or as a whole."""
-    service.check_fields(body, body.model, http)
+    service.check_fields(body, http)
     body = service.sampling_defaults.fill(body)  # the response reports them
     earlier = _earlier(service, store, body, http)
     with renamed_fields(FIELDS):
@@ -68,7 +68,7 @@ async def count_input_tokens(
     service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
 ) -> InputTokensCount:
     """Count the tokens of the prompt that a responses request would make."""
-    service.check_fields(body, body.model, http)
+    service.check_fields(body, http)
     earlier = _earlier(service, store, body, http)
     with renamed_fields(FIELDS):
         count = await num_prompt_tokens(service, body.as_chat(earlier))

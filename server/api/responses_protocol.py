@@ -16,6 +16,7 @@ from .input_items import InputItems, Item, MessageItem, chat_messages
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .tools import MAX_TOOLS, checked_tool
 from .translation import chat_request
+from .unknown_fields import IGNORED, NEUTRAL_VALUES
 
 LOGPROBS = "message.output_text.logprobs"
 Metadata = TypeAliasType(
@@ -80,7 +81,7 @@ class ResponseStreamOptions(APIRequest):
 
 
 class ResponsesRequest(SamplingFields):
-    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL_VALUES | {
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
@@ -88,9 +89,12 @@ class ResponsesRequest(SamplingFields):
         "prompt": (),
         "truncation": ("disabled",),
     }
-    ignored_fields: ClassVar = frozenset(
-        {"access_programs", "background_options", "max_tool_calls", "client_metadata"}
-    )
+    ignored_fields: ClassVar = IGNORED | {
+        "access_programs",
+        "background_options",
+        "client_metadata",
+        "max_tool_calls",
+    }
 
     input: TextOr[InputItems] = Field(default_factory=list, validate_default=True)
     instructions: str | None = None

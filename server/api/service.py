@@ -29,12 +29,11 @@ from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
 from .answer_size import check_answer_size
 from .content import text_of
-from .fields import APIRequest
 from .generation import Sample, TextOptions
 from .protocol import ChoiceFields
 from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from .sampling_defaults import SamplingDefaults
-from .unknown_fields import check_unknown_fields
+from .unknown_fields import Body, check_unknown_fields
 
 VERSION = importlib.metadata.version("outrider")
 # Shorter texts are tokenized faster than they are handed to a thread.
@@ -84,19 +83,19 @@ class Service:
         if given not in self.model_names and given != self.unlisted_name:
             raise model_not_found(given, self.model_name)
 
-    def check_fields(self, body: APIRequest, model: str | None, http: Request) -> None:
+    def check_fields(self, body: Body, http: Request) -> None:
         """Refuse the name of another model, and fields that are not served; raises APIError.
 
         A request need not give a name.
         """
-        if model:
-            self.check_model(model)
+        if body.model:
+            self.check_model(body.model)
         check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
 
     def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be refused before there are prompts, and fill in the server's defaults;
         raises APIError."""
-        self.check_fields(fields, fields.model, http)
+        self.check_fields(fields, http)
         if fields.priority and not self._may_set_priority(http):
             raise forbidden(
                 "priority",

@@ -10,13 +10,13 @@ from starlette.responses import Response
 from ..grammar.tool_choice import as_function
 from .chat_protocol import ChatFields
 from .chat_turn import chat_prompt
-from .fields import APIRequest, TokenIdList
+from .fields import TokenIdList
 from .protocol import APIResponse
 from .service import Service
+from .unknown_fields import Body
 
 
-class TokenizeOptions(APIRequest):
-    model: str | None = None
+class TokenizeOptions(Body):
     return_token_strs: bool = False
 
 
@@ -46,8 +46,7 @@ class TokenizeResponse(APIResponse):
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(APIRequest):
-    model: str | None = None
+class DetokenizeRequest(Body):
     tokens: TokenIdList
 
 
@@ -56,7 +55,7 @@ class DetokenizeResponse(APIResponse):
 
 
 async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Response:
-    service.check_fields(body, body.model, http)
+    service.check_fields(body, http)
     if isinstance(body, TokenizeChat):
         tokens = (
             await chat_prompt(
@@ -85,7 +84,7 @@ async def detokenize(
     service: Service, body: DetokenizeRequest, http: Request
 ) -> DetokenizeResponse:
     """The text of token ids, including special tokens."""
-    service.check_fields(body, body.model, http)
+    service.check_fields(body, http)
     service.check_token_ids(body.tokens, "tokens")
     text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=text)

@@ -1,7 +1,9 @@
 """What happens to fields that are not served: refused, ignored, or reported as unknown."""
 
 import logging
+from collections.abc import Mapping
 from itertools import islice
+from typing import ClassVar
 
 from starlette.requests import Request
 
@@ -51,13 +53,22 @@ IGNORED = frozenset(
 )
 
 
-def check_unknown_fields(body: APIRequest, http: Request, *, refuse: bool) -> None:
+class Body(APIRequest):
+    """The whole body of a request."""
+
+    ignored_fields: ClassVar = IGNORED
+    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL_VALUES
+
+    model: str | None = None
+
+
+def check_unknown_fields(body: Body, http: Request, *, refuse: bool) -> None:
     """Refuse fields that would change the answer if they were served; raises APIError.
 
     Unknown fields are logged and named in a header of the answer (written by `RequestId`); with
     `refuse`, they are refused too.
     """
-    for name, value in (body.model_extra or {}).items():
+    for name in body.model_extra or ():
         if name.startswith("guided_") or name in OTHER_GRAMMARS:
             name = cut(name)
             raise unsupported(
@@ -65,22 +76,15 @@ def check_unknown_fields(body: APIRequest, http: Request, *, refuse: bool) -> No
                 f"{name} is no parameter of this API, and is not ignored: use "
                 "structured_outputs or response_format.",
             )
-        if name in NEUTRAL_VALUES and value not in NEUTRAL_VALUES[name]:
-            raise _not_supported(name)
     for path in body.refused():
-        raise _not_supported(path)
-    known = IGNORED | NEUTRAL_VALUES.keys()
-    unknown = list(islice(body.unknown_fields(ignored=known), MAX_NAMED))
+        raise unsupported(path, f"{path} is not supported by this server: leave it out.")
+    unknown = list(islice(body.unknown_fields(), MAX_NAMED))
     if unknown and refuse:
         raise _refused(unknown[0])
     if unknown:
         http.state.unknown_fields = [field.path for field in unknown]
         told = ", ".join(field.path + did_you_mean(field) for field in unknown)
         log.info("unknown fields are ignored: %s, %s", told, http.state.request_id)
-
-
-def _not_supported(path: str) -> APIError:
-    return unsupported(path, f"{path} is not supported by this server: leave it out.")
 
 
 def _refused(unknown: UnknownField) -> APIError:
