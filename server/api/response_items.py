@@ -4,11 +4,19 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from ..text.call_stream import CallArguments, CallStart
+from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
 from .answer import Event
 from .responses_protocol import Status
+
+# By the type of an item: what the events about its text are named after, and the text's field.
+TEXTS = {
+    "message": ("output_text", "text"),
+    "reasoning": ("reasoning_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
 
 
 class OutputItems:
@@ -22,54 +30,40 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []  # of the growing item's text
 
     def add(self, part: Part, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """`logprobs` are those of the part's tokens, if it is text of a message."""
-        match part:
-            case Text():
-                if not self._is_open("reasoning" if part.reasoning else "message"):
-                    yield from self._open_text("reasoning" if part.reasoning else "message")
-                yield from self._grow(part.text, logprobs)
-            case CallStart():
-                yield from self._open_call(part)
-            case CallArguments():
-                yield from self._grow(part.text, [])
+        """`logprobs` are those of the part's tokens: none, unless it is text of a message."""
+        if isinstance(part, CallStart):
+            yield from self._open_call(part)
+            return
+        if isinstance(part, Text):
+            kind = "reasoning" if part.reasoning else "message"
+            if self._item is None or self._item["type"] != kind:
+                yield from self._open_text(kind)
+        yield from self._grow(part.text, logprobs)
 
     def close(self, status: Status = "completed") -> Iterator[Event]:
         """Complete the growing item."""
         item, self._item = self._item, None
         if item is None:
             return
-        text, place = "".join(self._pieces), self._place(item)
-        match item["type"]:
-            case "message":
-                part = item["content"][0]
-                part |= {"text": text, "logprobs": self._logprobs}
-                place_in = place | {"content_index": 0}
-                said = {"text": text, "logprobs": self._logprobs}
-                yield "response.output_text.done", place_in | said
-                yield "response.content_part.done", place_in | {"part": dict(part)}
-            case "reasoning":
-                part = item["content"][0]
-                part["text"] = text
-                place_in = place | {"content_index": 0}
-                yield "response.reasoning_text.done", place_in | {"text": text}
-                yield "response.content_part.done", place_in | {"part": dict(part)}
-            case "function_call":
-                item["arguments"] = text
-                done = place | {"arguments": text, "name": item["name"]}
-                yield "response.function_call_arguments.done", done
-            case "custom_tool_call":
-                item["input"] = text
-                yield "response.custom_tool_call_input.done", place | {"input": text}
-        if "status" in item:
-            item["status"] = status
+        name, field = TEXTS[item["type"]]
+        place = self._place(item)
+        said: dict[str, Any] = {field: "".join(self._pieces)}
+        if item["type"] == "message":
+            said["logprobs"] = self._logprobs
+        parts = item.get("content", [])
+        (parts[0] if parts else item).update(said)
+        if item["type"] == "function_call":
+            said["name"] = item["name"]
+        yield f"response.{name}.done", place | said
+        for part in parts:
+            yield "response.content_part.done", place | {"part": dict(part)}
+        item["status"] = status
         self.items.append(item)
         yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
 
-    def _is_open(self, kind: str) -> bool:
-        return self._item is not None and self._item["type"] == kind
-
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": item["id"], "output_index": len(self.items)}
+        place = {"item_id": item["id"], "output_index": len(self.items)}
+        return place | {"content_index": 0} if "content" in item else place
 
     def _open(self, item: dict[str, Any]) -> Iterator[Event]:
         yield from self.close()
@@ -89,8 +83,7 @@ class OutputItems:
             item["status"] = "in_progress"
         item["content"] = [part]
         yield from self._open(item)
-        place = self._place(item) | {"content_index": 0}
-        yield "response.content_part.added", place | {"part": dict(part)}
+        yield "response.content_part.added", self._place(item) | {"part": dict(part)}
 
     def _open_call(self, start: CallStart) -> Iterator[Event]:
         item = {"call_id": call_id(short=self._short_ids), "name": start.name}
@@ -104,18 +97,11 @@ class OutputItems:
         item = self._item
         assert item is not None
         self._pieces.append(text)
-        place = self._place(item) | {"delta": text}
-        match item["type"]:
-            case "message":
-                self._logprobs += logprobs
-                more = {"content_index": 0, "logprobs": logprobs}
-                yield "response.output_text.delta", place | more
-            case "reasoning":
-                yield "response.reasoning_text.delta", place | {"content_index": 0}
-            case "function_call":
-                yield "response.function_call_arguments.delta", place
-            case "custom_tool_call":
-                yield "response.custom_tool_call_input.delta", place
+        self._logprobs += logprobs
+        delta: dict[str, Any] = {"delta": text}
+        if item["type"] == "message":
+            delta["logprobs"] = logprobs
+        yield f"response.{TEXTS[item['type']][0]}.delta", self._place(item) | delta
 
 
 def _new_id(kind: str) -> str:
