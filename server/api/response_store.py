@@ -51,9 +51,6 @@ class ResponseStore:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def delete(self, response_id: str, key: str | None) -> bool:
-        """Delete the response; returns whether there was one."""
-        if self.get(response_id, key) is None:
-            return False
-        self._num_bytes -= self._stored.pop(response_id).num_bytes
-        return True
+    def delete(self, stored: StoredResponse) -> None:
+        """Delete a response that `get` has returned."""
+        self._num_bytes -= self._stored.pop(stored.id).num_bytes

@@ -59,8 +59,8 @@ async def create_response(
     with renamed_fields(FIELDS):
         chat = body.as_chat(earlier)
         turn = await prepare_turn(service, chat, http)
-    keeps = _Keeper(store, earlier, request_key(http)) if body.store and store.keeps else None
-    answer = _ResponsesAnswer(service, body, chat, turn, keeps)
+    kept_in = store if body.store and store.keeps else None
+    answer = _ResponsesAnswer(service, body, chat, turn, earlier, kept_in, request_key(http))
     return await answer.respond(http, turn.samples)
 
 
@@ -79,17 +79,10 @@ def _earlier(
     service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
 ) -> list[Item]:
     """The stored conversation that the input continues; raises APIError, also for no input."""
-    if body.previous_response_id is not None:
-        return _stored_items(service, store, body.previous_response_id, request_key(http))
-    if not body.items:
-        raise invalid_value("input", "The input is empty; it needs at least one item.")
-    return []
-
-
-def _stored_items(
-    service: Service, store: ResponseStore, response_id: str, key: str | None
-) -> list[Item]:
-    """The conversation up to a stored response; raises APIError."""
+    if (response_id := body.previous_response_id) is None:
+        if not body.items:
+            raise invalid_value("input", "The input is empty; it needs at least one item.")
+        return []
     param = "previous_response_id"
     if not store.keeps:
         raise invalid_value(
@@ -97,8 +90,7 @@ def _stored_items(
             "This server keeps no responses (server.response_store_bytes, server.api_workers): "
             "send the whole conversation as input.",
         )
-    if (stored := store.get(response_id, key)) is None:
-        raise _not_kept(param, response_id)
+    stored = _kept(store, response_id, http, param=param)
     num_bytes, most = len(stored.conversation), service.settings.max_body_bytes
     if num_bytes > most:  # read at once, it takes as much memory as if it had been sent
         raise invalid_value(
@@ -110,16 +102,6 @@ def _stored_items(
     return earlier
 
 
-def _not_kept(param: str | None, response_id: str) -> APIError:
-    return APIError(
-        400 if param else 404,
-        f"The response {response_id[:80]!r} is not kept: it was not stored, or was dropped "
-        "for later ones (server.response_store_bytes).",
-        code="previous_response_not_found" if param else "not_found",
-        param=param,
-    )
-
-
 def stored_response(store: ResponseStore, response_id: str, http: Request) -> Response:
     """Raises APIError if the response is not stored, or belongs to another key."""
     stored = _kept(store, response_id, http)
@@ -127,18 +109,19 @@ def stored_response(store: ResponseStore, response_id: str, http: Request) -> Re
 
 
 def stored_input_items(
-    store: ResponseStore, response_id: str, http: Request
-) -> list[dict[str, Any]]:
-    """The items of the request; raises APIError like `stored_response`."""
-    items: list[dict[str, Any]] = from_json(_kept(store, response_id, http).input_items)
-    return items
-
-
-def page_of_items(
-    items: list[dict[str, Any]], *, limit: int, order: Literal["asc", "desc"], after: str | None
+    store: ResponseStore,
+    response_id: str,
+    http: Request,
+    *,
+    limit: int,
+    order: Literal["asc", "desc"],
+    after: str | None,
 ) -> ResponseItemList:
-    """Up to `limit` items, those that follow the item with the id `after`; raises APIError."""
-    items = items if order == "asc" else items[::-1]
+    """Up to `limit` items of the request, those that follow the item with the id `after`; raises
+    APIError like `stored_response`."""
+    items: list[dict[str, Any]] = from_json(_kept(store, response_id, http).input_items)
+    if order == "desc":
+        items.reverse()
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise invalid_value("after", f"The response has no input item {after[:80]!r}.")
@@ -156,39 +139,22 @@ def page_of_items(
 
 def delete_response(store: ResponseStore, response_id: str, http: Request) -> None:
     """Raises APIError like `stored_response`."""
-    if not store.delete(response_id, request_key(http)):
-        raise _not_kept(None, response_id)
+    store.delete(_kept(store, response_id, http))
 
 
-def _kept(store: ResponseStore, response_id: str, http: Request) -> StoredResponse:
-    stored = store.get(response_id, request_key(http))
-    if stored is None:
-        raise _not_kept(None, response_id)
-    return stored
-
-
-class _Keeper:
-    """Keeps a response, with the conversation that led to it."""
-
-    def __init__(self, store: ResponseStore, earlier: list[Item], key: str | None) -> None:
-        self._store = store
-        self._earlier = earlier
-        self._key = key
-
-    def written(self, response: ResponseObject, told: str, new: list[Item]) -> StoredResponse:
-        """What is kept of a response whose JSON is `told`."""
-        output = _ITEMS.validate_python(response.output)
-        conversation = [*self._earlier, *new, *output]
-        return StoredResponse(
-            id=response.id,
-            response=told.encode(),
-            input_items=to_json(list(map(_input_item, new))),
-            conversation=_ITEMS.dump_json(conversation, exclude_unset=True, exclude=_NOT_CONTINUED),
-            key=self._key,
-        )
-
-    def keep(self, stored: StoredResponse) -> None:
-        self._store.put(stored)
+def _kept(
+    store: ResponseStore, response_id: str, http: Request, *, param: str | None = None
+) -> StoredResponse:
+    """`param`: the field that names the response, if it is not named by the path."""
+    if (stored := store.get(response_id, request_key(http))) is not None:
+        return stored
+    raise APIError(
+        400 if param else 404,
+        f"The response {response_id[:80]!r} is not kept: it was not stored, or was dropped "
+        "for later ones (server.response_store_bytes).",
+        code="previous_response_not_found" if param else "not_found",
+        param=param,
+    )
 
 
 def _input_item(item: Item) -> dict[str, Any]:
@@ -211,11 +177,15 @@ class _ResponsesAnswer(Answer):
         body: ResponsesRequest,
         chat: ChatCompletionRequest,
         turn: ChatTurn,
-        keeper: _Keeper | None,
+        earlier: list[Item],
+        store: ResponseStore | None,
+        key: str | None,
     ) -> None:
         super().__init__(service, chat, [turn.prompt.token_ids])
         self._body = body
-        self._keeper = keeper
+        self._earlier = earlier
+        self._store = store  # None: the response is not kept
+        self._key = key  # of the response, if it is kept
         self._with_logprobs = body.wants_logprobs
         self._tokens: deque[Token] = deque()  # whose text no part has brought yet
         self._items = OutputItems(short_ids=service.message_format.short_ids)
@@ -264,11 +234,22 @@ class _ResponsesAnswer(Answer):
         """The response as JSON; it is kept, too."""
         response = self._response()
         told = await self._written(self._num_logprobs, response.to_json)
-        if (keeper := self._keeper) is not None:
-            new = self._body.items
-            kept = await self._written(self._num_logprobs, keeper.written, response, told, new)
-            keeper.keep(kept)
+        if self._store is not None:
+            self._store.put(await self._written(self._num_logprobs, self._kept, response, told))
         return told
+
+    def _kept(self, response: ResponseObject, told: str) -> StoredResponse:
+        """What is kept of a response whose JSON is `told`."""
+        new = self._body.items
+        output = _ITEMS.validate_python(response.output)
+        conversation = [*self._earlier, *new, *output]
+        return StoredResponse(
+            id=response.id,
+            response=told.encode(),
+            input_items=to_json(list(map(_input_item, new))),
+            conversation=_ITEMS.dump_json(conversation, exclude_unset=True, exclude=_NOT_CONTINUED),
+            key=self._key,
+        )
 
     @property
     def _num_logprobs(self) -> int:
@@ -331,7 +312,7 @@ class _ResponsesAnswer(Answer):
             parallel_tool_calls=body.parallel_tool_calls,
             previous_response_id=body.previous_response_id,
             reasoning={"effort": body.reasoning.effort, "summary": None},
-            store=self._keeper is not None,
+            store=self._store is not None,
             temperature=body.temperature,
             text={"format": _format(body)},
             tool_choice=body.tool_choice,

@@ -40,7 +40,6 @@ from ..api.responses import (
     count_input_tokens,
     create_response,
     delete_response,
-    page_of_items,
     stored_input_items,
     stored_response,
 )
@@ -268,8 +267,9 @@ def _add_responses_routes(router: APIRouter, service: Service, store: ResponseSt
         after: str | None = None,
     ) -> ResponseItemList:
         """The items that it was asked with, a page at a time."""
-        items = stored_input_items(store, response_id, request)
-        return page_of_items(items, limit=limit, order=order, after=after)
+        return stored_input_items(
+            store, response_id, request, limit=limit, order=order, after=after
+        )
 
     @router.delete("/responses/{response_id}")
     async def delete(response_id: str, request: Request) -> DeletedResponse:
