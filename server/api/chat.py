@@ -40,13 +40,13 @@ async def create_chat_completion(
 
 class _ChatAnswer(ChoicesAnswer):
     def __init__(self, service: Service, body: ChatCompletionRequest, turn: ChatTurn) -> None:
-        super().__init__(service, body, [turn.prompt.token_ids], id_prefix="chatcmpl")
+        super().__init__(service, body, [turn.prompt_token_ids], id_prefix="chatcmpl")
         self._body = body
         self._calls_one_by_name = turn.calls.named
         self._num_calls = [0] * body.n  # calls reported so far
         self._calls_free_text = [False] * body.n  # whether the last one takes a free text
         if body.return_token_ids:
-            self._head["prompt_token_ids"] = turn.prompt.token_ids
+            self._head["prompt_token_ids"] = turn.prompt_token_ids
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
         if not self._body.stream:

@@ -16,16 +16,10 @@ from .generation import Sample
 from .service import Service
 
 
-class ChatPrompt(NamedTuple):
-    text: str
-    token_ids: list[int]
-    continued: str  # the turn that the answer continues, or nothing
-
-
 class ChatTurn(NamedTuple):
     """What to generate; the deltas of the samples carry the parts of the answer."""
 
-    prompt: ChatPrompt
+    prompt_token_ids: list[int]
     calls: Calls
     samples: list[Sample]
 
@@ -39,7 +33,7 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
     calls = choose(body.tool_choice, body.tools, parallel=body.parallel_tool_calls)
     if calls.required and calls.input_grammar is None:
         body.stop = []  # the answer is JSON that the client does not see
-    prompt = await chat_prompt(
+    prompt, ids = await chat_prompt(
         service,
         body,
         calls.shown,
@@ -47,11 +41,10 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
         must_fit=body.truncate_prompt_tokens is None,
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
-    kept = service.truncate(body, prompt.token_ids, max_tokens or 1)
-    prompt = prompt._replace(token_ids=kept)
-    room_tokens = max(1, service.engine_info.max_model_len - len(kept))
+    ids = service.truncate(body, ids, max_tokens or 1)
+    room_tokens = max(1, service.engine_info.max_model_len - len(ids))
     grammar = await _grammar(service, body, calls)
-    of_calls = None if grammar else await _grammar_of_strict_calls(service, prompt, calls)
+    of_calls = None if grammar else await _grammar_of_strict_calls(service, body, prompt, calls)
     # Off the event loop, because a model's own response template reads the whole prompt.
     readers = await asyncio.to_thread(
         _readers,
@@ -64,7 +57,7 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
     )
     samples = service.samples(
         body,
-        [prompt.token_ids],
+        [ids],
         param="messages",
         max_tokens=max_tokens
         or min(room_tokens, service.sampling_defaults.max_tokens or room_tokens),
@@ -76,13 +69,13 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
-    return ChatTurn(prompt, calls, samples)
+    return ChatTurn(ids, calls, samples)
 
 
 def _readers(
     service: Service,
     body: ChatCompletionRequest,
-    prompt: ChatPrompt,
+    prompt: str,
     calls: Calls,
     *,
     follows_grammar: bool,
@@ -94,9 +87,9 @@ def _readers(
         if calls.input_grammar is not None:
             return RawCall(calls.tools[0]["function"]["name"])
         return service.message_format.parser(
-            prompt.text,
+            prompt,
             calls.tools,
-            continued=prompt.continued,
+            continued=body.continued,
             must_call=calls.required,
             follows_grammar=follows_grammar,
             calls_are_json=calls_are_json,
@@ -135,7 +128,7 @@ async def _grammar(service: Service, body: ChatCompletionRequest, calls: Calls) 
 
 
 async def _grammar_of_strict_calls(
-    service: Service, prompt: ChatPrompt, calls: Calls
+    service: Service, body: ChatCompletionRequest, prompt: str, calls: Calls
 ) -> str | None:
     """The grammar of an answer that may call strict tools, if it can be had; raises APIError."""
     form = service.message_format
@@ -144,7 +137,7 @@ async def _grammar_of_strict_calls(
         return None
     if not (service.grammars.can_compile and service.tokenizer.has_tokens(markers)):
         return None
-    begun = form.has_begun_reasoning(prompt.text, prompt.continued)
+    begun = form.has_begun_reasoning(prompt, body.continued)
     grammar = text_and_calls_grammar(calls.tools, reasons=form.has_reasoning, begun=begun)
     return await service.grammars.check("tools", grammar)
 
@@ -152,8 +145,8 @@ async def _grammar_of_strict_calls(
 async def num_prompt_tokens(service: Service, body: ChatCompletionRequest) -> int:
     """How many tokens the prompt of this conversation has; raises APIError."""
     calls = choose(body.tool_choice, body.tools, parallel=body.parallel_tool_calls)
-    prompt = await chat_prompt(service, body, calls.shown, body.template_variables)
-    return len(prompt.token_ids)
+    _, ids = await chat_prompt(service, body, calls.shown, body.template_variables)
+    return len(ids)
 
 
 async def chat_prompt(
@@ -163,8 +156,8 @@ async def chat_prompt(
     variables: dict[str, Any],
     *,
     must_fit: bool = False,
-) -> ChatPrompt:
-    """The prompt that the model's chat template makes; raises APIError."""
+) -> tuple[str, list[int]]:
+    """The prompt that the model's chat template makes, and its token ids; raises APIError."""
     template = service.tokenizer.chat_template
     if template is None:
         raise invalid_value(
@@ -212,4 +205,4 @@ async def chat_prompt(
         add_special_tokens=body.add_special_tokens,
         must_fit="messages" if must_fit else None,
     )
-    return ChatPrompt(text, ids, body.continued)
+    return text, ids

@@ -64,7 +64,7 @@ async def count_tokens(
 
 class _MessagesAnswer(Answer):
     def __init__(self, service: Service, body: ChatCompletionRequest, turn: ChatTurn) -> None:
-        super().__init__(service, body, [turn.prompt.token_ids])
+        super().__init__(service, body, [turn.prompt_token_ids])
         self._id = f"msg_{uuid.uuid4().hex}"
         self._content: list[dict[str, Any]] = []
         self._pieces: list[str] = []  # of the last block

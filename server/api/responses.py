@@ -181,7 +181,7 @@ class _ResponsesAnswer(Answer):
         store: ResponseStore | None,
         key: str | None,
     ) -> None:
-        super().__init__(service, chat, [turn.prompt.token_ids])
+        super().__init__(service, chat, [turn.prompt_token_ids])
         self._body = body
         self._earlier = earlier
         self._store = store  # None: the response is not kept

@@ -57,11 +57,8 @@ class DetokenizeResponse(APIResponse):
 async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Response:
     service.check_fields(body, http)
     if isinstance(body, TokenizeChat):
-        tokens = (
-            await chat_prompt(
-                service, body, [*map(as_function, body.tools)], body.chat_template_kwargs
-            )
-        ).token_ids
+        tools = list(map(as_function, body.tools))
+        _, tokens = await chat_prompt(service, body, tools, body.chat_template_kwargs)
     else:
         (tokens,) = await service.tokenize(
             [body.prompt], add_special_tokens=body.add_special_tokens
