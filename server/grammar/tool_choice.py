@@ -58,15 +58,12 @@ class AllowedTools(APIRequest):
 def _kind_of_choice(value: object) -> str:
     if isinstance(value, str):
         return "<mode>"
-    kinds = {"allowed_tools": "<allowed>", "custom": "<custom>"}
-    given = type_of(value)
-    return kinds.get(given, "<function>") if isinstance(given, str) else "<function>"
+    return "<allowed>" if type_of(value) == "allowed_tools" else "<named>"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
-    | Annotated[NamedTool, Tag("<function>")]
-    | Annotated[NamedCustomTool, Tag("<custom>")]
+    | Annotated[NamedToolOfAKind, Tag("<named>")]
     | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(_kind_of_choice),
 ]
