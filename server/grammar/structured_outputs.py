@@ -109,7 +109,7 @@ class StructuredOutputs(APIRequest):
             raise ValueError("expected exactly one of json, json_object, regex, choice and grammar")
         return self
 
-    def grammar_text(self) -> GrammarText | None:
+    def grammar_text(self) -> GrammarText:
         if self.json_schema is not None:
             return lark_of_schema(self.json_schema)
         if self.regex is not None:
@@ -118,9 +118,7 @@ class StructuredOutputs(APIRequest):
             return GrammarText("lark", _lark_of_choices(self.choice))
         if self.grammar is not None:
             return GrammarText("gbnf" if "::=" in self.grammar else "lark", self.grammar)
-        if self.json_object:
-            return lark_of_schema({"type": "object"})
-        return None
+        return lark_of_schema({"type": "object"})
 
 
 class NamedSchema(APIRequest):
@@ -176,20 +174,14 @@ class GrammarChecker:
         structured_outputs: StructuredOutputs | None,
     ) -> str | None:
         """The grammar of an answer; raises APIError that names the field."""
-        texts: dict[str, GrammarText] = {}
-        for param, asked in (
-            ("response_format", response_format),
-            ("structured_outputs", structured_outputs),
-        ):
-            if asked is not None and (text := asked.grammar_text()) is not None:
-                texts[param] = text
-        if len(texts) > 1:
+        text = response_format and response_format.grammar_text()
+        if structured_outputs is None:
+            return await self.check("response_format", text) if text else None
+        if text:
             raise invalid_value(
                 "structured_outputs", "structured_outputs and response_format exclude each other."
             )
-        for param, text in texts.items():
-            return await self.check(param, text)
-        return None
+        return await self.check("structured_outputs", structured_outputs.grammar_text())
 
     async def check(self, param: str, grammar: GrammarText) -> str:
         """The grammar as Lark; raises APIError unless the engine can follow it. `param` is the
