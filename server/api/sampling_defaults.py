@@ -26,19 +26,11 @@ class SamplingDefaults(BaseModel):
     repetition_penalty: float | None = Field(default=None, gt=0)
     max_tokens: int | None = Field(default=None, ge=1, validation_alias="max_new_tokens")
 
-    @property
-    def _of_fields(self) -> dict[str, float]:
-        """The defaults that are request fields; `max_tokens` is none: it depends on the prompt."""
-        return self.model_dump(exclude_none=True, exclude={"max_tokens"})
-
     def fill(self, fields: Fields) -> Fields:
         """The fields, with these defaults for the ones that were left out."""
-        update = {
-            name: value
-            for name, value in self._of_fields.items()
-            if name not in fields.model_fields_set
-        }
-        return fields.model_copy(update=update) if update else fields
+        # Not max_tokens, which depends on the prompt.
+        given = fields.model_fields_set | {"max_tokens"}
+        return fields.model_copy(update=self.model_dump(exclude_none=True, exclude=given))
 
     def __str__(self) -> str:
         given = self.model_dump(exclude_none=True)
