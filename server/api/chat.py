@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..text.call_stream import CallArguments, CallStart
+from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
 from .chat_protocol import (
@@ -18,10 +18,7 @@ from .chat_protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    CustomCall,
-    FunctionCall,
     TokenLogprob,
-    ToolCallChunk,
     TopLogprob,
 )
 from .chat_turn import ChatTurn, prepare_turn
@@ -43,8 +40,8 @@ class _ChatAnswer(ChoicesAnswer):
         super().__init__(service, body, [turn.prompt_token_ids], id_prefix="chatcmpl")
         self._body = body
         self._calls_one_by_name = turn.calls.named
-        self._num_calls = [0] * body.n  # calls reported so far
-        self._calls_free_text = [False] * body.n  # whether the last one takes a free text
+        # Of each choice: the calls reported so far, by what they call.
+        self._calls: list[list[str]] = [[] for _ in range(body.n)]
         if body.return_token_ids:
             self._head["prompt_token_ids"] = turn.prompt_token_ids
 
@@ -102,40 +99,33 @@ class _ChatAnswer(ChoicesAnswer):
         said: list[dict[str, Any]] = []
         pieces: list[str] = []  # of the last text
         for part in parts:
-            match part:
-                case Text():
-                    name = "reasoning_content" if part.reasoning else "content"
-                    if not said or name not in said[-1]:
-                        said.append({name: (pieces := [])})
-                    pieces.append(part.text)
-                case CallStart():
-                    pieces = []
-                    said.append({"tool_calls": [self._new_call(index, part, pieces)]})
-                case CallArguments():
-                    if not said or "tool_calls" not in said[-1]:
-                        pieces = []
-                        said.append({"tool_calls": [self._more_of_call(index, pieces)]})
-                    pieces.append(part.text)
-        told = [{name: _joined(value) for name, value in each.items()} for each in said]
+            if isinstance(part, CallStart):
+                said.append({"tool_calls": [self._new_call(index, part, pieces := [])]})
+                continue
+            if isinstance(part, Text):
+                name = "reasoning_content" if part.reasoning else "content"
+                if not said or name not in said[-1]:
+                    said.append({name: (pieces := [])})
+            elif not said or "tool_calls" not in said[-1]:
+                said.append({"tool_calls": [self._more_of_call(index, pieces := [])]})
+            pieces.append(part.text)
+        told: list[dict[str, Any]] = list(map(_joined, said))
         for each in told:
             if "reasoning_content" in each:
                 each["reasoning"] = each["reasoning_content"]  # clients read one or the other
         return told
 
     def _new_call(self, index: int, start: CallStart, pieces: list[str]) -> dict[str, Any]:
-        self._calls_free_text[index] = start.is_free_text
-        self._num_calls[index] += 1
+        kind = "custom" if start.is_free_text else "function"
+        self._calls[index].append(kind)
         call = self._more_of_call(index, pieces)
-        call["id"] = call_id(short=self._service.message_format.short_ids)
-        call["type"] = "custom" if start.is_free_text else "function"
-        call[call["type"]]["name"] = start.name
-        return call
+        call[kind]["name"] = start.name
+        return call | {"id": call_id(short=self._service.message_format.short_ids), "type": kind}
 
     def _more_of_call(self, index: int, pieces: list[str]) -> dict[str, Any]:
-        call: dict[str, Any] = {"index": self._num_calls[index] - 1}
-        if self._calls_free_text[index]:
-            return call | {"custom": {"input": pieces}}
-        return call | {"function": {"arguments": pieces}}
+        kinds = self._calls[index]
+        argument = "input" if kinds[-1] == "custom" else "arguments"
+        return {"index": len(kinds) - 1, kinds[-1]: {argument: pieces}}
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs:
         content = []
@@ -150,23 +140,22 @@ class _ChatAnswer(ChoicesAnswer):
         return ChatLogprobs(content=content, refusal=None)
 
 
-def _joined(value: list[Any]) -> str | list[ToolCallChunk]:
-    """Joins pieces: a text, or one call."""
-    if not value or isinstance(value[0], str):
-        return "".join(value)
-    (call,) = value
-    fields = {name: each for name, each in call.items() if name not in ("function", "custom")}
-    if "custom" in call:
-        custom = call["custom"] | {"input": "".join(call["custom"]["input"])}
-        return [ToolCallChunk(custom=CustomCall(**custom), **fields)]
-    function = call["function"] | {"arguments": "".join(call["function"]["arguments"])}
-    return [ToolCallChunk(function=FunctionCall(**function), **fields)]
+def _joined(value: Any) -> Any:
+    """The same, with a text in place of its pieces."""
+    match value:
+        case dict():
+            return {name: _joined(each) for name, each in value.items()}
+        case [dict() as call]:
+            return [_joined(call)]
+        case list():
+            return "".join(value)
+    return value
 
 
 def _message(said: list[dict[str, Any]]) -> ChatMessage:
     """Joins the parts of a message; one without content has calls."""
     texts: dict[str, list[str]] = {}
-    calls: list[ToolCallChunk] = []
+    calls: list[dict[str, Any]] = []
     for part in said:
         calls += part.get("tool_calls", ())
         for name in part.keys() - {"tool_calls"}:
