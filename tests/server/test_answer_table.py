@@ -118,27 +118,6 @@ def test_wrong_fields_are_400_and_named(site: Site, path: str) -> None:
         assert site.refusal(path, **fields)["param"] == param
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [10**6], [1.5], [["a"]], [None]])
-def test_prompt_that_is_none_is_400(site: Site, prompt: Any) -> None:
-    assert site.refusal(prompt=prompt)["param"] == "prompt"
-
-
-@each_endpoint
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none_are_400(site: Site, path: str, number: str) -> None:
-    body = json.dumps(PATHS[path] | {"top_p": 0.5}).replace("0.5", number)
-    reply = site.http.post(path, content=body, headers={"content-type": "application/json"})
-    assert reply.status_code == 400
-    assert error_of(reply)
-
-
-@each_endpoint
-def test_errors_echo_little(site: Site, path: str) -> None:
-    fields: dict[str, Any] = dict.fromkeys(("n", "seed", "top_p", "top_k", "min_p"), "w" * 4000)
-    error = site.refusal(path, stop=["x"] * 4000, user=["z" * 4000], **fields)
-    assert len(json.dumps(error)) < 3000
-
-
 @each_endpoint
 def test_unknown_model_is_404(site: Site, path: str) -> None:
     assert site.refusal(path, status=404, model="gpt-5")["code"] == "model_not_found"
@@ -160,7 +139,11 @@ def test_prompt_that_is_too_long_is_told_before_any_stream(
     long = {"prompt": "x " * 2000, "messages": [{"role": "user", "content": "x " * 2000}]}
     error = site.refusal(path, stream=stream, **long)
     assert error["code"] == "context_length_exceeded"
-    assert "maximum context length is 1000 tokens. However, you requested" in error["message"]
+    assert error["message"].startswith(
+        "This model's maximum context length is 1000 tokens. However, you requested"
+    )
+    assert f"in the {error['param']}" in error["message"]
+    assert error["param"] in PATHS[path]
 
 
 @each_endpoint
@@ -382,7 +365,8 @@ def test_logprob_of_minus_infinity_is_clamped_and_nan_fails_the_request(
         request, token_ids=[70], logprobs=lowest, finish_reason="length"
     )
     fields = {"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}
-    assert site.post(path, **fields).text.count("-9999.0") >= 2
+    places = 2 if "chat" in path else 3  # completions repeat the token among its alternatives
+    assert site.post(path, **fields).text.count("-9999.0") == places
     site.served.client.play = lambda request: play(
         request, token_ids=[], finish_reason="error", error="no finite logits"
     )

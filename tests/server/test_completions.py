@@ -70,22 +70,6 @@ def test_stream_ends_with_its_finish_reason_and_done(serve: Serve) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_stream_usage_comes_last_and_only_when_asked(serve: Serve) -> None:
-    body = {"prompt": "Hi", "stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = post(serve().app, body).chunks
-    assert all(chunk["usage"] is None for chunk in chunks)
-    assert last["choices"] == []
-    assert last["usage"] == post(serve().app, {"prompt": "Hi"}).json()["usage"]
-
-
-def test_continuous_usage_grows(serve: Serve) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": "Hi", "stream": True, "stream_options": options}
-    counts = [chunk["usage"]["completion_tokens"] for chunk in post(serve().app, body).chunks]
-    assert counts == sorted(counts)
-    assert counts[0] == 1
-
-
 def test_a_stream_that_the_engine_outruns_has_fewer_chunks(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
@@ -272,23 +256,6 @@ def test_logprobs_have_the_shape_of_openai(serve: Serve, tokenizer: Tokenizer) -
     ):
         assert top[token] == own == max(top.values())
         assert len(top) == 2
-
-
-def test_minus_infinity_is_clamped(serve: Serve) -> None:
-    def play(request: NewRequest) -> list[RequestOutput]:
-        entry = TokenLogprobs(float("-inf"), [(71, float("-inf"))])
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                token_ids=[70],
-                logprobs=[entry],
-                finish_reason="length",
-            )
-        ]
-
-    (choice,) = post(serve(play).app, {"prompt": "Hi", "logprobs": 1}).json()["choices"]
-    assert choice["logprobs"]["token_logprobs"] == [-9999.0]
-    assert set(choice["logprobs"]["top_logprobs"][0].values()) == {-9999.0}
 
 
 @pytest.mark.parametrize("stream", [True, False])
