@@ -25,8 +25,8 @@ def check_answer_size(
     logprobs: int | None,
     told_of_prompts: Sequence[int | None],
     bad_words: Sequence[Sequence[int]],
-    num_predicted: int = 0,
-    max_drafts: int = 0,
+    num_predicted: int,
+    max_drafts: int,
 ) -> None:
     """Raise APIError if the sequences of this request may together need more than `max_bytes`.
 

@@ -21,6 +21,7 @@ from .protocol import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    StreamOptions,
     Usage,
 )
 from .service import Service
@@ -45,9 +46,7 @@ class ChoicesAnswer(Answer):
             "system_fingerprint": service.fingerprint,
         }
         self._n = body.n  # how many of each prompt's sequences are in the answer
-        self._include_usage = body.include_usage
-        self._continuous_usage = body.continuous_usage
-        self._include_obfuscation = body.include_obfuscation
+        self._stream_options = body.stream_options or StreamOptions()
         self._is_predicted = body.prediction is not None
         self._begun: set[int] = set()  # choices of which something was sent
 
@@ -70,7 +69,7 @@ class ChoicesAnswer(Answer):
             self._count(delta)  # its tokens are counted with its last chunk
             for choice in choices[-1:]:
                 yield self._chunk(choice)
-        if self._include_usage:
+        if self._stream_options.include_usage:
             last = self._answer([])
             last.usage = self._usage()
             self._add_metrics(last)
@@ -141,12 +140,13 @@ class ChoicesAnswer(Answer):
 
     def _chunk(self, choice: APIResponse) -> str:
         chunk = self._answer([choice])
-        if self._include_usage:
-            chunk.usage = self._usage() if self._continuous_usage else None
+        if self._stream_options.include_usage:
+            every = self._stream_options.continuous_usage_stats
+            chunk.usage = self._usage() if every else None
         return self._event(chunk)
 
     def _event(self, chunk: GenerationResponse) -> str:
-        if not self._include_obfuscation:
+        if not self._stream_options.include_obfuscation:
             return server_sent(chunk.to_json())
         # Obfuscated chunks are all about the same size, which hides how many tokens a step brought.
         chunk.obfuscation = ""

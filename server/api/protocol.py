@@ -132,20 +132,6 @@ class ChoiceFields(SamplingFields):
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def include_obfuscation(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_obfuscation
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and (
-            self.stream_options is not None and self.stream_options.continuous_usage_stats
-        )
-
 
 class CompletionRequest(ChoiceFields):
     prompt: Prompt
