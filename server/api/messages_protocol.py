@@ -214,7 +214,6 @@ class ConversationFields(Body):
         system = text_of(self.system)
         last = turns[-1]
         fields: dict[str, Any] = {
-            "model": self.model,
             "messages": [*([{"role": "system", "content": system}] if system else []), *turns],
             "tools": [_function(tool) for tool in self.tools if not _runs_elsewhere(tool)],
             "tool_choice": self.tool_choice.as_chat(),
@@ -233,7 +232,7 @@ class ConversationFields(Body):
 
 class CountTokensRequest(ConversationFields):
     def as_chat(self) -> ChatCompletionRequest:
-        return chat_request(self.chat_fields())
+        return chat_request(self.chat_fields(), of=self)
 
 
 class MessagesRequest(SamplingFields, ConversationFields):

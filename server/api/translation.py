@@ -11,19 +11,16 @@ from pydantic import ValidationError
 from ..http.errors import APIError
 from .chat_protocol import ChatCompletionRequest
 from .protocol import SamplingFields
+from .unknown_fields import Body
 
 
-def chat_request(
-    fields: dict[str, Any], *, of: SamplingFields | None = None
-) -> ChatCompletionRequest:
+def chat_request(fields: dict[str, Any], *, of: Body) -> ChatCompletionRequest:
     """A chat with these fields, and with those fields of the request that all APIs share.
 
     Raises ValidationError, which names fields as chats do (see `renamed_fields`).
     """
-    common: dict[str, Any] = {}
-    if of is not None:
-        names = set(SamplingFields.model_fields)
-        common = of.model_dump(include=names, exclude_unset=True, by_alias=True)
+    names = set(SamplingFields.model_fields)
+    common = of.model_dump(include=names, exclude_unset=True, by_alias=True)
     return ChatCompletionRequest.model_validate(common | fields)
 
 
