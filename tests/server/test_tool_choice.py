@@ -1,6 +1,8 @@
 """Answers that must call a tool, or a certain one."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.server.text.tokenizer import Tokenizer
 
+Allows = Callable[[str | None, str], bool]
 EOS = 0
 NUMBER = {"type": "integer"}
 
@@ -38,13 +41,19 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer.token_table(size), (EOS,), size)
 
 
+@pytest.fixture(scope="module")
+def allows(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Allows:
+    """Whether a grammar lets a model say a text, and nothing more."""
+    return partial(fits, compiler, tokenizer)
+
+
 @pytest.fixture
-def served(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Served:
+def served(tokenizer: Tokenizer, compiler: GrammarCompiler, allows: Allows) -> Served:
     """A model that says what its grammar lets it say of a call of `add`, then one of `negate`."""
 
     def play(request: Any) -> Any:
         text = f"[{CALL_ADD}, {CALL_NEGATE}]"
-        if not allows(compiler, tokenizer, request.params.grammar, text):
+        if not allows(request.params.grammar, text):
             text = f"[{CALL_ADD}]"
         ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
         return steps(request, ids, sizes=(4, 1, 9), finish="stop")
@@ -52,10 +61,26 @@ def served(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Served:
     return Served(play, tokenizer, compiler=compiler)
 
 
-def allows(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, text: str) -> bool:
+def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, text: str) -> bool:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert grammar is not None
     return compile_grammar(compiler, grammar).fitting([*ids, EOS]) == [*ids, EOS]
+
+
+def calls_of(reply: Reply) -> tuple[list[Any], Any]:
+    """What an answer without content, or a stream, tells of calls; and its last choice."""
+    stream = reply.body.startswith(b"data: ")
+    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
+    messages = [choice["delta" if stream else "message"] for choice in choices]
+    assert not any(message.get("content") for message in messages)
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    return calls, choices[-1]
+
+
+def says(served: Served, text: str, **how: Any) -> None:
+    """Has the model say this, and stop."""
+    ids = [*served.tokenizer.encode(text, add_special_tokens=False), EOS]
+    served.client.play = lambda request: steps(request, ids, **{"finish": "stop"} | how)
 
 
 def chat(served: Served, **fields: Any) -> Reply:
@@ -91,14 +116,9 @@ def grammar_of(served: Served, **fields: Any) -> str:
     ],
 )
 def test_only_calls_can_be_said(
-    served: Served,
-    tokenizer: Tokenizer,
-    compiler: GrammarCompiler,
-    fields: dict[str, Any],
-    text: str,
-    allowed: bool,
+    served: Served, allows: Allows, fields: dict[str, Any], text: str, allowed: bool
 ) -> None:
-    assert allows(compiler, tokenizer, grammar_of(served, **fields), text) == allowed
+    assert allows(grammar_of(served, **fields), text) == allowed
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -109,16 +129,11 @@ def test_only_calls_can_be_said(
 def test_answer_is_made_of_calls_alone(
     served: Served, choice: Any, names: list[str], reason: str, stream: bool
 ) -> None:
-    reply = chat(served, tool_choice=choice, stream=stream)
-    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
-    messages = [choice["delta" if stream else "message"] for choice in choices]
-    assert not any(message.get("content") for message in messages)
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    if stream:
-        calls = merged_calls(calls)
+    calls, last = calls_of(chat(served, tool_choice=choice, stream=stream))
+    calls = merged_calls(calls) if stream else calls
     assert [call["function"]["name"] for call in calls] == names
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": 2}
-    assert choices[-1]["finish_reason"] == reason
+    assert last["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -126,69 +141,48 @@ def test_answer_is_made_of_calls_alone(
 def test_stop_strings_do_not_act_on_the_json_of_required_calls(
     served: Served, stop: str, stream: bool
 ) -> None:
-    reply = chat(served, tool_choice="required", stop=stop, stream=stream)
-    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
-    messages = [choice["delta" if stream else "message"] for choice in choices]
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    if stream:
-        calls = merged_calls(calls)
+    calls, last = calls_of(chat(served, tool_choice="required", stop=stop, stream=stream))
+    calls = merged_calls(calls) if stream else calls
     arguments = [json.loads(call["function"]["arguments"]) for call in calls]
     assert arguments == [{"a": 1, "b": 2}, {"a": 1}]
-    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("tool_calls", None)
+    assert (last["finish_reason"], last["stop_reason"]) == ("tool_calls", None)
 
 
-def test_stop_strings_act_on_an_input_that_is_the_whole_answer(
-    served: Served, tokenizer: Tokenizer
-) -> None:
+def test_stop_strings_act_on_an_input_that_is_the_whole_answer(served: Served) -> None:
     named = {"type": "custom", "custom": {"name": "date"}}
-    ids = [*tokenizer.encode("2026-11", add_special_tokens=False), EOS]
-    served.client.play = lambda request: steps(request, ids, finish="stop")
+    says(served, "2026-11")
     (choice,) = chat(served, tools=[DATE], tool_choice=named, stop="-").json()["choices"]
     assert choice["message"]["tool_calls"][0]["custom"]["input"] == "2026"
     assert choice["stop_reason"] == "-"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_call_that_is_cut_off_is_no_content(
-    served: Served, tokenizer: Tokenizer, stream: bool
-) -> None:
-    ids = tokenizer.encode(f"[{CALL_ADD}"[:12], add_special_tokens=False)
-    served.client.play = lambda request: steps(request, ids)
-    reply = chat(served, tool_choice="required", stream=stream)
-    if stream:
-        choices = [chunk["choices"][0] for chunk in reply.chunks]
-        assert not any(choice["delta"].get("content") for choice in choices)
-        assert choices[-1]["finish_reason"] == "length"
-    else:
-        (choice,) = reply.json()["choices"]
-        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
-        assert "tool_calls" not in choice["message"]
+def test_call_that_is_cut_off_is_no_content(served: Served, stream: bool) -> None:
+    says(served, f"[{CALL_ADD}"[:12], finish="length")
+    calls, last = calls_of(chat(served, tool_choice="required", stream=stream))
+    assert (calls, last["finish_reason"]) == ([], "length")
 
 
 @pytest.mark.parametrize("kind", ["$defs", "definitions"])
-def test_each_tool_has_definitions_of_its_own(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, kind: str
-) -> None:
+def test_each_tool_has_definitions_of_its_own(served: Served, allows: Allows, kind: str) -> None:
     reference = {"$ref": f"#/{kind}/Item"}
     add, negate = tool("add", a=reference, b=NUMBER), tool("negate", a=reference)
     add["function"]["parameters"][kind] = {"Item": {"type": "string"}}
     negate["function"]["parameters"][kind] = {"Item": NUMBER}
     grammar = grammar_of(served, tools=[negate, add], tool_choice="required")
-    assert not allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    assert not allows(grammar, f"[{CALL_ADD}]")
     call = CALL_ADD.replace("1", '"1"')
-    assert allows(compiler, tokenizer, grammar, f"[{CALL_NEGATE}, {call}]")
+    assert allows(grammar, f"[{CALL_NEGATE}, {call}]")
 
 
-def test_references_start_at_the_parameters(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
+def test_references_start_at_the_parameters(served: Served, allows: Allows) -> None:
     tree = tool("add", a=NUMBER, below={"$ref": "#"}, other={"$ref": "#/properties/a"})
     tree["function"]["parameters"]["required"] = ["a"]
     grammar = grammar_of(served, tools=[tree], tool_choice="required")
 
     def allowed(**arguments: Any) -> bool:
         text = json.dumps([{"name": "add", "arguments": arguments}])
-        return allows(compiler, tokenizer, grammar, text)
+        return allows(grammar, text)
 
     assert allowed(a=1, below={"a": 2, "below": {"a": 3}}, other=4)
     assert not allowed(a=1, below=[{"name": "add", "arguments": {"a": 2}}])
@@ -204,7 +198,7 @@ def test_definitions_that_are_none_define_nothing(served: Served, definitions: A
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_required_call_follows_a_schema_that_refers_to_itself(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, path: str
+    served: Served, allows: Allows, path: str
 ) -> None:
     schema = {"type": "object", "properties": {"a": NUMBER, "b": {"$ref": "#/properties/a"}}}
     messages = [{"role": "user", "content": "Hi"}]
@@ -228,9 +222,9 @@ def test_required_call_follows_a_schema_that_refers_to_itself(
     }[path]
     assert post(served.app, body, path=path).status == 200
     grammar = served.client.submitted[-1][0].params.grammar
-    assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    assert allows(grammar, f"[{CALL_ADD}]")
     call = CALL_ADD.replace("2", '"2"')
-    assert not allows(compiler, tokenizer, grammar, f"[{call}]")
+    assert not allows(grammar, f"[{call}]")
 
 
 @pytest.mark.parametrize(
@@ -261,32 +255,30 @@ def test_schema_that_is_only_a_reference_to_itself_is_refused(
     ],
 )
 def test_white_space_is_allowed_within_calls_but_not_without_end(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, text: str, allowed: bool
+    served: Served, allows: Allows, text: str, allowed: bool
 ) -> None:
     grammar = grammar_of(served, tool_choice="required")
-    assert allows(compiler, tokenizer, grammar, text) == allowed
+    assert allows(grammar, text) == allowed
 
 
-def test_name_of_a_tool_may_be_any_text(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
+def test_name_of_a_tool_may_be_any_text(served: Served, allows: Allows) -> None:
     odd = 'é"\\\n🙂'
     grammar = grammar_of(served, tools=[tool(odd, a=NUMBER)], tool_choice="required")
     call = json.dumps([{"name": odd, "arguments": {"a": 1}}], ensure_ascii=False)
-    assert allows(compiler, tokenizer, grammar, call)
+    assert allows(grammar, call)
 
 
 def test_parameters_that_a_tool_does_not_declare_are_not_invented(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+    served: Served, allows: Allows
 ) -> None:
     loose = tool("add", a=NUMBER, b=NUMBER)
     del loose["function"]["parameters"]["additionalProperties"]
     more = f"[{CALL_ADD}]".replace('"b": 2', '"b": 2, "c": 3')
     grammar = grammar_of(served, tools=[loose], tool_choice="required")
-    assert not allows(compiler, tokenizer, grammar, more)
+    assert not allows(grammar, more)
     loose["function"]["parameters"]["additionalProperties"] = True
     grammar = grammar_of(served, tools=[loose], tool_choice="required")
-    assert allows(compiler, tokenizer, grammar, more)
+    assert allows(grammar, more)
 
 
 @pytest.mark.parametrize(
@@ -300,23 +292,21 @@ def test_parameters_that_a_tool_does_not_declare_are_not_invented(
     ],
 )
 def test_parameters_may_be_declared_beside_the_properties(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, more: dict[str, Any]
+    served: Served, allows: Allows, more: dict[str, Any]
 ) -> None:
     parameters = {"type": "object", "properties": {"a": NUMBER}, **more}
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
     grammar = grammar_of(served, tools=tools, tool_choice="required")
     other_order = CALL_ADD.replace('"a": 1, "b": 2', '"b": 2, "a": 1')
     calls = (f"[{CALL_ADD}]", f"[{other_order}]")  # llguidance takes one of them
-    assert any(allows(compiler, tokenizer, grammar, call) for call in calls)
+    assert any(allows(grammar, call) for call in calls)
 
 
-def test_tool_without_parameters_takes_any_object(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
+def test_tool_without_parameters_takes_any_object(served: Served, allows: Allows) -> None:
     for bare in ({"name": "add"}, {"name": "add", "parameters": None}):
         tools = [{"type": "function", "function": bare}]
         grammar = grammar_of(served, tools=tools, tool_choice="required")
-        assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+        assert allows(grammar, f"[{CALL_ADD}]")
 
 
 @pytest.mark.parametrize(
@@ -329,14 +319,14 @@ def test_tool_without_parameters_takes_any_object(
     ],
 )
 def test_arguments_are_an_object_whatever_type_the_schema_has(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler, schema: dict[str, Any]
+    served: Served, allows: Allows, schema: dict[str, Any]
 ) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
     grammar = grammar_of(served, tools=tools, tool_choice="required")
-    assert allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    assert allows(grammar, f"[{CALL_ADD}]")
     for value in ("null", '"1"', "[1, 2]"):
         call = f'{{"name": "add", "arguments": {value}}}'
-        assert not allows(compiler, tokenizer, grammar, f"[{call}]")
+        assert not allows(grammar, f"[{call}]")
 
 
 def test_required_call_goes_before_a_format_of_the_answer(served: Served) -> None:
@@ -375,13 +365,11 @@ def allowed_tools(mode: str, *tools: Any) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
-def test_only_allowed_tools_can_be_called(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
+def test_only_allowed_tools_can_be_called(served: Served, allows: Allows) -> None:
     grammar = grammar_of(served, tool_choice=allowed_tools("required", ALLOWED))
-    assert allows(compiler, tokenizer, grammar, f"[{CALL_NEGATE}]")
-    assert allows(compiler, tokenizer, grammar, f"[{CALL_NEGATE}, {CALL_NEGATE}]")
-    assert not allows(compiler, tokenizer, grammar, f"[{CALL_ADD}]")
+    assert allows(grammar, f"[{CALL_NEGATE}]")
+    assert allows(grammar, f"[{CALL_NEGATE}, {CALL_NEGATE}]")
+    assert not allows(grammar, f"[{CALL_ADD}]")
     wrong = {"type": "function", "function": {"name": "sub"}}
     reply = chat(served, tool_choice=allowed_tools("auto", wrong))
     assert (reply.status, reply.error["param"]) == (400, "tool_choice")
@@ -401,59 +389,43 @@ def test_only_allowed_tools_are_shown_to_the_model(serve: Any, tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_custom_tool_is_called_with_a_text(
-    served: Served, tokenizer: Tokenizer, stream: bool
-) -> None:
+def test_custom_tool_is_called_with_a_text(served: Served, stream: bool) -> None:
     call = json.dumps({"name": "note", "arguments": {"input": 'a\n"b" \\ é🙂'}})
-    ids = [*tokenizer.encode(f"[{call}]", add_special_tokens=False), EOS]
-    served.client.play = lambda request: steps(request, ids, sizes=(4, 1, 9), finish="stop")
-    reply = chat(served, tools=[ADD, NOTE], tool_choice="required", stream=stream)
-    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
-    calls = [
-        call
-        for choice in choices
-        for call in choice["delta" if stream else "message"].get("tool_calls", [])
-    ]
+    says(served, f"[{call}]", sizes=(4, 1, 9))
+    calls, last = calls_of(chat(served, tools=[ADD, NOTE], tool_choice="required", stream=stream))
     assert (calls[0]["type"], calls[0]["custom"]["name"]) == ("custom", "note")
     assert (len(calls) > 1) == stream
     assert "".join(call["custom"]["input"] for call in calls) == 'a\n"b" \\ é🙂'
-    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert last["finish_reason"] == "tool_calls"
 
 
 def test_blanks_that_the_grammar_allows_are_no_part_of_the_input(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
+    served: Served, allows: Allows
 ) -> None:
     blanks = "\n" * 64
     arguments = f'{{{blanks}"input"{blanks}:{blanks}"a"{blanks}}}'
     text = f'[{{"name": "note", "arguments": {arguments}}}]'
-    ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
-    served.client.play = lambda request: steps(request, ids, sizes=(1,), finish="stop")
+    says(served, text, sizes=(1,))
     (choice,) = chat(served, tools=[NOTE], tool_choice="required").json()["choices"]
     assert choice["message"]["tool_calls"][0]["custom"]["input"] == "a"
-    assert allows(compiler, tokenizer, served.client.submitted[-1][0].params.grammar, text)
+    assert allows(served.client.submitted[-1][0].params.grammar, text)
 
 
-def test_arguments_of_another_form_are_the_text_itself(
-    served: Served, tokenizer: Tokenizer
-) -> None:
-    ids = [*tokenizer.encode('[{"name": "note", "arguments": {"x": 1}}]', add_special_tokens=False)]
-    served.client.play = lambda request: steps(request, ids)
+def test_arguments_of_another_form_are_the_text_itself(served: Served) -> None:
+    says(served, '[{"name": "note", "arguments": {"x": 1}}]')
     (choice,) = chat(served, tools=[NOTE], tool_choice="required").json()["choices"]
     assert choice["message"]["tool_calls"][0]["custom"]["input"] == '{"x": 1}'
 
 
-def test_input_follows_the_grammar_of_its_tool(
-    served: Served, tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
+def test_input_follows_the_grammar_of_its_tool(served: Served, allows: Allows) -> None:
     named = {"type": "custom", "custom": {"name": "date"}}
-    ids = [*tokenizer.encode("2026-11", add_special_tokens=False), EOS]
-    served.client.play = lambda request: steps(request, ids, finish="stop")
+    says(served, "2026-11")
     (choice,) = chat(served, tools=[ADD, DATE], tool_choice=named).json()["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert call["custom"] == {"name": "date", "input": "2026-11"}
     grammar = served.client.submitted[-1][0].params.grammar
-    assert allows(compiler, tokenizer, grammar, "2026-11")
-    assert not allows(compiler, tokenizer, grammar, "November")
+    assert allows(grammar, "2026-11")
+    assert not allows(grammar, "November")
     # Where other things may be written, it cannot be followed.
     for tool_choice in ("auto", "required"):
         reply = chat(served, tools=[ADD, DATE], tool_choice=tool_choice)
@@ -559,7 +531,7 @@ def test_call_of_a_strict_tool_follows_its_schema(
     served = saying("", marking, marking_compiler)
     given: dict[str, Any] = {"tools": [STRICT_ADD, NEGATE], "chat_template_kwargs": {"mood": mood}}
     grammar = grammar_of(served, **given)
-    assert allows(marking_compiler, marking, grammar, text) == allowed
+    assert fits(marking_compiler, marking, grammar, text) == allowed
     spelled = [marking.backend.token_to_id(character) for character in "<tool_call>"]
     assert compile_grammar(marking_compiler, grammar).fitting(spelled) != spelled or mood
 
@@ -573,7 +545,7 @@ def test_call_of_a_strict_tool_follows_its_schema_behind_a_thought_of_the_last_m
     grammar = grammar_of(served, tools=[STRICT_ADD, NEGATE], **given)
     for call, allowed in ((CALL_ADD, True), (WRONG_ADD, False)):
         text = f" so.</think>{marked(call)}"
-        assert allows(marking_compiler, marking, grammar, text) == allowed
+        assert fits(marking_compiler, marking, grammar, text) == allowed
 
 
 def test_reasoning_before_the_call_of_a_strict_tool_is_told_apart(
