@@ -90,9 +90,17 @@ def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: boo
 
     A grammar for a tool's input can be followed only if the answer is nothing but that input.
     """
-    if choice == "none":
-        return Calls()
-    named = _named(choice)
+    by_name = isinstance(choice, NamedTool | NamedCustomTool)
+    named: list[str] | None = None  # None: all tools
+    required = by_name or choice == "required"
+    match choice:
+        case "none":
+            return Calls()
+        case NamedTool() | NamedCustomTool():
+            named = [choice.name]
+        case AllowedTools():
+            named = [tool.name for tool in choice.allowed_tools.tools]
+            required = choice.allowed_tools.mode == "required"
     if choice != "auto" and not tools:
         raise invalid_value("tool_choice", "tool_choice asks for a call, and there are no tools.")
     chosen = [tool for tool in tools if named is None or _name(tool) in named]
@@ -101,9 +109,6 @@ def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: boo
             raise invalid_value(
                 "tool_choice", f"tool_choice names {name!r}, which is not among the tools."
             )
-    required = choice == "required" or isinstance(choice, NamedTool | NamedCustomTool)
-    if isinstance(choice, AllowedTools):
-        required = choice.allowed_tools.mode == "required"
     grammars = {_name(tool): text for tool in chosen if (text := _input_grammar(tool)) is not None}
     alone = required and len(chosen) == 1 and (named is not None or not parallel)
     if grammars and not alone:
@@ -113,7 +118,6 @@ def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: boo
             "if tool_choice names this tool; or leave the grammar out.",
         )
     functions = list(map(as_function, chosen))
-    by_name = isinstance(choice, NamedTool | NamedCustomTool)
     return Calls(
         tools=functions,
         shown=functions if isinstance(choice, AllowedTools) else list(map(as_function, tools)),
@@ -143,15 +147,6 @@ def as_function(tool: dict[str, Any]) -> dict[str, Any]:
         "parameters": parameters,
     }
     return {"type": "function", "function": function}
-
-
-def _named(choice: ToolChoice) -> list[str] | None:
-    match choice:
-        case NamedTool() | NamedCustomTool():
-            return [choice.name]
-        case AllowedTools():
-            return [tool.name for tool in choice.allowed_tools.tools]
-    return None
 
 
 def _name(tool: dict[str, Any]) -> str:
