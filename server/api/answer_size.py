@@ -39,16 +39,14 @@ def check_answer_size(
     echo = bool(getattr(fields, "echo", False))
     num_ids = sum(map(len, (fields.allowed_token_ids or (), fields.logit_bias, *bad_words)))
     arguments = sum(len(json.dumps(each.args)) for each in fields.logits_processors)
+    traced = fields.speculation.trace * (1 + max_drafts)  # tokens and drafts, of each token
     parts = {
         "prompt_logprobs": prompt_tokens * told_bytes,
         "prompt": prompt_tokens * (PROMPT_TOKEN_BYTES + echo * ECHOED_TOKEN_BYTES),
         "prediction": num_sequences * num_predicted * PROMPT_TOKEN_BYTES,
         "max_tokens": num_sequences * max_tokens * TOKEN_BYTES,
         "logprobs": num_sequences * max_tokens * _told_bytes(logprobs),
-        "speculation.trace": (
-            fields.speculation.trace * num_sequences * max_tokens * (1 + max_drafts)
-        )
-        * TRACED_TOKEN_BYTES,
+        "speculation.trace": num_sequences * max_tokens * traced * TRACED_TOKEN_BYTES,
         "allowed_token_ids": num_sequences * num_ids * PROMPT_TOKEN_BYTES,
         "logits_processors": num_sequences * arguments * ARGUMENT_BYTES,
     }
@@ -66,18 +64,17 @@ def _too_large(
     fields: ChoiceFields, parts: dict[str, int], *, needed: int, allowed: int
 ) -> APIError:
     large = [name for name, size in parts.items() if size > needed / 10]
-    names: list[str] = []
-    if fields.num_samples > 1:
-        names.append("n" if fields.num_samples == fields.n else "best_of")
-    if {"logprobs", "speculation.trace"} & set(large) and "max_tokens" not in large:
+    if {"logprobs", "speculation.trace"} & set(large):
         large.append("max_tokens")
-    is_chat = "messages" in type(fields).model_fields
-    chat_names = {"prompt": "messages", "max_tokens": "max_completion_tokens"}
-    if is_chat:
-        chat_names["logprobs"] = "top_logprobs"
-    elif "prompt_logprobs" in large and fields.prompt_logprobs is None:
-        large[large.index("prompt_logprobs")] = "logprobs"  # of an echo
-    names += [chat_names.get(name, name) if is_chat else name for name in large]
+    known_as: dict[str, str] = {}
+    if "messages" in type(fields).model_fields:
+        known_as = {"prompt": "messages", "max_tokens": "max_completion_tokens"}
+        known_as["logprobs"] = "top_logprobs"
+    elif fields.prompt_logprobs is None:
+        known_as = {"prompt_logprobs": "logprobs"}  # of an echo
+    names = [known_as.get(name, name) for name in large]
+    if fields.num_samples > 1:
+        names.insert(0, "n" if fields.num_samples == fields.n else "best_of")
     names = list(dict.fromkeys(names))
     return invalid_value(
         names[0],
