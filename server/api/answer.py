@@ -26,23 +26,23 @@ INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event lo
 class Answer(ABC):
     """One request's answer, and counts of it so far; a subclass writes it as its API does."""
 
-    def __init__(self, service: Service, body: ChoiceFields, prompts: list[list[int]]) -> None:
+    def __init__(self, service: Service, body: ChoiceFields, samples: list[Sample]) -> None:
         self._service = service
-        self._prompts = prompts
+        self._samples = samples
         self._num_samples = body.num_samples  # of each prompt
+        self._prompts = [each.request.prompt_token_ids for each in samples[:: body.num_samples]]
         self._stream = body.stream
-        self._samples: list[Sample] = []
         asked = body.speculation.metrics
         self._include_metrics = service.settings.speculation_metrics if asked is None else asked
         self._include_trace = body.speculation.trace
         self._steps: list[TracedStep] = []  # of an answer made of events
         self._num_steps_told = 0
         self._ids_as_texts = body.return_tokens_as_token_ids
-        self._num_prompt_tokens = sum(map(len, prompts))
+        self._num_prompt_tokens = sum(map(len, self._prompts))
         # For each sequence, so far: all its tokens, and the tokens of its reasoning.
-        self._completion_tokens = [0] * (len(prompts) * body.num_samples)
-        self._reasoning_tokens = [0] * (len(prompts) * body.num_samples)
-        self._cached_tokens = [0] * len(prompts)
+        self._completion_tokens = [0] * len(samples)
+        self._reasoning_tokens = [0] * len(samples)
+        self._cached_tokens = [0] * len(self._prompts)
 
     @abstractmethod
     def _events(self, generation: Generation) -> AsyncIterator[str]:
@@ -56,13 +56,12 @@ class Answer(ABC):
     async def _failed(self, error: APIError) -> str:
         """The event that ends a stream after an error."""
 
-    async def respond(self, http: Request, samples: list[Sample]) -> Response:
+    async def respond(self, http: Request) -> Response:
         """Generate, as a stream or as a whole; stops if the client disconnects."""
-        self._samples = samples
         service = self._service
         generation = await Generation.start(
             service.client,
-            samples,
+            self._samples,
             service.metrics,
             service.settings.request_timeout_s or None,
         )

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..grammar.tool_choice import NamedCustomTool, NamedTool
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
@@ -21,9 +22,9 @@ from .chat_protocol import (
     TokenLogprob,
     TopLogprob,
 )
-from .chat_turn import ChatTurn, prepare_turn
+from .chat_turn import prepare_turn
 from .choices import ChoicesAnswer
-from .generation import Delta, Token
+from .generation import Delta, Sample, Token
 from .service import Service
 
 
@@ -31,19 +32,21 @@ async def create_chat_completion(
     service: Service, body: ChatCompletionRequest, http: Request
 ) -> Response:
     """Answer a chat completion request, as a stream or as a whole."""
-    turn = await prepare_turn(service, body, http)
-    return await _ChatAnswer(service, body, turn).respond(http, turn.samples)
+    samples = await prepare_turn(service, body, http)
+    return await _ChatAnswer(service, body, samples).respond(http)
 
 
 class _ChatAnswer(ChoicesAnswer):
-    def __init__(self, service: Service, body: ChatCompletionRequest, turn: ChatTurn) -> None:
-        super().__init__(service, body, [turn.prompt_token_ids], id_prefix="chatcmpl")
+    def __init__(
+        self, service: Service, body: ChatCompletionRequest, samples: list[Sample]
+    ) -> None:
+        super().__init__(service, body, samples, id_prefix="chatcmpl")
         self._body = body
-        self._calls_one_by_name = turn.calls.named
+        self._calls_one_by_name = isinstance(body.tool_choice, NamedTool | NamedCustomTool)
         # Of each choice: the calls reported so far, by what they call.
         self._calls: list[list[str]] = [[] for _ in range(body.n)]
         if body.return_token_ids:
-            self._head["prompt_token_ids"] = turn.prompt_token_ids
+            self._head["prompt_token_ids"] = self._prompts[0]
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
         if not self._body.stream:

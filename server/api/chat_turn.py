@@ -1,7 +1,7 @@
 """The next turn of a conversation, which chats, responses and messages all ask for."""
 
 import asyncio
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 
@@ -16,16 +16,10 @@ from .generation import Sample
 from .service import Service
 
 
-class ChatTurn(NamedTuple):
-    """What to generate; the deltas of the samples carry the parts of the answer."""
-
-    prompt_token_ids: list[int]
-    calls: Calls
-    samples: list[Sample]
-
-
-async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Request) -> ChatTurn:
-    """Turn the conversation into a prompt, and samples that read the answer; raises APIError."""
+async def prepare_turn(
+    service: Service, body: ChatCompletionRequest, http: Request
+) -> list[Sample]:
+    """Samples of the next turn, whose deltas carry the parts of the answer; raises APIError."""
     service.check_request(body, http, num_prompts=1)
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
@@ -55,7 +49,7 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
         follows_grammar=grammar is not None,
         calls_are_json=of_calls is not None,
     )
-    samples = service.samples(
+    return service.samples(
         body,
         [ids],
         param="messages",
@@ -69,7 +63,6 @@ async def prepare_turn(service: Service, body: ChatCompletionRequest, http: Requ
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
-    return ChatTurn(ids, calls, samples)
 
 
 def _readers(

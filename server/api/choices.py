@@ -12,7 +12,7 @@ from typing import Any
 from ..http.errors import APIError
 from ..text.message_parser import Part
 from .answer import MIN_LOGPROB, Answer
-from .generation import Delta, Generation, Token
+from .generation import Delta, Generation, Sample, Token
 from .protocol import (
     APIResponse,
     ChoiceFields,
@@ -35,9 +35,9 @@ class ChoicesAnswer(Answer):
     """A subclass defines what a choice looks like."""
 
     def __init__(
-        self, service: Service, body: ChoiceFields, prompts: list[list[int]], *, id_prefix: str
+        self, service: Service, body: ChoiceFields, samples: list[Sample], *, id_prefix: str
     ) -> None:
-        super().__init__(service, body, prompts)
+        super().__init__(service, body, samples)
         # The fields that every part of the answer begins with.
         self._head: dict[str, Any] = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",

@@ -12,7 +12,7 @@ from ..http.errors import invalid_value, unsupported
 from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB
 from .choices import ChoicesAnswer
-from .generation import Delta, Token
+from .generation import Delta, Sample, Token
 from .protocol import (
     Completion,
     CompletionChoice,
@@ -49,8 +49,8 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         predicted=await service.predicted(body),
     )
     # Off the event loop, because an echo decodes the prompts.
-    answer = await asyncio.to_thread(_CompletionAnswer, service, body, prompts)
-    return await answer.respond(http, samples)
+    answer = await asyncio.to_thread(_CompletionAnswer, service, body, samples)
+    return await answer.respond(http)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -88,14 +88,14 @@ async def _gaps(
 
 
 class _CompletionAnswer(ChoicesAnswer):
-    def __init__(self, service: Service, body: CompletionRequest, prompts: list[list[int]]) -> None:
-        super().__init__(service, body, prompts, id_prefix="cmpl")
+    def __init__(self, service: Service, body: CompletionRequest, samples: list[Sample]) -> None:
+        super().__init__(service, body, samples, id_prefix="cmpl")
         self._body = body
         # For each prompt, the text echoed before its choices, and the tokens of that text.
-        self._echo = [""] * len(prompts)
-        self._echoed_tokens: list[list[Token]] = [[] for _ in prompts]
+        self._echo = [""] * len(self._prompts)
+        self._echoed_tokens: list[list[Token]] = [[] for _ in self._prompts]
         if body.echo:
-            for i, (given, prompt) in enumerate(zip(body.prompts, prompts, strict=True)):
+            for i, (given, prompt) in enumerate(zip(body.prompts, self._prompts, strict=True)):
                 self._echo[i], self._echoed_tokens[i] = _echoed(service, body, given, prompt)
 
     def _answer(self, choices: list[Any]) -> Completion:

@@ -14,8 +14,8 @@ from ..text.message_parser import Part, Text
 from ..text.tool_calls import call_id
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
-from .chat_turn import ChatTurn, num_prompt_tokens, prepare_turn
-from .generation import Delta, Generation
+from .chat_turn import num_prompt_tokens, prepare_turn
+from .generation import Delta, Generation, Sample
 from .messages_protocol import (
     AnthropicAnswer,
     CountTokensRequest,
@@ -49,8 +49,8 @@ async def create_message(service: Service, body: MessagesRequest, http: Request)
     service.check_fields(body, http)
     with renamed_fields(FIELDS):
         chat = body.as_chat()
-        turn = await prepare_turn(service, chat, http)
-    return await _MessagesAnswer(service, chat, turn).respond(http, turn.samples)
+        samples = await prepare_turn(service, chat, http)
+    return await _MessagesAnswer(service, chat, samples).respond(http)
 
 
 async def count_tokens(
@@ -63,8 +63,10 @@ async def count_tokens(
 
 
 class _MessagesAnswer(Answer):
-    def __init__(self, service: Service, body: ChatCompletionRequest, turn: ChatTurn) -> None:
-        super().__init__(service, body, [turn.prompt_token_ids])
+    def __init__(
+        self, service: Service, body: ChatCompletionRequest, samples: list[Sample]
+    ) -> None:
+        super().__init__(service, body, samples)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._content: list[dict[str, Any]] = []
         self._pieces: list[str] = []  # of the last block

@@ -17,8 +17,8 @@ from ..http.errors import APIError, invalid_value
 from ..text.message_parser import Part, Text
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
-from .chat_turn import ChatTurn, num_prompt_tokens, prepare_turn
-from .generation import Delta, Generation, Token
+from .chat_turn import num_prompt_tokens, prepare_turn
+from .generation import Delta, Generation, Sample, Token
 from .input_items import InputItem, Item
 from .response_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
@@ -58,10 +58,10 @@ async def create_response(
     earlier = _earlier(service, store, body, http)
     with renamed_fields(FIELDS):
         chat = body.as_chat(earlier)
-        turn = await prepare_turn(service, chat, http)
+        samples = await prepare_turn(service, chat, http)
     kept_in = store if body.store and store.keeps else None
-    answer = _ResponsesAnswer(service, body, chat, turn, earlier, kept_in, request_key(http))
-    return await answer.respond(http, turn.samples)
+    answer = _ResponsesAnswer(service, body, chat, samples, earlier, kept_in, request_key(http))
+    return await answer.respond(http)
 
 
 async def count_input_tokens(
@@ -176,12 +176,12 @@ class _ResponsesAnswer(Answer):
         service: Service,
         body: ResponsesRequest,
         chat: ChatCompletionRequest,
-        turn: ChatTurn,
+        samples: list[Sample],
         earlier: list[Item],
         store: ResponseStore | None,
         key: str | None,
     ) -> None:
-        super().__init__(service, chat, [turn.prompt_token_ids])
+        super().__init__(service, chat, samples)
         self._body = body
         self._earlier = earlier
         self._store = store  # None: the response is not kept

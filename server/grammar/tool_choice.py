@@ -79,7 +79,6 @@ class Calls:
     tools: list[dict[str, Any]] = field(default_factory=list)
     shown: list[dict[str, Any]] = field(default_factory=list)  # tools shown in the prompt
     required: bool = False
-    named: bool = False  # the request chose one tool by its name
     most: int | None = None
     free_text: frozenset[str] = frozenset()  # names of tools that take a text
     input_grammar: GrammarText | None = None  # of the text, which is then the whole answer
@@ -122,7 +121,6 @@ def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: boo
         tools=functions,
         shown=functions if isinstance(choice, AllowedTools) else list(map(as_function, tools)),
         required=required,
-        named=by_name,
         most=1 if by_name or not parallel else None,
         free_text=frozenset(_name(tool) for tool in chosen if tool["type"] == "custom"),
         input_grammar=next(iter(grammars.values()), None),
