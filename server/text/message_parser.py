@@ -153,7 +153,7 @@ class MarkerParser(MessageParser):
             if marker[0] in self._ends[self._state]:
                 self.num_read = start + marker.start()
                 parts += self._add(text[at : marker.start()])
-                if self._is_in_string():
+                if self._calls_are_json and self._stream is not None and self._stream.in_string:
                     at = marker.start()
                     continue
                 self.num_read = start + marker.end()
@@ -167,11 +167,6 @@ class MarkerParser(MessageParser):
         self._tail = text[end:]
         self.num_read = start + end
         return parts + self._add(text[at:end])
-
-    def _is_in_string(self) -> bool:
-        if not self._calls_are_json or self._state is not _State.CALL:
-            return False
-        return self._stream is not None and self._stream.in_string
 
     def _begin(self, text: str, *, ended: bool) -> str:
         """Decide by the first characters; returns the text after leading blanks."""
