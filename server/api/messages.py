@@ -79,9 +79,9 @@ class _MessagesAnswer(Answer):
             self._count(delta)
             if not begun:
                 begun = True
-                message = self._message().model_dump(exclude_unset=True)
-                message |= {"content": [], "stop_reason": None}
-                yield _event("message_start", message=message)
+                yield _event(
+                    "message_start", message=self._message().model_dump(exclude_unset=True)
+                )
             for name, fields in self._with_trace(delta, self._added(delta)):
                 yield _event(name, **fields)
         last: dict[str, Any] = {
