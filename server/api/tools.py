@@ -51,7 +51,11 @@ def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
         case {"type": "custom", "custom": {"name": str(name), "input": str(text)}, **rest}:
             function = {"name": name, "arguments": {INPUT: text}}
             return {**rest, "type": "function", "function": function}
-        case {"function": {"name": str()} as function, **rest} if _type_of(rest) == "function":
+        # Older clients leave the type out.
+        case {"function": {"name": str()} as function, **rest} if rest.get("type") in (
+            None,
+            "function",
+        ):
             told = {"arguments": arguments_of(function.get("arguments"))}
             return {**rest, "type": "function", "function": function | told}
     raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
@@ -75,11 +79,6 @@ def arguments_of(given: object) -> dict[str, Any] | str:
     if isinstance(given, str):
         return given
     raise ValueError("expected arguments that are a text or an object")
-
-
-def _type_of(call: dict[str, Any]) -> object:
-    """The type of a call, which older clients leave out."""
-    return "function" if call.get("type") is None else call["type"]
 
 
 def _schema(kind: str, *, required: list[str], name: dict[str, Any], **more: Any) -> dict[str, Any]:
