@@ -9,7 +9,6 @@ from starlette.responses import Response
 from ..grammar.tool_choice import NamedCustomTool, NamedTool
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
-from ..text.tool_calls import call_id
 from .chat_protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -123,7 +122,7 @@ class _ChatAnswer(ChoicesAnswer):
         self._calls[index].append(kind)
         call = self._more_of_call(index, pieces)
         call[kind]["name"] = start.name
-        return call | {"id": call_id(short=self._service.message_format.short_ids), "type": kind}
+        return call | {"id": self._service.message_format.new_call_id(), "type": kind}
 
     def _more_of_call(self, index: int, pieces: list[str]) -> dict[str, Any]:
         kinds = self._calls[index]

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from ..http.errors import APIError
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
-from ..text.tool_calls import call_id
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
@@ -127,8 +126,8 @@ class _MessagesAnswer(Answer):
                 elif not part.reasoning and self._open_type != "text":
                     yield from self._open(type="text", text="")
             case CallStart():
-                short = self._service.message_format.short_ids
-                block_id = call_id(short=short).replace("call_", "toolu_")
+                call_id = self._service.message_format.new_call_id()
+                block_id = call_id.replace("call_", "toolu_")
                 yield from self._open(type="tool_use", id=block_id, name=part.name, input={})
                 return
         self._pieces.append(part.text)

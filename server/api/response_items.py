@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..text.call_stream import CallStart
+from ..text.message_format import MessageFormat
 from ..text.message_parser import Part, Text
-from ..text.tool_calls import call_id
 from .answer import Event
 from .responses_protocol import Status
 
@@ -22,8 +22,8 @@ TEXTS = {
 class OutputItems:
     """Grows by the parts of an answer; each call returns the events for what it added."""
 
-    def __init__(self, *, short_ids: bool) -> None:
-        self._short_ids = short_ids  # for calls
+    def __init__(self, form: MessageFormat) -> None:
+        self._form = form
         self.items: list[dict[str, Any]] = []  # the complete items
         self._item: dict[str, Any] | None = None  # the item that is still growing
         self._pieces: list[str] = []  # of the growing item's text
@@ -86,7 +86,7 @@ class OutputItems:
         yield "response.content_part.added", self._place(item) | {"part": dict(part)}
 
     def _open_call(self, start: CallStart) -> Iterator[Event]:
-        item = {"call_id": call_id(short=self._short_ids), "name": start.name}
+        item = {"call_id": self._form.new_call_id(), "name": start.name}
         if start.is_free_text:
             item |= {"id": _new_id("ctc"), "type": "custom_tool_call", "input": ""}
         else:

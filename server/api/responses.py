@@ -188,7 +188,7 @@ class _ResponsesAnswer(Answer):
         self._key = key  # of the response, if it is kept
         self._with_logprobs = body.wants_logprobs
         self._tokens: deque[Token] = deque()  # whose text no part has brought yet
-        self._items = OutputItems(short_ids=service.message_format.short_ids)
+        self._items = OutputItems(service.message_format)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created_at = int(time.time())
         self._status: Status = "in_progress"

@@ -1,6 +1,7 @@
 """How the served model marks reasoning and calls: according to its response template, or as its
 chat template shows."""
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,10 @@ class MessageFormat:
         self.has_reasoning = (
             shows_reasoning(chat_template, self._template) if reasoning is None else reasoning
         )
-        self.short_ids = self._format is not None and self._format.short_ids
+
+    def new_call_id(self) -> str:
+        short = self._format is not None and self._format.short_ids
+        return uuid.uuid4().hex[:9] if short else f"call_{uuid.uuid4().hex[:24]}"
 
     @property
     def delimiters(self) -> tuple[str, ...] | None:

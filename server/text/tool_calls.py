@@ -6,7 +6,6 @@ it is.
 
 import json
 import re
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +38,6 @@ class CallFormat:
     def is_bare(self, text: str) -> bool:
         """Whether only its JSON marks a call in this text."""
         return "{" in self.open and text.lstrip().startswith("{")
-
-
-def call_id(*, short: bool) -> str:
-    return uuid.uuid4().hex[:9] if short else f"call_{uuid.uuid4().hex[:24]}"
 
 
 def shown_format(chat_template: str) -> CallFormat | None:
