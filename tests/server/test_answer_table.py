@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_client import steps
+from scripted_client import saying, steps
 from served import Served
 from socket_server import on_a_socket
 
@@ -86,8 +86,7 @@ def running(tokenizer: Tokenizer) -> Iterator[Site]:
 
 @pytest.fixture
 def site(running: Site, tokenizer: Tokenizer) -> Site:
-    ids = tokenizer.encode(" Hello 🙂 world", add_special_tokens=False)
-    running.served.client.play = lambda request: steps(request, ids, sizes=(2, 3))
+    running.served.client.play = saying(tokenizer, " Hello 🙂 world", sizes=(2, 3))
     running.served.client.refusal = None
     running.served.gate.open = True
     return running
@@ -342,8 +341,7 @@ def test_first_stop_string_trims_text_ids_logprobs_and_usage(
 @each_endpoint
 def test_characters_are_whole_in_every_event(site: Site, path: str, tokenizer: Tokenizer) -> None:
     text = "🙂👩‍👩‍👧你好ñ"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    site.served.client.play = lambda request: steps(request, ids)
+    site.served.client.play = saying(tokenizer, text)
     events = site.events(path)
     assert events.pop() == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events]

@@ -7,7 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 from asgi import Reply, post
-from scripted_client import Play, steps
+from scripted_client import saying, steps
 from served import Served
 from tokenizers_for_tests import byte_level_wrapper
 
@@ -31,11 +31,6 @@ def prompt_of(served: Served, **fields: Any) -> str:
     assert reply.status == 200, reply.body
     ids = served.client.submitted[-1][0].prompt_token_ids
     return served.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def saying(tokenizer: Tokenizer, text: str, **kw: Any) -> Play:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return lambda request: steps(request, ids, **kw)
 
 
 # ---- answers

@@ -7,7 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 from asgi import post
-from scripted_client import Play, steps
+from scripted_client import saying, steps
 from served import Served
 from tokenizers import processors
 from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer, byte_level_wrapper
@@ -18,11 +18,6 @@ from outrider.server.text.fill_in_the_middle import FillInTheMiddle
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
-
-
-def saying(tokenizer: Tokenizer, text: str, *, sizes: tuple[int, ...] = (), **kw: Any) -> Play:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return lambda request: steps(request, ids, sizes=sizes, **kw)
 
 
 def joined(chunks: list[Any], index: int = 0) -> str:
@@ -221,8 +216,8 @@ def test_stop_string_can_be_included(serve: Serve, tokenizer: Tokenizer) -> None
 
 
 def test_stop_token_is_counted_but_not_shown(serve: Serve, tokenizer: Tokenizer) -> None:
-    served = serve(saying(tokenizer, "one two x", finish="stop"))
-    *_, last = tokenizer.encode("one two x", add_special_tokens=False)
+    *ids, last = tokenizer.encode("one two x", add_special_tokens=False)
+    served = serve(lambda request: steps(request, [*ids, last], finish="stop"))
     answer = post(served.app, {"prompt": "Hi", "stop_token_ids": [last], "logprobs": 0}).json()
     (choice,) = answer["choices"]
     assert "one two x".removesuffix(tokenizer.token_text(last)) == choice["text"]

@@ -9,7 +9,7 @@ import openai
 import pytest
 from asgi import post
 from message_parts import joined, merged_calls
-from scripted_client import steps
+from scripted_client import saying
 from served import Served
 from socket_server import on_a_socket
 from tokenizers_for_tests import byte_level_wrapper
@@ -306,21 +306,14 @@ def test_model_that_shows_no_format_calls_nothing() -> None:
 # ---- over HTTP
 
 
-def served_saying(serve: Serve, tokenizer: Tokenizer, text: str, **settings: Any) -> Served:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    settings = {"tool_call_format": "hermes"} | settings
-    return serve(lambda request: steps(request, ids, finish="length"), **settings)
-
-
 def chat(served: Served, **fields: Any) -> Any:
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER]} | fields
     return post(served.app, body, path="/v1/chat/completions")
 
 
 def stopping(served: Served, tokenizer: Tokenizer, text: str) -> Served:
-    """As above, but the model ends by itself."""
-    ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
-    served.client.play = lambda request: steps(request, ids, sizes=(3, 1, 7), finish="stop")
+    """Its model says this, and ends by itself."""
+    served.client.play = saying(tokenizer, text, sizes=(3, 1, 7), finish="stop")
     return served
 
 
@@ -369,7 +362,7 @@ def test_one_call_at_a_time_if_so_asked(serve: Serve, tokenizer: Tokenizer) -> N
 def test_answer_that_is_cut_off_has_its_length_as_reason(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
-    served = served_saying(serve, tokenizer, CALL_ROME)
+    served = serve(saying(tokenizer, CALL_ROME), tool_call_format="hermes")
     assert chat(served).json()["choices"][0]["finish_reason"] == "length"
 
 

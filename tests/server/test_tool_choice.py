@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import scripted_client
 import tokenizers
 from asgi import Reply, post
 from grammars import compile_grammar
@@ -55,8 +56,7 @@ def served(tokenizer: Tokenizer, compiler: GrammarCompiler, allows: Allows) -> S
         text = f"[{CALL_ADD}, {CALL_NEGATE}]"
         if not allows(request.params.grammar, text):
             text = f"[{CALL_ADD}]"
-        ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
-        return steps(request, ids, sizes=(4, 1, 9), finish="stop")
+        return scripted_client.saying(tokenizer, text, sizes=(4, 1, 9), finish="stop")(request)
 
     return Served(play, tokenizer, compiler=compiler)
 
@@ -79,8 +79,7 @@ def calls_of(reply: Reply) -> tuple[list[Any], Any]:
 
 def says(served: Served, text: str, **how: Any) -> None:
     """Has the model say this, and stop."""
-    ids = [*served.tokenizer.encode(text, add_special_tokens=False), EOS]
-    served.client.play = lambda request: steps(request, ids, **{"finish": "stop"} | how)
+    served.client.play = scripted_client.saying(served.tokenizer, text, **{"finish": "stop"} | how)
 
 
 def chat(served: Served, **fields: Any) -> Reply:
@@ -481,14 +480,9 @@ def saying(
     text: str, tokenizer: Tokenizer, compiler: GrammarCompiler | None, **settings: Any
 ) -> Served:
     """A model that reasons, and says this."""
-    ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
     settings = {"tool_call_format": "hermes", "reasoning_content": True} | settings
-    return Served(
-        lambda request: steps(request, ids, finish="stop"),
-        tokenizer,
-        compiler=compiler,
-        **settings,
-    )
+    play = scripted_client.saying(tokenizer, text, finish="stop")
+    return Served(play, tokenizer, compiler=compiler, **settings)
 
 
 @pytest.fixture(scope="module")

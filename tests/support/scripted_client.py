@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from outrider.engine.api import (
     EngineInfo,
@@ -11,6 +12,7 @@ from outrider.engine.api import (
     TokenLogprobs,
 )
 from outrider.engine.processes.client import EngineState, EngineUnavailableError
+from outrider.server.text.tokenizer import Tokenizer
 
 # What happens to a sequence, step by step: outputs, an error to raise, or an event to wait for.
 Script = Iterable[RequestOutput | Exception | asyncio.Event]
@@ -163,6 +165,13 @@ def steps(
             )
         )
     return outputs
+
+
+def saying(tokenizer: Tokenizer, text: str, **how: Any) -> Play:
+    """The tokens of this text, and then eos if they are to `finish` with a stop."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids += [0] * (how.get("finish") == "stop")
+    return lambda request: steps(request, ids, **how)
 
 
 def _drafts(ids: Sequence[int], num_drafts: int) -> list[int]:
