@@ -90,15 +90,15 @@ class CallStream(ABC):
         """The text after the last call that is not a call which can be reported."""
         return "".join([self._unread, *self._skipped])
 
-    def _begin(self, head: re.Match[str] | None, text: str, at: int) -> bool:
-        """Whether a call begins here. Gives up if none does and none can follow."""
+    def _begun(self, head: re.Match[str] | None, text: str, at: int) -> re.Match[str] | None:
+        """The head, if a call begins with it. Gives up if none does and none can follow."""
         if head is None:
             self._gave_up = len(text) - at > MAX_HEAD_CHARS
-            return False
+            return None
         # A bare JSON object is a call only if it names a tool.
         self._gave_up = head["name"] not in self._tools and self._form.is_bare(text[at:])
         self.begun |= not self._gave_up
-        return not self._gave_up
+        return None if self._gave_up else head
 
 
 class JSONCallStream(CallStream):
@@ -126,9 +126,8 @@ class JSONCallStream(CallStream):
         is_object = head is not None
         if head is None and self._form.names_before_json:
             head = _NAME_HEAD.match(text, at, at + MAX_HEAD_CHARS)
-        if not self._begin(head, text, at):
+        if (head := self._begun(head, text, at)) is None:
             return at
-        assert head is not None
         parts += CallStart(head["name"]), CallArguments("{")
         self._depth, self._leaves_out, self._closes = 1, False, is_object
         return head.end()
@@ -188,10 +187,9 @@ class XMLCallStream(CallStream):
         if self._value is not None:
             return self._read_value(self._value, text, at, parts)
         if self._name is None:
-            head = _XML_HEAD.match(text, at, at + MAX_HEAD_CHARS)
-            if not self._begin(head, text, at):
+            head = self._begun(_XML_HEAD.match(text, at, at + MAX_HEAD_CHARS), text, at)
+            if head is None:
                 return at
-            assert head is not None
             self._name, self._num_values = head["name"], 0
             parts += CallStart(self._name), CallArguments("{")
             return head.end()
