@@ -102,9 +102,8 @@ class Service:
                 "Only some API keys may set priority (server.priority_api_keys), and this is not "
                 "one of them: leave it out.",
             )
-        name, n = (
-            ("n", fields.n) if fields.num_samples == fields.n else ("best_of", fields.num_samples)
-        )
+        n = fields.num_samples
+        name = "n" if n == fields.n else "best_of"
         if num_prompts * n > self.settings.max_prompts_times_n:
             raise invalid_value(
                 name,
