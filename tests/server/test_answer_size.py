@@ -16,7 +16,6 @@ from served import Served
 
 from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server.api import service
-from outrider.server.config.server_settings import ServerSettings
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
@@ -266,7 +265,3 @@ def test_memory_that_a_large_text_took_is_given_back(
     for num_chars, times in ((100, 0), (10_000, 0), (300_000, 1), (300_000, 2)):
         assert post(serve().app, {"prompt": "x" * num_chars}, path="/tokenize").status == 200
         assert len(given_back) == times
-
-
-def test_budget_is_a_setting_with_a_default() -> None:
-    assert ServerSettings().max_answer_bytes == 512 * MB

@@ -229,14 +229,6 @@ def test_a_text_is_told_while_it_is_written_once_it_is_not_null(
     assert joined(parts) == joined(parts + parser.flush()) == [ToolCall("f", expected)]
 
 
-def test_nothing_is_lost_of_what_is_no_call() -> None:
-    rng = random.Random(1)
-    pieces = ["<tool_call>", "</tool_call>", "\n", " ", "a", "{", '"name"', "<", "tool", "é🙂"]
-    for _ in range(300):
-        text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
-        assert parse("hermes", text, sizes=rng.choices(range(1, 6), k=5)) == [Text(text)]
-
-
 @pytest.mark.parametrize("sizes", [[1], [3, 5], [1000]])
 def test_reasoning_is_told_from_content(sizes: list[int]) -> None:
     think = [Text("Rome?\n", reasoning=True)]
