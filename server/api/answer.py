@@ -63,7 +63,7 @@ class Answer(ABC):
             service.client,
             self._samples,
             service.metrics,
-            service.settings.request_timeout_s or None,
+            service.settings.request_timeout_s,
         )
         http.scope["state"]["facts"] = lambda: self._facts(generation)
         if self._stream:

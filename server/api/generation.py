@@ -200,14 +200,14 @@ class Generation:
         outputs: OutputStream,
         samples: Sequence[Sample],
         clock: "_Clock",
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> None:
         self._client = client
         self._outputs = outputs
-        self._timeout_s = timeout_s or 0.0
+        self._timeout_s = timeout_s  # 0: no limit
         self._timer: asyncio.TimerHandle | None = None
         self._expiry: asyncio.Task[None] | None = None
-        if timeout_s is not None:
+        if timeout_s:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
         self._samples = {sample.request.request_id: sample for sample in samples}
         self._clock = clock
@@ -218,7 +218,7 @@ class Generation:
         client: EngineClient,
         samples: Sequence[Sample],
         metrics: Metrics,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> "Generation":
         """Submit all samples together; raises what `EngineClient.generate` raises."""
         clock = _Clock(metrics)
