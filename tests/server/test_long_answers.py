@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from asgi import Reply, post
+from message_parts import without_ids
 from scripted_client import steps
 from served import Served
 
@@ -196,14 +197,6 @@ def test_a_response_is_the_same_wherever_it_is_written(
     body: dict[str, Any],
     stream: bool,
 ) -> None:
-    def without_ids(value: Any) -> Any:
-        if isinstance(value, list):
-            return list(map(without_ids, value))
-        if not isinstance(value, dict):
-            return value
-        ids = {"id", "item_id", "created_at", "completed_at"}
-        return {k: without_ids(v) for k, v in value.items() if k not in ids}
-
     def told() -> Any:
         reply = respond(serve, body | {"stream": stream})
         return without_ids(reply.named_events if stream else reply.json())

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from asgi import Call, Reply, get, post
+from message_parts import without_ids
 from openai.types.responses import response_create_params
 from scripted_client import steps
 from served import Served
@@ -55,13 +56,6 @@ def events(reply: Reply) -> list[dict[str, Any]]:
     told = reply.named_events
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     return told
-
-
-def without_ids(value: Any) -> Any:
-    if isinstance(value, dict):
-        hidden = ("id", "call_id", "created_at", "completed_at")
-        return {key: without_ids(each) for key, each in value.items() if key not in hidden}
-    return [without_ids(each) for each in value] if isinstance(value, list) else value
 
 
 def prompts(served: Served) -> list[list[int]]:

@@ -84,33 +84,6 @@ def test_any_steps_give_the_text_of_a_plain_search(tokenizer: Tokenizer) -> None
             assert stop not in fewer.rstrip("\ufffd"), case
 
 
-def test_stop_string_is_found_however_the_steps_and_the_tokens_cut_it(
-    tokenizer: Tokenizer,
-) -> None:
-    text = "a <stop>é🙂 one"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    stops = [text[i : i + n] for i in range(len(text)) for n in (1, 2, 3, 6) if text[i : i + n]]
-    request = NewRequest(
-        request_id="r", prompt_token_ids=[70], params=SamplingParams(max_tokens=99)
-    )
-    for cut in range(2 ** (len(ids) - 1)):  # bit i: a step ends behind token i
-        sizes, size = [], 1
-        for i in range(len(ids) - 1):
-            if cut >> i & 1:
-                sizes.append(size)
-                size = 0
-            size += 1
-        for stop in random.Random(cut).sample(stops, 4):
-            sample = Sample(0, request, tokenizer, TextOptions(stop=(stop,)))
-            shown = ""
-            for output in steps(request, ids, sizes=[*sizes, size]):
-                if (delta := sample.take(output)) is not None:
-                    shown += delta.text
-                if sample.finished:
-                    break
-            assert shown == text[: text.find(stop)], (sizes, stop)
-
-
 def append(whole: dict[str, Any], part: dict[str, Any]) -> None:
     """Add a part of a stream to what came before, as a client would."""
     for key, value in part.items():

@@ -1,4 +1,4 @@
-"""The parts of an answer put together again."""
+"""The parts of an answer put together again, and what two answers have in common."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -38,3 +38,11 @@ def merged_calls(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             assert chunk["index"] == len(calls) - 1
             calls[-1]["function"]["arguments"] += more["function"]["arguments"]
     return calls
+
+
+def without_ids(value: Any) -> Any:
+    """A response, or any part of it, without what is new in each."""
+    if isinstance(value, dict):
+        new = ("id", "item_id", "call_id", "created_at", "completed_at")
+        return {key: without_ids(each) for key, each in value.items() if key not in new}
+    return [without_ids(each) for each in value] if isinstance(value, list) else value
