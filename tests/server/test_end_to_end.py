@@ -4,14 +4,13 @@ import asyncio
 import json
 import re
 import signal
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
-from pydantic import BaseModel
 from running_server import RunningServer, events_of, text_of
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -125,28 +124,6 @@ def test_openai_client_streams_the_same_chat(client: openai.OpenAI) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
 
 
-class City(BaseModel):
-    name: str
-    continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]
-
-
-def test_openai_client_parses_an_answer(client: openai.OpenAI) -> None:
-    messages: list[ChatCompletionMessageParam] = [
-        {"role": "user", "content": "Which city is the capital of France?"}
-    ]
-    asked: dict[str, Any] = {
-        "model": model_of(client),
-        "messages": messages,
-        "response_format": City,
-        "temperature": 0,
-        "max_completion_tokens": 60,
-    }
-    city = client.chat.completions.parse(**asked).choices[0].message.parsed
-    assert city.name == "Paris"
-    with client.chat.completions.stream(**asked) as stream:
-        assert stream.get_final_completion().choices[0].message.parsed == city
-
-
 @pytest.mark.parametrize(
     ("asked", "pattern"),
     [
@@ -184,15 +161,6 @@ def test_greedy_choice_is_the_most_likely_of_its_alternatives(client: openai.Ope
     for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert own == max(top.values())
     assert "".join(logprobs.tokens or []) == answer.choices[0].text
-
-
-def test_client_reads_our_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.completions.create(model="nothing", prompt="x")
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="maximum context length is") as too_long:
-        client.completions.create(model=model_of(client), prompt="x", max_tokens=10**6)
-    assert too_long.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [True, False])
