@@ -9,6 +9,7 @@ from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
 from ..grammar.tool_choice import ToolChoice
 from .content import TextOr, TextParts, text_of
 from .fields import APIRequest, Int, NumLogprobs, UnknownField
+from .off_loop import MANY_CHARS
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
 from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
 
@@ -83,6 +84,13 @@ class ChatFields(APIRequest):
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         yield from super()._unknown_inside(path)
         yield from unknown_in_tools(self.tools, path)
+
+    @property
+    def num_chars(self) -> int:
+        """About how many characters its template reads: many, if it reads more than texts."""
+        if self.tools or any(each.tool_calls or each.model_extra for each in self.messages):
+            return MANY_CHARS
+        return sum(64 + len(each.text) for each in self.messages)
 
     @property
     def prompts_an_answer(self) -> bool:

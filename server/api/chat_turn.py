@@ -1,6 +1,5 @@
 """The next turn of a conversation, which chats, responses and messages all ask for."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +12,7 @@ from ..text.message_parser import MessageParser
 from ..text.message_reader import MessageReader, RawCall
 from .chat_protocol import ChatCompletionRequest, ChatFields
 from .generation import Sample
+from .off_loop import off_loop
 from .service import Service
 
 
@@ -39,15 +39,16 @@ async def prepare_turn(
     room_tokens = max(1, service.engine_info.max_model_len - len(ids))
     grammar = await _grammar(service, body, calls)
     of_calls = None if grammar else await _grammar_of_strict_calls(service, body, prompt, calls)
-    # Off the event loop, because a model's own response template reads the whole prompt.
-    readers = await asyncio.to_thread(
+    # A model's own response template reads the whole prompt.
+    readers = await off_loop(
+        body.n * len(prompt),
         _readers,
         service,
         body,
         prompt,
         calls,
-        follows_grammar=grammar is not None,
-        calls_are_json=of_calls is not None,
+        grammar is not None,
+        of_calls is not None,
     )
     return service.samples(
         body,
@@ -70,7 +71,6 @@ def _readers(
     body: ChatCompletionRequest,
     prompt: str,
     calls: Calls,
-    *,
     follows_grammar: bool,
     calls_are_json: bool,
 ) -> list[MessageReader]:
@@ -188,7 +188,7 @@ async def chat_prompt(
         )
 
     try:
-        text = await asyncio.to_thread(render)
+        text = await off_loop(body.num_chars, render)
     except ChatTemplateError as error:
         raise invalid_value(
             "messages", f"The model's chat template refuses these messages: {error}"

@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB
 from .choices import ChoicesAnswer
 from .generation import Delta, Sample, Token
+from .off_loop import off_loop
 from .protocol import (
     Completion,
     CompletionChoice,
@@ -48,8 +48,8 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
         predicted=await service.predicted(body),
     )
-    # Off the event loop, because an echo decodes the prompts.
-    answer = await asyncio.to_thread(_CompletionAnswer, service, body, samples)
+    echoed_chars = body.echo * sum(map(len, prompts)) * service.tokenizer.longest_token
+    answer = await off_loop(echoed_chars, _CompletionAnswer, service, body, samples)
     return await answer.respond(http)
 
 

@@ -30,14 +30,13 @@ from ..text.tokenizer import Tokenizer
 from .answer_size import check_answer_size
 from .content import text_of
 from .generation import Sample, TextOptions
+from .off_loop import off_loop
 from .protocol import ChoiceFields
 from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from .sampling_defaults import SamplingDefaults
 from .unknown_fields import Body, check_unknown_fields
 
 VERSION = importlib.metadata.version("outrider")
-# Shorter texts are tokenized faster than they are handed to a thread.
-INLINE_CHARS = 2048
 # Longer texts are tokenized one at a time: each takes a hundred times its size in memory.
 LARGE_CHARS = 2**18
 
@@ -173,10 +172,8 @@ class Service:
             ]
 
         num_chars = sum(map(len, prompts))
-        if num_chars < INLINE_CHARS:
-            return encode()
         if num_chars < LARGE_CHARS:
-            return await asyncio.to_thread(encode)
+            return await off_loop(num_chars, encode)
         async with self.large_texts:
             try:
                 return await asyncio.to_thread(encode)
