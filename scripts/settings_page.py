@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from pathlib import Path
 
 from outrider.server.cli.config import allowed_values
@@ -38,9 +39,7 @@ def settings_page() -> str:
 
 def _escaped(text: str) -> str:
     """Characters that Markdown would read in a table's cell."""
-    for character in "|*<":
-        text = text.replace(character, f"\\{character}")
-    return text
+    return re.sub(r"[|*<]", r"\\\g<0>", text)
 
 
 if __name__ == "__main__":

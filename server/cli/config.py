@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,12 +129,8 @@ def _to_toml(value: object) -> str:
 
 
 def _comment(schema: dict[str, Any]) -> list[str]:
-    lines = ["", "#"]
-    for word in f"{schema['description']}{allowed_values(schema)}".split():
-        if len(lines[-1]) + len(word) >= 100:
-            lines.append("#")
-        lines[-1] += f" {word}"
-    return lines
+    text = f"{schema['description']}{allowed_values(schema)}"
+    return ["", *(f"# {line}" for line in textwrap.wrap(text, 98, break_on_hyphens=False))]
 
 
 def allowed_values(schema: dict[str, Any]) -> str:
