@@ -152,13 +152,9 @@ class Gate:
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait for the requests being answered; returns whether the last one ended in time."""
-        if not self._under_way:
-            return True
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
 
 class Drain:
