@@ -1,5 +1,6 @@
 """`outrider serve`: a model behind HTTP."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ from ..config.server_settings import LogLevel
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
 from .errors import give_up
 
-_MODELS, _HTTP, _ENGINE = "Models and speculation", "HTTP", "Engine"
+_models = partial(typer.Option, rich_help_panel="Models and speculation")
+_http = partial(typer.Option, rich_help_panel="HTTP")
+_engine = partial(typer.Option, rich_help_panel="Engine")
 
 EXAMPLES = """\
 Examples:
@@ -31,121 +34,89 @@ def serve_command(
     draft: DraftOption = None,
     k: Annotated[
         int | None,
-        typer.Option(
+        _models(
             "-k",
             "--num-speculative-tokens",
             metavar="N",
             help="Maximum draft tokens per request and step; fewer are used when that is faster. "
             "\\[default: what suits the draft]",
-            rich_help_panel=_MODELS,
         ),
     ] = None,
     no_draft: Annotated[
-        bool,
-        typer.Option("--no-draft", help="Decode plainly, without drafts.", rich_help_panel=_MODELS),
+        bool, _models("--no-draft", help="Decode plainly, without drafts.")
     ] = False,
     config: ConfigOption = None,
     assignments: SetOption = None,
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on. \\[default: 127.0.0.1]", rich_help_panel=_HTTP),
-    ] = None,
+    host: Annotated[str | None, _http(help="Address to listen on. \\[default: 127.0.0.1]")] = None,
     port: Annotated[
-        int | None,
-        typer.Option(
-            help="Port to listen on; 0 takes a free one. \\[default: 8000]", rich_help_panel=_HTTP
-        ),
+        int | None, _http(help="Port to listen on; 0 takes a free one. \\[default: 8000]")
     ] = None,
     uds: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="Unix socket to listen on instead.", rich_help_panel=_HTTP
-        ),
+        Path | None, _http(metavar="PATH", help="Unix socket to listen on instead.")
     ] = None,
     root_path: Annotated[
         str | None,
-        typer.Option(
-            metavar="/PATH",
-            help="Path prefix under which a reverse proxy publishes this server.",
-            rich_help_panel=_HTTP,
+        _http(
+            metavar="/PATH", help="Path prefix under which a reverse proxy publishes this server."
         ),
     ] = None,
     max_logprobs: Annotated[
         int | None,
-        typer.Option(
+        _http(
             metavar="N",
             help="Maximum logprobs per token that a request may ask for. \\[default: 20]",
-            rich_help_panel=_HTTP,
         ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
+        _http(
             metavar="NAME",
             help="Name by which clients ask for the model; repeatable: answers carry the first. "
             "\\[default: the model's own]",
-            rich_help_panel=_HTTP,
         ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        _http(
             help="Bearer key that clients must send; repeatable. It shows in the process list; "
-            "with --api-key-file or OUTRIDER_SERVER__API_KEYS it does not.",
-            rich_help_panel=_HTTP,
+            "with --api-key-file or OUTRIDER_SERVER__API_KEYS it does not."
         ),
     ] = None,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of bearer keys that clients must send, one per line.", rich_help_panel=_HTTP
-        ),
+        Path | None, _http(help="File of bearer keys that clients must send, one per line.")
     ] = None,
     api_workers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of HTTP processes. \\[default: 1]",
-            rich_help_panel=_HTTP,
-        ),
+        int | None, _http(metavar="N", help="Number of HTTP processes. \\[default: 1]")
     ] = None,
     shutdown_timeout: Annotated[
         float | None,
-        typer.Option(
+        _http(
             metavar="SECONDS",
             help="Time that running requests get to finish at shutdown. \\[default: 30]",
-            rich_help_panel=_HTTP,
         ),
     ] = None,
     generation_config: Annotated[
         str | None,
-        typer.Option(
+        _engine(
             metavar="auto|outrider|PATH",
             help="Defaults of sampling parameters. auto: the model's generation_config.json; "
             "outrider: temperature 1 and no filters; PATH: a directory with such a file. "
             "\\[default: auto]",
-            rich_help_panel=_ENGINE,
         ),
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option(
+        _engine(
             metavar="FRACTION",
             help="Fraction of the GPU's memory that the engine may use. \\[default: 0.9]",
-            rich_help_panel=_ENGINE,
         ),
     ] = None,
     enforce_eager: Annotated[
         bool | None,
-        typer.Option(
-            "--enforce-eager",
-            help="Capture no CUDA graphs: starts sooner, decodes slower.",
-            rich_help_panel=_ENGINE,
-        ),
+        _engine("--enforce-eager", help="Capture no CUDA graphs: starts sooner, decodes slower."),
     ] = None,
     log_level: Annotated[
-        LogLevel | None,
-        typer.Option(help="Lowest severity to log. \\[default: info]", rich_help_panel=_ENGINE),
+        LogLevel | None, _engine(help="Lowest severity to log. \\[default: info]")
     ] = None,
 ) -> None:
     """Serve a model over HTTP, sped up by a draft, until Ctrl-C or SIGTERM.
