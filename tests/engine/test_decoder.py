@@ -12,7 +12,7 @@ import pytest
 import torch
 from paged import PROMPT, check_against_eager, run_prompt
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, TINY, VOCAB, Tiny
+from tiny_models import DEVICE, TINY, VOCAB, Tiny, change_tensor
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -81,10 +81,8 @@ def test_variants_of_a_known_structure(overrides: dict[str, Any], own_copy: Tiny
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_head_beside_a_tied_embedding_counts_if_it_differs(differs: bool, own_copy: Tiny) -> None:
     path = own_copy("llama", tie_word_embeddings=True)
-    tensors = load_file(path / "model.safetensors")
-    head = tensors["model.embed_tokens.weight"].clone()
-    tensors["lm_head.weight"] = head.flip(0) if differs else head
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    head = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensor(path, "lm_head.weight", head.flip(0) if differs else head)
     network = load(path)
     assert isinstance(network, Decoder)
     torch.testing.assert_close(
@@ -145,9 +143,7 @@ def test_a_checkpoint_without_a_tensor_is_refused(
 ) -> None:
     """transformers would draw the tensor at random."""
     path = own_copy(architecture)
-    tensors = load_file(path / "model.safetensors")
-    del tensors[missing]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    change_tensor(path, missing, None)
     with pytest.raises(admission.UnsupportedModelError, match=f"lack {missing}, .* get the model"):
         load(path)
 
@@ -165,9 +161,7 @@ def test_a_vocabulary_of_another_size_than_the_configs_is_refused(
     architecture: str, name: str, quantization: str | None, own_copy: Tiny
 ) -> None:
     path = own_copy(architecture)
-    tensors = load_file(path / "model.safetensors")
-    tensors[name] = tensors[name][:-7].clone()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    change_tensor(path, name, lambda tensor: tensor[:-7].clone())
     with pytest.raises(
         admission.UnsupportedModelError, match=f"{name} is 90 x 32; by its config it must be 97 x"
     ):
@@ -181,9 +175,8 @@ def test_a_checkpoint_with_tensors_that_transformers_ignores_is_left_to_it(
     path = own_copy("llama")
     expected = eager(path).logits[0]
     name, size = added
-    add_tensors(
-        path, {name: torch.randn(size), name.replace("q_norm", "k_norm"): torch.randn(size)}
-    )
+    for each in {name, name.replace("q_norm", "k_norm")}:
+        change_tensor(path, f"model.layers.0.{each}", torch.randn(size))
     network = load(path)
     assert isinstance(network, HuggingFaceModel)
     torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
@@ -191,24 +184,15 @@ def test_a_checkpoint_with_tensors_that_transformers_ignores_is_left_to_it(
 
 def test_a_bias_of_another_length_is_left_to_transformers(own_copy: Tiny) -> None:
     path = own_copy("llama")
-    tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.bias"] = torch.randn(90)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    change_tensor(path, "lm_head.bias", torch.randn(90))
     assert isinstance(load(path), HuggingFaceModel)
 
 
 def test_a_bias_of_zeros_does_no_harm(own_copy: Tiny) -> None:
     """Old checkpoints in GPTQ have one in every layer."""
     path = own_copy("llama")
-    add_tensors(path, {"self_attn.o_proj.bias": torch.zeros(32)})
+    change_tensor(path, "model.layers.0.self_attn.o_proj.bias", torch.zeros(32))
     assert isinstance(load(path), Decoder)
-
-
-def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
-    """Add tensors to a model's first layer, or replace them there."""
-    tensors = load_file(path / "model.safetensors")
-    tensors |= {f"model.layers.0.{name}": tensor for name, tensor in added.items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("shape", [(16, 31), (16, 1), (16,)])
@@ -216,7 +200,7 @@ def test_a_layer_of_another_width_than_its_neighbour_is_refused(
     shape: tuple[int, ...], own_copy: Tiny
 ) -> None:
     path = own_copy("llama")
-    add_tensors(path, {"self_attn.k_proj.weight": torch.randn(shape)})
+    change_tensor(path, "model.layers.0.self_attn.k_proj.weight", torch.randn(shape))
     told = " x ".join(map(str, shape))
     with pytest.raises(
         admission.UnsupportedModelError,

@@ -11,8 +11,8 @@ from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
 from heads import save_tiny_head
 from paged import PROMPT, check_against_eager, run_prompt
 from quantised import quantise_experts
-from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB, Tiny
+from safetensors.torch import load_file
+from tiny_models import DEVICE, VOCAB, Tiny, change_tensor
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
@@ -163,12 +163,7 @@ EXPERTS = "model.layers.1.mlp.experts."
 def test_broken_experts_are_refused_by_name(
     tensor: str, change: torch.Tensor | None, reason: str, quantised: Path
 ) -> None:
-    tensors = load_file(quantised / "model.safetensors")
-    if change is None:
-        del tensors[EXPERTS + tensor]
-    else:
-        tensors[EXPERTS + tensor] = change
-    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    change_tensor(quantised, EXPERTS + tensor, change)
     with pytest.raises(UnsupportedModelError, match=f"mxfp4: .*{reason}"):
         load(quantised)
 

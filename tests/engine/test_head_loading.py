@@ -1,8 +1,6 @@
 """Heads on disk: which there are, what they read of a target, and what is refused."""
 
-import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from block_heads import save_tiny_block_head
 from engines import engine_config
 from heads import save_tiny_head, tensors_of
 from safetensors.torch import save_file
-from tiny_models import DEVICE, VOCAB, Tiny
+from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
@@ -40,19 +38,6 @@ def check_refused(target: Path, head: Path, says: str) -> None:
     assert str(head) in str(raised.value)
 
 
-def edit(head: Path, **changes: Any) -> None:
-    told = json.loads((head / "config.json").read_text()) | changes
-    (head / "config.json").write_text(json.dumps(told))
-
-
-def change(head: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-    tensors = tensors_of(head)
-    tensor = tensors.pop(name)
-    if value is not None:
-        tensors[name] = value(tensor)
-    save_file(tensors, head / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
@@ -76,7 +61,7 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
 ) -> None:
     head = save_tiny_head(tmp_path / "head", target, draft_vocab=50, parallel=name == "mask_hidden")
     load(target, head)
-    change(head, name, value)
+    change_tensor(head, name, value)
     check_refused(target, head, says)
 
 
@@ -111,7 +96,7 @@ def test_a_bad_config_is_told_at_load(
     changes: dict[str, Any], says: str, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path / "head", target)
-    edit(head, **changes)
+    change_config(head, **changes)
     check_refused(target, head, says)
 
 
@@ -131,7 +116,7 @@ def test_a_bad_tensor_of_a_block_head_is_told_at_load(
 ) -> None:
     head = save_tiny_block_head(tmp_path / "head", target, markov="gated", confidence="token")
     load(target, head)
-    change(head, name, value)
+    change_tensor(head, name, value)
     check_refused(target, head, says)
 
 
@@ -156,7 +141,7 @@ def test_a_bad_config_of_a_block_head_is_told_at_load(
     changes: dict[str, Any], says: str, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_block_head(tmp_path / "head", target, markov="vanilla", nested=False)
-    edit(head, **changes)
+    change_config(head, **changes)
     with pytest.raises(HeadError, match=says):
         load(target, head)
 
@@ -176,7 +161,7 @@ def test_each_format_counts_the_rows_of_a_block_in_its_own_way(
     changes: dict[str, Any], most: int, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_block_head(tmp_path / "head", target)
-    edit(head, **({"architectures": []} | changes))
+    change_config(head, **({"architectures": []} | changes))
     engine = Engine(engine_config(target, head))
     assert engine.worker.pair.head is not None
     assert engine.worker.pair.head.max_drafts == most
@@ -194,7 +179,7 @@ def test_a_target_too_shallow_for_the_usual_layers_is_refused(
 ) -> None:
     target = tiny_model("llama")
     head = save_tiny_head(tmp_path, target)
-    edit(head, eagle_aux_hidden_state_layer_ids=None)
+    change_config(head, eagle_aux_hidden_state_layer_ids=None)
     check_refused(target, head, "as heads do whose config names none")
 
 
@@ -216,9 +201,9 @@ def test_a_model_of_its_own_is_no_head(target: Path, tmp_path: Path) -> None:
     assert head_kind(target) is None
     assert head_kind(tmp_path) is None
     shutil.copy(target / "config.json", tmp_path)
-    edit(tmp_path, architectures=["LlamaForCausalLMEagle3"])
+    change_config(tmp_path, architectures=["LlamaForCausalLMEagle3"])
     assert head_kind(tmp_path) == "eagle3"
-    edit(tmp_path, architectures=["Qwen3ForCausalLM"], speculators_model_type="dspark")
+    change_config(tmp_path, architectures=["Qwen3ForCausalLM"], speculators_model_type="dspark")
     assert head_kind(tmp_path) == "dspark"
 
 
@@ -236,20 +221,20 @@ def test_each_format_counts_layers_in_its_own_way(
     changes: dict[str, Any], expected: tuple[int, ...], target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path, target)
-    edit(head, **({"eagle_aux_hidden_state_layer_ids": None} | changes))
+    change_config(head, **({"eagle_aux_hidden_state_layer_ids": None} | changes))
     assert HeadConfig.load(head).boundaries_of(36) == expected
 
 
 def test_a_mask_token_of_null_is_none(target: Path, tmp_path: Path) -> None:
     head = save_tiny_head(tmp_path, target, parallel=True)
-    edit(head, mask_token_id=None, ptd_token_id=5)
+    change_config(head, mask_token_id=None, ptd_token_id=5)
     assert HeadConfig.load(head).mask_token_id == 5
     load(target, head)
 
 
 def test_rope_is_the_heads_own(target: Path, tmp_path: Path) -> None:
     head = save_tiny_head(tmp_path, target)
-    edit(head, rope_theta=None)
+    change_config(head, rope_theta=None)
     assert HeadConfig.load(head).layers.rope_parameters["rope_theta"] == 10000.0
     assert HeadConfig.load(head).draft_vocab_size == VOCAB
 
@@ -268,7 +253,7 @@ def test_a_window_holds_only_if_a_layer_is_said_to_have_one(
     changes: dict[str, Any], expected: int | None, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path, target)
-    edit(head, sliding_window=8, **changes)
+    change_config(head, sliding_window=8, **changes)
     assert window_of(HeadConfig.load(head).layers, 0) == expected
 
 

@@ -1,12 +1,12 @@
 """In which dtype a model runs, and how long its sequences may be."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import change_config
 from transformers import LlamaConfig
 
 from outrider.engine.config import ModelConfig
@@ -73,8 +73,7 @@ def test_a_checkpoint_that_is_not_quantised_as_it_says_is_refused(
     told: dict[str, object], name: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | told))
+    change_config(model, **told)
     reason = "none of" if name != "compression_config" else "is none of"
     with pytest.raises(
         UnsupportedModelError, match=rf"llama.*\({name}.*{reason}.*quantised from.*GGUF"

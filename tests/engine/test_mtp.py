@@ -4,7 +4,6 @@ What it drafts is held to its formulas in test_heads.py, beside the other heads.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from mtp import PlainMtp, save_tiny_mtp_model
 from quantised import quantise
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB, Tiny
+from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from outrider.engine.config import EngineConfig, ModelConfig
@@ -33,14 +32,6 @@ LAYER = "model.mtp_layers.0"
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return save_tiny_mtp_model(tmp_path / "model")
-
-
-def change(target: Path, name: str, value: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-    tensors = load_file(target / "model.safetensors")
-    tensor = tensors.pop(name)
-    if value is not None:
-        tensors[name] = value(tensor)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def changed_draft(config: EngineConfig, **changes: Any) -> EngineConfig:
@@ -62,9 +53,8 @@ def test_mimo_is_a_qwen2_to_transformers(target: Path) -> None:
 
 
 def test_the_code_that_a_mimo_brings_is_not_run(target: Path) -> None:
-    told = json.loads((target / "config.json").read_text())
-    told["auto_map"] = {"AutoConfig": "mimo_code.Config", "AutoModelForCausalLM": "mimo_code.Model"}
-    (target / "config.json").write_text(json.dumps(told))
+    code = {"AutoConfig": "mimo_code.Config", "AutoModelForCausalLM": "mimo_code.Model"}
+    change_config(target, auto_map=code)
     (target / "mimo_code.py").write_text("raise SystemExit('this code was run')")
     for trusts in (False, True):
         assert load_config(target, trust_remote_code=trusts).model_type == "mimo"
@@ -139,7 +129,7 @@ def test_a_head_that_knows_the_next_token_is_always_right(target: Path) -> None:
 )
 def test_a_bad_tensor_is_told_at_load(name: str, value: Any, says: str, target: Path) -> None:
     Engine(engine_config(target, target))
-    change(target, f"{LAYER}.{name}", value)
+    change_tensor(target, f"{LAYER}.{name}", value)
     with pytest.raises(HeadError, match=says) as raised:
         Engine(engine_config(target, target))
     assert f"the MTP head of {target} cannot draft for {target}" in str(raised.value)

@@ -1,6 +1,5 @@
 """Checkpoints in every quantised format compute what their plain models would, or are refused."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from paged import PROMPT, check_against_eager, run_prompt
 from quantised import FORMATS, Format, quantise
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, Tiny
+from tiny_models import DEVICE, Tiny, change_config, change_tensor
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
@@ -172,8 +171,7 @@ def test_what_is_not_served_is_refused_by_name(
     told: dict[str, object], reason: str, plain: Path, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(plain, tmp_path / "model"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    change_config(path, quantization_config=told)
     with pytest.raises(UnsupportedModelError, match=f"(?s){reason}.*quantised from.*GGUF"):
         load(path)
 
@@ -195,13 +193,10 @@ def test_a_broken_layer_is_refused_by_name(
     name: str, tensor: str, change: torch.Tensor | None, reason: str, plain: Path, tmp_path: Path
 ) -> None:
     path = quantise(plain, tmp_path, name)
-    tensors = load_file(path / "model.safetensors")
     key = f"model.layers.0.self_attn.q_proj.{tensor}"
-    if change is None:
-        del tensors[key]
-    else:
-        tensors[key] = change.to(tensors[key].dtype) if key in tensors else change
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    if change is not None and key in (stored := load_file(path / "model.safetensors")):
+        change = change.to(stored[key].dtype)
+    change_tensor(path, key, change)
     with pytest.raises(UnsupportedModelError, match=f"{reason}.*take the checkpoint"):
         load(path)
 
@@ -213,9 +208,7 @@ def test_codes_that_the_config_does_not_tell_of_are_refused(
 ) -> None:
     """transformers would take them for the weights, without their scales."""
     path = quantise(tiny_model(architecture, **SHAPE), tmp_path, name)
-    config = json.loads((path / "config.json").read_text())
-    del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config))
+    change_config(path, quantization_config=None)
     with pytest.raises(UnsupportedModelError, match=r"quantised \(model\..*weight_scale.* not say"):
         load(path)
 
@@ -224,10 +217,7 @@ def test_only_our_decoder_reads_quantised_layers(tiny_model: Tiny, tmp_path: Pat
     path = Path(shutil.copytree(tiny_model("gpt2"), tmp_path / "model"))
     with pytest.raises(UnsupportedModelError, match="stay plain: its architecture has no decoder"):
         load(path, quantization="fp8")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
-    )
+    change_config(path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UnsupportedModelError, match="fp8: its architecture has no decoder"):
         load(path)
 

@@ -1,9 +1,12 @@
 """Tiny random models, saved as real model directories."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import outrider.engine.models.architectures  # noqa: F401 - registers those that transformers lacks
@@ -90,3 +93,22 @@ def save_tiny_model(
                 parameter.normal_(0, 1, generator=generator)
     model.save_pretrained(path)
     return path
+
+
+def change_config(model: Path, **changes: object) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_tensor(
+    model: Path, name: str, value: Tensor | Callable[[Tensor], Tensor] | None
+) -> None:
+    """Add a tensor, replace it, or remove it if the value is None."""
+    tensors = load_file(model / "model.safetensors")
+    old = tensors.pop(name, None)
+    if callable(value):
+        assert old is not None
+        value = value(old)
+    if value is not None:
+        tensors[name] = value
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
