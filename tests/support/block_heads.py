@@ -5,17 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import (
-    EPS,
-    HEAD_DIM,
-    MASK,
-    NUM_HEADS,
-    NUM_KV_HEADS,
-    RandomWeights,
-    layers_config,
-    rotated,
-    tensors_of,
-)
+from heads import MASK, PlainLayers, RandomWeights, layers_config, tensors_of
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -106,7 +96,7 @@ def save_tiny_block_head(
     return path
 
 
-class PlainBlockHead:
+class PlainBlockHead(PlainLayers):
     """The formulas over the whole context at once, without a cache."""
 
     def __init__(self, path: Path, target_embedding: Tensor, target_head: Tensor) -> None:
@@ -123,15 +113,6 @@ class PlainBlockHead:
         is_native_dspark = "DSpark" in "".join(told.get("architectures", []))
         self.from_anchor = self.own.get("sample_from_anchor", is_native_dspark)
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        weight = self.w[f"{name}.weight"]
-        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        bias = self.w.get(f"{name}.bias")
-        y = x @ self.w[f"{name}.weight"].T
-        return y if bias is None else y + bias
-
     def states(self, g: Tensor, anchor: int, k: int) -> Tensor:
         """h of the rows that predict drafts 1 to k. Shape: g [n, m, H] -> [k, H]."""
         c = self.norm("hidden_norm", self.linear("fc", g.flatten(1)))
@@ -139,27 +120,12 @@ class PlainBlockHead:
         x = self.embedding[[anchor] + [MASK] * (num_rows - 1)]
         for i in range(self.layers["num_hidden_layers"]):
             z = self.norm(f"layers.{i}.input_layernorm", x)
-            x = x + self.attention(i, c, z)
-            z = self.norm(f"layers.{i}.post_attention_layernorm", x)
-            gate, up = (self.linear(f"layers.{i}.mlp.{n}_proj", z) for n in ("gate", "up"))
-            x = x + self.linear(f"layers.{i}.mlp.down_proj", torch.nn.functional.silu(gate) * up)
+            seen = self.seen(i, len(c), num_rows)
+            x = self.layer(f"layers.{i}", x, self.attention(f"layers.{i}.self_attn", z, seen, c))
         return self.norm("norm", x)[-k:]
 
-    def attention(self, i: int, c: Tensor, z: Tensor) -> Tensor:
-        name, n, rows = f"layers.{i}.self_attn", len(c), len(z)
-        q = self.linear(f"{name}.q_proj", z).view(rows, -1, HEAD_DIM)
-        k, v = (
-            torch.cat([self.linear(f"{name}.{each}_proj", part) for part in (c, z)])
-            for each in "kv"
-        )
-        k, v = k.view(n + rows, -1, HEAD_DIM), v.view(n + rows, -1, HEAD_DIM)
-        if f"{name}.q_norm.weight" in self.w:
-            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
-        q = rotated(torch.cat((q.new_zeros(n, *q.shape[1:]), q)))[n:]
-        k = rotated(k)
-        group = NUM_HEADS // NUM_KV_HEADS
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) * HEAD_DIM**-0.5
+    def seen(self, i: int, n: int, rows: int) -> Tensor:
+        """What each row of layer i sees of n of the context and of the block. Shape: [T, n + T]."""
         types = self.layers.get("layer_types") or ["full_attention"] * (i + 1)
         is_sliding = types[i] == "sliding_attention"
         seen = torch.ones(rows, n + rows, dtype=torch.bool)
@@ -168,9 +134,7 @@ class PlainBlockHead:
             seen &= ahead <= 0
         if is_sliding:
             seen &= ahead > -self.layers["sliding_window"]
-        scores = scores.masked_fill(~seen, -torch.inf)
-        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
-        return self.linear(f"{name}.o_proj", out.flatten(1))
+        return seen
 
     def draft_logits(self, g: Tensor, tokens: list[int], drafts: list[int], vocab: int) -> Tensor:
         """In front of each of k drafts, the last of them unused.

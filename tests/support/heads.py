@@ -140,7 +140,61 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return load_file(path / "model.safetensors")
 
 
-class PlainHead:
+class PlainLayers:
+    """Decoder layers by their formulas, of whole sequences and without a cache."""
+
+    w: dict[str, Tensor]
+    head_dim, theta, eps = HEAD_DIM, THETA, EPS
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        weight = self.w[f"{name}.weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def layer(self, name: str, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output from x in front of it and the output of its attention."""
+        x = x + attended
+        z = self.norm(f"{name}.post_attention_layernorm", x)
+        gate, up = (self.linear(f"{name}.mlp.{n}_proj", z) for n in ("gate", "up"))
+        return x + self.linear(f"{name}.mlp.down_proj", torch.nn.functional.silu(gate) * up)
+
+    def attention(
+        self, name: str, z: Tensor, seen: Tensor, context: Tensor | None = None
+    ) -> Tensor:
+        """Of the rows z over the context, if there is one, and themselves.
+
+        Shape: z [T, hidden], context [n, hidden], seen [T, n + T] bool.
+        """
+        both = z if context is None else torch.cat((context, z))
+        q, k, v = (
+            self.linear(f"{name}.{n}_proj", of).unflatten(-1, (-1, self.head_dim))
+            for n, of in zip("qkv", (z, both, both), strict=True)
+        )
+        if f"{name}.q_norm.weight" in self.w:
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        q, k = self._rotated(q, len(both) - len(z)), self._rotated(k, 0)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) * self.head_dim**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return self.linear(f"{name}.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
+
+    def _rotated(self, x: Tensor, first: int) -> Tensor:
+        """RoPE at positions from `first` on. Shape: [T, heads, head_dim]."""
+        inv_freq = self.theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
+        angle = (torch.arange(first, first + len(x))[:, None] * inv_freq)[:, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def causal(num_rows: int) -> Tensor:
+    return torch.ones(num_rows, num_rows).tril().bool()
+
+
+class PlainHead(PlainLayers):
     """The formulas, row by row and without a cache: every row looks back at all before it."""
 
     def __init__(self, path: Path, target_embedding: Tensor) -> None:
@@ -151,10 +205,6 @@ class PlainHead:
         layers = self.told.get("transformer_layer_config", self.told)
         first = "midlayer" if "midlayer.hidden_norm.weight" in self.w else "layers.0"
         self.layers = [first, *(f"layers.{i}" for i in range(1, layers["num_hidden_layers"]))]
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        weight = self.w[f"{name}.weight"]
-        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
     def fused(self, g: Tensor) -> Tensor:
         """[T, m, H] -> [T, hidden]."""
@@ -175,33 +225,12 @@ class PlainHead:
         a = self.norm(f"{first}.hidden_norm", f)
         x = a if self.told.get("norm_before_residual") else f
         for layer in self.layers:
-            z = (
-                torch.cat((e, a), -1)
-                if layer == first
-                else self.norm(f"{layer}.input_layernorm", x)
-            )
-            x = x + self.attention(f"{layer}.self_attn", z)
-            z = self.norm(f"{layer}.post_attention_layernorm", x)
-            gate, up = (z @ self.w[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-            x = (
-                x
-                + (torch.nn.functional.silu(gate) * up) @ self.w[f"{layer}.mlp.down_proj.weight"].T
-            )
+            z = torch.cat((e, a), -1)
+            if layer != first:
+                z = self.norm(f"{layer}.input_layernorm", x)
+            attended = self.attention(f"{layer}.self_attn", z, causal(len(z)))
+            x = self.layer(layer, x, attended)
         return x
-
-    def attention(self, name: str, z: Tensor) -> Tensor:
-        q, k, v = (
-            (z @ self.w[f"{name}.{n}_proj.weight"].T).view(len(z), -1, HEAD_DIM) for n in "qkv"
-        )
-        if f"{name}.q_norm.weight" in self.w:
-            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
-        q, k = rotated(q), rotated(k)
-        group = NUM_HEADS // NUM_KV_HEADS
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) * HEAD_DIM**-0.5
-        scores = scores.masked_fill(~torch.ones(len(z), len(z)).tril().bool(), -torch.inf)
-        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
-        return out.flatten(1) @ self.w[f"{name}.o_proj.weight"].T
 
     def recycled(self, y: Tensor) -> Tensor:
         return self.norm("norm", y) if self.told.get("norm_output") else y
@@ -238,11 +267,3 @@ class PlainHead:
             f = torch.cat((f, self.recycled(y)))
             following.append(draft)
         return torch.cat(found)
-
-
-def rotated(x: Tensor) -> Tensor:
-    """RoPE at positions 0, 1, …  Shape: [T, heads, HEAD_DIM]."""
-    inv_freq = THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angle = (torch.arange(len(x))[:, None] * inv_freq)[:, None]
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from heads import PlainLayers, causal
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from torch import Tensor
@@ -38,7 +39,7 @@ def save_tiny_mtp_model(
     return path
 
 
-class PlainMtp:
+class PlainMtp(PlainLayers):
     """The formulas, row by row and without a cache: every row looks back at all before it."""
 
     def __init__(self, path: Path) -> None:
@@ -46,16 +47,9 @@ class PlainMtp:
         self.w = load_file(path / "model.safetensors")
         self.head_dim = self.told["head_dim"]
         self.theta = float(self.told["rope_parameters"]["rope_theta"])
+        self.eps = self.told["rms_norm_eps"]
         # The states behind all layers and the last norm.
         self.boundaries = [self.told["num_hidden_layers"] + 1]
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        mean = x.pow(2).mean(-1, keepdim=True)
-        return x / (mean + self.told["rms_norm_eps"]).sqrt() * self.w[f"{name}.weight"]
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        y = x @ self.w[f"{name}.weight"].T
-        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
     def rows(self, h: Tensor, following: list[int]) -> Tensor:
         """s of rows 0, 1, … Shape: h [T, hidden], following [T] -> [T, hidden]."""
@@ -64,32 +58,8 @@ class PlainMtp:
         e, h = self.norm(f"{LAYER}.token_layernorm", e), self.norm(f"{LAYER}.hidden_layernorm", h)
         x = self.linear(f"{LAYER}.input_proj", torch.cat((h, e), -1))
         z = self.norm(f"{LAYER}.input_layernorm", x)
-        x = x + self.attention(f"{LAYER}.self_attn", z)
-        z = self.norm(f"{LAYER}.post_attention_layernorm", x)
-        gate = torch.nn.functional.silu(self.linear(f"{LAYER}.mlp.gate_proj", z))
-        x = x + self.linear(f"{LAYER}.mlp.down_proj", gate * self.linear(f"{LAYER}.mlp.up_proj", z))
+        x = self.layer(LAYER, x, self.attention(f"{LAYER}.self_attn", z, causal(len(z))))
         return self.norm(f"{LAYER}.final_layernorm", x)
-
-    def attention(self, name: str, z: Tensor) -> Tensor:
-        q, k, v = (
-            self.linear(f"{name}.{n}_proj", z).unflatten(-1, (-1, self.head_dim)) for n in "qkv"
-        )
-        if f"{name}.q_norm.weight" in self.w:
-            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
-        q, k = self.rotated(q), self.rotated(k)
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) * self.head_dim**-0.5
-        scores = scores.masked_fill(~torch.ones(len(z), len(z)).tril().bool(), -torch.inf)
-        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
-        return self.linear(f"{name}.o_proj", out.flatten(1))
-
-    def rotated(self, x: Tensor) -> Tensor:
-        """RoPE at positions 0, 1, …  Shape: [T, heads, head_dim]."""
-        inv_freq = self.theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
-        angle = (torch.arange(len(x))[:, None] * inv_freq)[:, None]
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
     def draft_logits(self, g: Tensor, tokens: list[int], drafts: list[int], vocab: int) -> Tensor:
         """In front of each of k drafts, the last of them unused.
