@@ -161,11 +161,7 @@ class Worker:
 
     def must_know(self, request: Request) -> bool:
         """Whether the host must know all of a sequence's tokens before anything is drafted."""
-        return (
-            self.proposer.needs_host
-            or bool(request.predicted_token_ids)
-            or self.edits.need_host(request.slot)
-        )
+        return self.proposer.needs_host or self.edits.need_host(request.slot)
 
     def begin(self) -> None:
         """Work arrives after an idle time."""

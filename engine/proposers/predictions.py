@@ -26,23 +26,48 @@ class Prediction:
 
     def __init__(self, request: Request) -> None:
         prompt = request.token_ids[: request.num_prompt_tokens]
-        text = prompt[-MAX_TOKENS:] + request.predicted_token_ids
-        self._text_np = np.array(text, dtype=np.int32)
-        self._at = 0
+        self._text = prompt[-MAX_TOKENS:] + request.predicted_token_ids
+        self._text_np = np.array(self._text, dtype=np.int32)
+        self._place = 0
+        self._drafts: list[int] | None = []  # of the last step; None: they were the proposer's
 
-    def after(self, token_ids: list[int], num_drafts: int) -> list[int]:
-        """The tokens that follow the last of these in the prediction.
+    def next_drafts(self, request: Request, num_drafts: int) -> list[int] | None:
+        """The next step's drafts, or none; None leaves them to the proposer.
+
+        A step in flight is taken to bring what is predicted: its drafts if they were predicted, and
+        one token more. Two steps have no drafts. One comes after drafts of the proposer, since
+        nobody knows how many of them stand; the other after drafts that led away, since the
+        proposer has not seen them.
+        """
+        place = self._place_after(request.token_ids)
+        drafts: list[int] | None
+        if not request.is_in_flight:
+            drafts = None if place is None else self._from(place, num_drafts)
+        elif place is None:
+            drafts = [] if self._drafts else None
+        elif self._drafts is None:
+            drafts = []
+        else:
+            stand = self._drafts == self._from(place, len(self._drafts))
+            drafts = self._from(place + 1 + stand * len(self._drafts), num_drafts)
+        self._drafts = drafts if num_drafts else []
+        return drafts
+
+    def _place_after(self, token_ids: list[int]) -> int | None:
+        """Where the prediction goes on after the last of these tokens, if anywhere.
 
         Of several places the next one is taken: an answer mostly goes through its prediction from
         the beginning to the end.
         """
         suffix_np = np.array(token_ids[-MAX_TOKENS:], dtype=np.int32)
-        ends_np = ends_of_longest_suffix(self._text_np, suffix_np, MIN_TOKENS, MAX_TOKENS)
+        ends_np = ends_of_longest_suffix(self._text_np[:-1], suffix_np, MIN_TOKENS, MAX_TOKENS)
         if len(ends_np) == 0:
-            return []
-        self._at = int(ends_np[np.searchsorted(ends_np, self._at, "right") % len(ends_np)])
-        following: list[int] = self._text_np[self._at : self._at + num_drafts].tolist()
-        return following
+            return None
+        self._place = int(ends_np[np.searchsorted(ends_np, self._place, "right") % len(ends_np)])
+        return self._place
+
+    def _from(self, place: int, num_tokens: int) -> list[int]:
+        return self._text[place : place + num_tokens]
 
 
 class Predictions:
@@ -58,26 +83,30 @@ class Predictions:
 
     def look_up(self, plan: Plan) -> list[tuple[ScheduledRequest, list[int]]]:
         """Drafts to `write` once the proposer has drafted for the others."""
-        predicted = [(s, found) for s in plan.sampled if (found := self._found(s))]
-        for scheduled, _ in predicted:
-            scheduled.num_drafts = 0
+        predicted = []
+        for scheduled in plan.sampled:
+            if (drafts := self._drafts_for(scheduled)) is not None:
+                predicted.append((scheduled, drafts))
+                scheduled.num_drafts = 0
         return predicted
 
     def write(self, predicted: list[tuple[ScheduledRequest, list[int]]]) -> None:
         """Enter the drafts in the slots and in the plan."""
-        for scheduled, found in predicted:
-            scheduled.num_drafts, scheduled.is_predicted = len(found), True
-        self._slots.write_drafts([(scheduled.request, found) for scheduled, found in predicted])
+        for scheduled, drafts in predicted:
+            scheduled.num_drafts, scheduled.is_predicted = len(drafts), bool(drafts)
+        self._slots.write_drafts([(scheduled.request, drafts) for scheduled, drafts in predicted])
         if predicted and self._distributions is not None:
             slots = uploaded(slots_of([s for s, _ in predicted]), self._slots.device)
             log_z = self._distributions.state[..., STATE_LOG_Z]
             log_z.index_fill_(0, slots, torch.nan)  # marks these drafts as one-hot
 
-    def _found(self, scheduled: ScheduledRequest) -> list[int]:
+    def _drafts_for(self, scheduled: ScheduledRequest) -> list[int] | None:
         request = scheduled.request
-        if scheduled.num_drafts == 0 or not request.predicted_token_ids:
-            return []
+        if not request.predicted_token_ids:
+            return None
         if (prediction := self._prediction_of.get(request)) is None:
             prediction = self._prediction_of[request] = Prediction(request)
-        found = prediction.after(request.token_ids, scheduled.num_drafts)
-        return request.grammar.fitting(found) if request.grammar is not None else found
+        drafts = prediction.next_drafts(request, scheduled.num_drafts)
+        if drafts and request.grammar is not None:
+            return request.grammar.fitting(drafts) or None
+        return drafts

@@ -107,14 +107,16 @@ class Slots:
         request.slot = None
 
     def write_drafts(self, drafts: list[tuple[Request, list[int]]]) -> None:
-        """Copy drafts from the host into the requests' rows, after their known tokens."""
+        """Copy drafts from the host into the requests' rows, after the tokens that the device
+        knows."""
         entries = [
-            (request.slot, column, token_id)
+            (request.slot, offset, token_id)
             for request, token_ids in drafts
-            for column, token_id in enumerate(token_ids, request.num_tokens)
+            for offset, token_id in enumerate(token_ids)
         ]
         if entries:
-            self._scatter(self.token_ids, *np.array(entries).T)
+            slots, offsets, values = uploaded(np.array(entries).T.copy(), self.device)
+            self.token_ids[slots, self.num_tokens[slots] + offsets] = values.int()
 
     def write_pages(self, grown: list[tuple[Request, int]]) -> None:
         """Copy each seated request's pages, from the given index on, into its block table."""

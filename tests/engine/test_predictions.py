@@ -19,41 +19,86 @@ K = 3
 PROMPT = prompts([9], VOCAB)[0]
 
 
-def prediction(predicted: list[int]) -> Prediction:
-    new = NewRequest(
-        request_id="0", prompt_token_ids=[1, 2, 3], params=GREEDY, predicted_token_ids=predicted
-    )
-    return Prediction(Request(new))
+class Predicting:
+    """A request with a prediction: what is drafted as its answer grows."""
+
+    def __init__(self, predicted: list[int]) -> None:
+        self._request = Request(
+            NewRequest(
+                request_id="0",
+                prompt_token_ids=[1, 2, 3],
+                params=GREEDY,
+                predicted_token_ids=predicted,
+            )
+        )
+        self._prediction = Prediction(self._request)
+
+    def after(self, *answer: int, k: int, in_flight: bool = False) -> list[int] | None:
+        self._request.token_ids = [1, 2, 3, *answer]
+        self._request.num_drafts_in_flight = 0 if in_flight else None
+        return self._prediction.next_drafts(self._request, k)
 
 
 def test_a_prediction_is_drafted_from_its_beginning() -> None:
-    assert prediction([10, 11, 12, 13]).after([1, 2, 3], 3) == [10, 11, 12]
+    assert Predicting([10, 11, 12, 13]).after(k=3) == [10, 11, 12]
 
 
 def test_it_is_followed_as_far_as_it_goes() -> None:
-    text = prediction([10, 11, 12, 13])
-    assert text.after([1, 2, 3, 10, 11, 12], 3) == [13]
-    assert text.after([1, 2, 3, 10, 11, 12, 13], 3) == []
+    text = Predicting([10, 11, 12, 13])
+    assert text.after(10, 11, 12, k=3) == [13]
+    assert text.after(10, 11, 12, 13, k=3) is None
 
 
 def test_two_tokens_lead_back_to_it() -> None:
-    text = prediction([10, 11, 12, 13, 14, 15])
-    assert text.after([1, 2, 3, 10, 99], 3) == []
-    assert text.after([1, 2, 3, 10, 99, 12], 3) == []
-    assert text.after([1, 2, 3, 10, 99, 12, 13], 3) == [14, 15]
+    text = Predicting([10, 11, 12, 13, 14, 15])
+    assert text.after(10, 99, k=3) is None
+    assert text.after(10, 99, 12, k=3) is None
+    assert text.after(10, 99, 12, 13, k=3) == [14, 15]
 
 
 def test_of_several_places_the_next_one_is_taken() -> None:
-    text = prediction([7, 8, 20, 7, 8, 21, 7, 8, 22])
-    assert text.after([1, 2, 3, 99, 7, 8], 1) == [20]
-    assert text.after([1, 2, 3, 99, 7, 8, 20, 98, 7, 8], 1) == [21]
-    assert text.after([1, 2, 3, 99, 7, 8, 20, 98, 7, 8, 97, 7, 8], 1) == [22]
-    assert text.after([1, 2, 3, 99, 7, 8, 20, 98, 7, 8, 97, 7, 8, 96, 7, 8], 1) == [20]  # again
+    text = Predicting([7, 8, 20, 7, 8, 21, 7, 8, 22])
+    assert text.after(99, 7, 8, k=1) == [20]
+    assert text.after(99, 7, 8, 20, 98, 7, 8, k=1) == [21]
+    assert text.after(99, 7, 8, 20, 98, 7, 8, 97, 7, 8, k=1) == [22]
+    assert text.after(99, 7, 8, 20, 98, 7, 8, 97, 7, 8, 96, 7, 8, k=1) == [20]  # again
 
 
 def test_the_longest_piece_says_which_place_it_is() -> None:
-    text = prediction([7, 8, 20, 6, 7, 8, 21])
-    assert text.after([1, 2, 3, 99, 6, 7, 8], 1) == [21]
+    assert Predicting([7, 8, 20, 6, 7, 8, 21]).after(99, 6, 7, 8, k=1) == [21]
+
+
+def test_a_step_in_flight_is_taken_to_bring_what_is_predicted() -> None:
+    text = Predicting([*range(10, 30)])
+    assert text.after(k=0) == []  # the step of the prompt
+    assert text.after(k=3, in_flight=True) == [11, 12, 13]  # 10 is on its way
+    assert text.after(10, k=3, in_flight=True) == [15, 16, 17]  # and so are 11 to 14
+    assert text.after(*range(10, 15), k=3, in_flight=True) == [19, 20, 21]
+
+
+def test_after_predicted_drafts_that_led_away_a_step_has_none() -> None:
+    text = Predicting([*range(10, 30)])
+    assert text.after(k=0) == []
+    assert text.after(k=3, in_flight=True) == [11, 12, 13]
+    assert text.after(10, k=3, in_flight=True) == [15, 16, 17]
+    assert text.after(10, 11, 99, k=3, in_flight=True) == []  # 15, 16, 17 are on their way
+    assert text.after(10, 11, 99, 98, k=3, in_flight=True) is None
+
+
+def test_drafts_predicted_elsewhere_are_taken_to_fall() -> None:
+    text = Predicting([*range(10, 30)])
+    assert text.after(k=0) == []
+    assert text.after(k=2, in_flight=True) == [11, 12]
+    assert text.after(10, k=2, in_flight=True) == [14, 15]
+    # 20 was drawn in place of 12, and follows 19: so what is in flight brings 21 alone.
+    assert text.after(10, 11, 19, 20, k=2, in_flight=True) == [22, 23]
+
+
+def test_after_drafts_of_the_proposer_a_step_has_none() -> None:
+    text = Predicting([*range(10, 30)])
+    assert text.after(99, 98, k=3, in_flight=True) is None
+    assert text.after(99, 98, 14, 15, k=3, in_flight=True) == []  # nobody knows what is coming
+    assert text.after(99, 98, 14, 15, 16, 17, k=3, in_flight=True) == [19, 20, 21]
 
 
 def drafted(outputs: list[RequestOutput]) -> list[tuple[bool, int, int]]:
@@ -135,11 +180,12 @@ def test_nobody_else_is_answered_differently(
     assert all(any(o.is_predicted for o in outputs[i]) == (i in (0, 2)) for i in range(4))
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(
     ("rule", "proposer"), [("token", "draft_model"), ("block", "draft_model"), ("block", "head")]
 )
 def test_the_joint_is_the_targets_if_half_of_all_requests_predict(
-    rule: str, proposer: str, tiny_model: Tiny, tmp_path: Path
+    rule: str, proposer: str, lag: int, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     shape = {"vocab_size": 4, "scale": 0.15}
     target = tiny_model("llama", seed=3, num_hidden_layers=2, **shape)
@@ -149,6 +195,7 @@ def test_the_joint_is_the_targets_if_half_of_all_requests_predict(
     else:
         draft = tiny_model("llama", seed=4, num_hidden_layers=1, **shape)
     engine = Engine(sampling_config(target, draft, "draft_model"))
+    engine.scheduler.lag = lag
     params = SamplingParams(max_tokens=4, verification=rule)  # type: ignore[arg-type]
     truth = joint(target, [2, 0, 3], params)
     predicted = ([], [1, 3, 0, 0, 2, 1, 1, 2, 2, 3, 3, 1])
