@@ -193,7 +193,7 @@ class _JSONRequest(Request):
 
 
 class _JSONRoute(APIRoute):
-    """Reads bodies more strictly than FastAPI: only with JSON's content type, and without NaN."""
+    """Reads bodies more strictly than FastAPI: only as JSON's content type, and without NaN."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -205,6 +205,13 @@ class _JSONRoute(APIRoute):
                     400,
                     f"The Content-Type is {errors.cut(content_type)!r}; send application/json.",
                     code="invalid_content_type",
+                )
+            encoding = request.headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise errors.APIError(
+                    400,
+                    f"The Content-Encoding is {errors.cut(encoding)!r}; send the body as it is.",
+                    code="invalid_content_encoding",
                 )
             return await handle(_JSONRequest(request.scope, request.receive))
 

@@ -1,6 +1,7 @@
 """What is refused, what fails under way, and how clients are told."""
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -150,6 +151,13 @@ def test_malformed_json_is_400(serve: Serve, raw: bytes) -> None:
 def test_body_of_another_type_is_400(serve: Serve) -> None:
     reply = post(serve().app, OK, {"content-type": "text/plain"})
     assert (reply.status, reply.error["code"]) == (400, "invalid_content_type")
+
+
+def test_a_compressed_body_is_refused_by_name(serve: Serve) -> None:
+    served = serve()
+    reply = post(served.app, gzip.compress(b'{"prompt": "Hi"}'), {"content-encoding": "gzip"})
+    assert (reply.status, reply.error["code"]) == (400, "invalid_content_encoding")
+    assert post(served.app, OK, {"content-encoding": "identity"}).status == 200
 
 
 def test_neutral_values_of_unsupported_parameters_are_accepted(serve: Serve) -> None:
