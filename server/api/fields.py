@@ -158,8 +158,10 @@ class APIRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_default(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if isinstance(data, cls):
             return data
+        if not isinstance(data, dict):
+            raise ValueError("expected an object")
         given = {key: value for key, value in data.items() if value is not None}
         if cls.model_config["extra"] == "forbid":
             # Not left to pydantic, which would report each of a million unknown fields.

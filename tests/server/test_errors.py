@@ -153,6 +153,13 @@ def test_body_of_another_type_is_400(serve: Serve) -> None:
     assert (reply.status, reply.error["code"]) == (400, "invalid_content_type")
 
 
+@pytest.mark.parametrize("body", [{"prompt": "Hi", "speculation": "off"}, ["prompt"], "prompt"])
+def test_what_must_be_an_object_is_called_so(serve: Serve, body: object) -> None:
+    reply = post(serve().app, body)
+    assert reply.status == 400
+    assert "expected an object" in reply.error["message"]
+
+
 def test_a_compressed_body_is_refused_by_name(serve: Serve) -> None:
     served = serve()
     reply = post(served.app, gzip.compress(b'{"prompt": "Hi"}'), {"content-encoding": "gzip"})
