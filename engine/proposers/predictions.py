@@ -95,10 +95,11 @@ class Predictions:
         for scheduled, drafts in predicted:
             scheduled.num_drafts, scheduled.is_predicted = len(drafts), bool(drafts)
         self._slots.write_drafts([(scheduled.request, drafts) for scheduled, drafts in predicted])
-        if predicted and self._distributions is not None:
-            slots = uploaded(slots_of([s for s, _ in predicted]), self._slots.device)
+        one_hot = [scheduled for scheduled, drafts in predicted if drafts]
+        if one_hot and self._distributions is not None:
+            slots = uploaded(slots_of(one_hot), self._slots.device)
             log_z = self._distributions.state[..., STATE_LOG_Z]
-            log_z.index_fill_(0, slots, torch.nan)  # marks these drafts as one-hot
+            log_z.index_fill_(0, slots, torch.nan)  # these drafts are one-hot
 
     def _drafts_for(self, scheduled: ScheduledRequest) -> list[int] | None:
         request = scheduled.request

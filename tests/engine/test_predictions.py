@@ -180,9 +180,9 @@ def test_nobody_else_is_answered_differently(
     assert all(any(o.is_predicted for o in outputs[i]) == (i in (0, 2)) for i in range(4))
 
 
-@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(
-    ("rule", "proposer"), [("token", "draft_model"), ("block", "draft_model"), ("block", "head")]
+    ("rule", "proposer", "lag"),
+    [("token", "draft_model", 1), ("block", "draft_model", 0), ("block", "head", 1)],
 )
 def test_the_joint_is_the_targets_if_half_of_all_requests_predict(
     rule: str, proposer: str, lag: int, tiny_model: Tiny, tmp_path: Path
