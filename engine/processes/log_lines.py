@@ -3,7 +3,7 @@
 import json
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +14,13 @@ def one_line(text: str) -> str:
     """The text without characters that begin a line or move the cursor, cut to a length."""
     if len(text) > MAX_MESSAGE_CHARS:
         text = f"{text[:MAX_MESSAGE_CHARS]}…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return _printable(text, lambda char: char.encode("unicode_escape").decode())
+
+
+def _printable(text: str, escaped: Callable[[str], str]) -> str:
+    if text.isprintable():  # as nearly every line is, and looking at each character takes longer
+        return text
+    return "".join(char if char.isprintable() else escaped(char) for char in text)
 
 
 class LineFormatter(logging.Formatter):
@@ -45,7 +51,7 @@ class JSONFormatter(logging.Formatter):
             line["exception"] = format_exception(record.exc_info[1])
         text = json.dumps(line, ensure_ascii=False, default=str)
         # JSON allows characters that some readers take for a line end or a terminal command.
-        return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+        return _printable(text, lambda char: json.dumps(char)[1:-1])
 
 
 def format_exception(error: BaseException | None) -> str:
