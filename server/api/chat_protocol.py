@@ -90,7 +90,7 @@ class ChatFields(APIRequest):
         """About how many characters its template reads: many, if it reads more than texts."""
         if self.tools or any(each.tool_calls or each.model_extra for each in self.messages):
             return MANY_CHARS
-        return sum(64 + len(each.text) for each in self.messages)
+        return sum(64 + len(each.text) for each in self.messages)  # 64 for the template's own
 
     @property
     def prompts_an_answer(self) -> bool:

@@ -193,7 +193,7 @@ class _JSONRequest(Request):
 
 
 class _JSONRoute(APIRoute):
-    """Reads bodies more strictly than FastAPI: only as JSON's content type, and without NaN."""
+    """Reads bodies more strictly than FastAPI: only plain JSON that says so, without NaN."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

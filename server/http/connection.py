@@ -21,8 +21,6 @@ HEADER_COST_BYTES = 32  # added for each header, as in HTTP/2: small ones take m
 MAX_PIPELINED = 16  # requests that wait until the one before is answered
 MIN_READ_BYTES = 16_384  # a client must read this much within send_timeout_s, if so much is due
 
-LIVENESS = b"/live"
-
 _BUSY = (
     b'{"error":{"message":"All connections of this server are busy (server.max_connections).",'
     b'"type":"server_error","param":null,"code":"too_many_connections"}}'
@@ -115,7 +113,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         is_busy = self._is_one_too_many and len(self.connections) > self.max_connections
-        if is_busy and not self.url.endswith(LIVENESS):
+        if is_busy and not self.url.endswith(b"/live"):
             self.transport.write(_BUSY_ANSWER)
             self.transport.close()
             return
