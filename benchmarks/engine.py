@@ -20,7 +20,8 @@ DRAFT is a model, a head, or mtp: the head in the target's own checkpoint. --k a
 not go beyond what a head drafts. With --tokens-a-step that many tokens stand in a step on the
 average, each draft with the same chance, whatever draft and target say: it times a head of random
 weights, whose drafts nobody would accept. Nothing else changes: drafts are drawn and verified as
-ever, and then the verdict is replaced. Such tables say so in their first line.
+ever, and then the verdict is replaced. Such tables say so in their first line. With --at-k that
+many stand in a step of this k, and more in one of more drafts, as with a real head.
 
 The floor is that of the weights that a step reads once. Draft, target and verify are the GPU's time
 for their graphs in steps of a full batch, measured in a second pass over the same text with a pause
@@ -256,17 +257,19 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--tokens-a-step", type=float, help="set acceptance; for random weights")
+    parser.add_argument("--at-k", type=int, help="the k that --tokens-a-step is for; every k")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--tb-per-s", type=float, default=4.3, help="of the floor: a copy's rate")
     parser.add_argument("--batch-invariant", action="store_true", help="engine.batch_invariant")
     args = parser.parse_args()
 
     if args.tokens_a_step:
-        set_acceptance(args.tokens_a_step, max(*args.k, args.best_of))
+        set_acceptance(args.tokens_a_step, max(*args.k, args.best_of), args.at_k)
     engine = build(args)
     info = engine.info
     if args.tokens_a_step:
-        print(f"SET ACCEPTANCE: {args.tokens_a_step} tokens a step, whatever the models say")
+        at_k = f" of k = {args.at_k}" if args.at_k else ""
+        print(f"SET ACCEPTANCE: {args.tokens_a_step} tokens a step{at_k}, whatever the models say")
     print(f"ready in {info.load_s:.1f} s, {info.warm_up_s:.1f} s of them to warm up")
     columns = "  ".join(f"{part:>7}" for part in PARTS)
     print(

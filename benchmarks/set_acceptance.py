@@ -1,7 +1,8 @@
 """Verification whose verdict is set beforehand: what a head of random weights is timed with.
 
 Every draft stands with the same chance, given that those before it do, so that a step gives the
-asked number of tokens on the average. The kernels run as ever; then their verdict is replaced.
+asked number of tokens on the average: with any k, or with the k that is named, so that more drafts
+bring more tokens. The kernels run as ever; then their verdict is replaced.
 """
 
 from typing import Any
@@ -29,10 +30,10 @@ def chance_of(tokens_a_step: float, k: int) -> float:
     return low
 
 
-def set_acceptance(tokens_a_step: float, most: int) -> None:
+def set_acceptance(tokens_a_step: float, most: int, at_k: int | None = None) -> None:
     """From now on engines of this process verify so; call it before they are made."""
     verify = verifier.verify
-    chances = [chance_of(tokens_a_step, k) for k in range(most + 1)]
+    chances = [chance_of(tokens_a_step, at_k or k) for k in range(most + 1)]
     log_chance = torch.tensor(chances).clamp(1e-6, 1 - 1e-6).log()
     by_device: dict[torch.device, Tensor] = {}
 

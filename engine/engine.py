@@ -21,6 +21,7 @@ from .api import (
     NewRequest,
     ReportProgress,
     RequestOutput,
+    SamplingParams,
     ignore_progress,
 )
 from .config import EngineConfig
@@ -28,7 +29,7 @@ from .logit_edits.processors import ProcessorRegistry
 from .memory import measure_pages, naming_what_to_lower
 from .models.network import PagedLayers
 from .request import Request
-from .scheduling.adaptive_speculation import AdaptiveSpeculation
+from .scheduling.adaptive_speculation import AdaptiveSpeculation, batch_sizes
 from .scheduling.commit import Committer
 from .scheduling.kv_cache import KVCacheManager, PageEvent
 from .scheduling.pace import Pace
@@ -40,6 +41,7 @@ from .worker import LaunchedStep, Worker
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
 
+_LEARNING_S = 3.0
 _IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
 
 
@@ -101,9 +103,15 @@ class Engine:
 
         Graphs captured before this use the old pages: have the worker capture them again.
         """
+        self.worker.allocate(num_pages)
+        self._begin(num_pages, max_model_len)
+
+    def _begin(
+        self, num_pages: int, max_model_len: int, adaptive: AdaptiveSpeculation | None = None
+    ) -> None:
+        """Schedule from nothing, over empty pages."""
         config, k, pair = self._config, self.worker.max_drafts, self.worker.pair
         self._in_flight = None
-        self.worker.allocate(num_pages)
         kv_cache = KVCacheManager(
             num_pages,
             pair.page_size,
@@ -112,14 +120,40 @@ class Engine:
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
-        adaptive = None
-        if k > 0 and config.speculation.adaptive:
+        if adaptive is None and k > 0 and config.speculation.adaptive:
             adaptive = AdaptiveSpeculation(k, stops_early=self.worker.proposer.stops_early)
         self.sequences = Sequences(config.scheduler, kv_cache, self.worker, stats, max_model_len)
         self.scheduler = Scheduler(self.sequences, adaptive)
         self.committer = Committer(self.sequences, adaptive)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
+
+    def learn_costs(self, progress: ReportProgress = ignore_progress) -> None:
+        """Decode dummy sequences, to learn what drafts cost before the first requests come.
+
+        It stops after _LEARNING_S. No sequence may be there; whatever the prefix cache and the
+        statistics hold is forgotten.
+        """
+        k, stops_early = self.worker.max_drafts, self.worker.proposer.stops_early
+        if k == 0 or not self._config.speculation.adaptive:
+            return
+        num_pages, max_model_len = self.sequences.kv_cache.num_pages, self.sequences.max_model_len
+        adaptive = AdaptiveSpeculation(k, stops_early=stops_early, first_ks=(0, 1, k))
+        self._begin(num_pages, max_model_len, adaptive)
+        end_s = time.perf_counter() + _LEARNING_S
+        sizes = batch_sizes(self._config.scheduler.max_num_seqs)
+        params = SamplingParams(max_tokens=max_model_len - 1, ignore_eos=True)
+        for done, num_seqs in enumerate(sizes):
+            progress("measuring what drafts cost", done, len(sizes))
+            names = [str(i) for i in range(num_seqs)]
+            self.submit(
+                [NewRequest(request_id=name, prompt_token_ids=[0], params=params) for name in names]
+            )
+            while self.has_work() and not adaptive.knows(num_seqs) and time.perf_counter() < end_s:
+                self.step()
+            self.abort(names)
+        adaptive = AdaptiveSpeculation(k, stops_early=stops_early, known=adaptive)
+        self._begin(num_pages, max_model_len, adaptive)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

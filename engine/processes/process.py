@@ -65,6 +65,8 @@ def load_libraries() -> "type[Engine]":
 def load_engine(config: EngineConfig, progress: ReportProgress) -> "Engine":
     """Load an engine, and start what its first request would otherwise have to wait for."""
     engine = load_libraries()(config, progress)
+    if config.device != "cpu":  # on a CPU they depend on what else runs
+        engine.learn_costs(progress)
     engine.warm_up_grammars()
     gc.collect()
     give_memory_back()

@@ -4,7 +4,8 @@ A step with k drafts emits `1 + sum_j P(the first j drafts stand)` tokens for ea
 long it takes depends on the machine, the models and the batch. Both are measured while decoding.
 The k with the most tokens a second is used, and now and then another one is tried. A new batch size
 decodes plainly at first, then with one draft; from then on k is chosen from the costs known so far.
-So if no step can be timed, decoding stays plain.
+So if no step can be timed, decoding stays plain. On a GPU, a server learns the costs before it is
+ready, from dummy sequences (`Engine.learn_costs`).
 
 If the proposer can see how likely its drafts are to stand, each sequence drafts for as long as this
 pays: while the chance that the next draft stands is worth more than its time, at the present number
@@ -31,13 +32,25 @@ TRIAL_STEPS = 4
 class AdaptiveSpeculation:
     """Chooses k for a batch, from how long steps of about its size took and what they emitted."""
 
-    def __init__(self, max_k: int, *, stops_early: bool = False) -> None:
-        """`stops_early`: the proposer stops a sequence's drafts at `least_chance`."""
-        self._max_k, self._stops_early = max_k, stops_early
+    def __init__(
+        self,
+        max_k: int,
+        *,
+        stops_early: bool = False,
+        first_ks: Sequence[int] = (0, 1),
+        known: "AdaptiveSpeculation | None" = None,
+    ) -> None:
+        """`stops_early`: the proposer stops a sequence's drafts at `least_chance`. `first_ks`: what
+        a new batch size decodes with, in turn. `known`: takes over the costs that it has learned.
+        """
+        self._max_k, self._stops_early, self._first_ks = max_k, stops_early, first_ks
         # [max_k] P(draft j stands | those before it stood), and how many steps measured it
         self._acceptance = [PRIOR_ACCEPTANCE] * max_k
         self._num_seen = [PRIOR_STEPS] * max_k
-        self._costs: dict[int, _StepCosts] = {}  # by batch bucket
+        # By batch bucket.
+        self._costs: dict[int, _StepCosts] = {} if known is None else known._costs
+        for costs in self._costs.values():
+            costs.forget_text()
         self._chosen = self._previous_k = 0
         self._interval_steps = self._steps_until_trial = SHORTEST_INTERVAL_STEPS
         self._trial: list[int] = []  # k of the next steps, while another k is tried
@@ -50,7 +63,7 @@ class AdaptiveSpeculation:
         no moment to try another k.
         """
         costs = self._costs_of(num_seqs)
-        for k in (0, 1):
+        for k in self._first_ks:
             if not costs.is_known(k):
                 return k if is_timed else 0
         if is_timed and self._trial:
@@ -62,6 +75,10 @@ class AdaptiveSpeculation:
             self._start_trial(rates)
             return self._trial.pop()
         return self._chosen
+
+    def knows(self, num_seqs: int) -> bool:
+        """Whether this batch size is no new one."""
+        return all(map(self._costs_of(num_seqs).is_known, self._first_ks))
 
     def least_chance(self, num_seqs: int) -> float:
         """How likely a sequence's drafts so far must stand for another one to pay; above 1, none
@@ -181,6 +198,10 @@ class _StepCosts:
         slope = max(0.0, self.of(above) - self.of(below)) / (above - below)
         return self.of(below) + (k - below) * slope
 
+    def forget_text(self) -> None:
+        """Of the last steps: as if there had been one, without drafts."""
+        self.recent = deque([(0, 0.0, 1.0)], maxlen=NUM_RECENT)
+
     def tokens_for_a_draft(self) -> float:
         """How many tokens of a sequence the time of one more draft has brought lately."""
         cost_of = {k: self.of(k) for k in {k for k, _, _ in self.recent}}
@@ -202,6 +223,11 @@ class _StepCosts:
                 return
         latest = self._latest.setdefault(k, deque(maxlen=NUM_TIMES))
         latest.append(elapsed_s / median(self._pace_s))
+
+
+def batch_sizes(most: int) -> list[int]:
+    """The batch sizes up to `most` whose costs are learned apart, ascending."""
+    return sorted({min(_bucket(num_seqs), most) for num_seqs in range(1, most + 1)})
 
 
 def _bucket(num_seqs: int) -> int:

@@ -8,8 +8,10 @@ import pytest
 
 from outrider.engine.scheduling.adaptive_speculation import (
     MIN_TIMES,
+    PRIOR_ACCEPTANCE,
     UNLIKELY,
     AdaptiveSpeculation,
+    batch_sizes,
 )
 
 StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
@@ -169,6 +171,35 @@ def test_a_new_batch_size_takes_few_steps_to_know() -> None:
         adaptive.observe([chosen[-1]], [chosen[-1]], memory_bound(1, chosen[-1]))
     assert set(chosen[:11]) == {0, 1}
     assert set(chosen[25:]) == {MAX_K}
+
+
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_costs_that_are_known_already_outlive_the_text_they_were_learned_with(
+    stops_early: bool,
+) -> None:
+    before = AdaptiveSpeculation(MAX_K, first_ks=(0, 1, MAX_K))
+    assert not before.knows(1)
+    for _ in range(50):
+        k = before.choose(1)
+        before.observe([k], [0], memory_bound(1, k))
+    assert before.knows(1)
+    adaptive = AdaptiveSpeculation(MAX_K, stops_early=stops_early, known=before)
+    assert adaptive.choose(1) >= MAX_K - 1  # best by the acceptance that is assumed at first
+    a_draft = memory_bound(1, 1) / memory_bound(1, 0) - 1  # in tokens, as no draft has stood yet
+    worth = pytest.approx(a_draft / PRIOR_ACCEPTANCE)
+    assert adaptive.least_chance(1) == (worth if stops_early else UNLIKELY)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 32, 100])
+def test_every_batch_is_of_one_of_the_sizes_whose_costs_are_learned(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    for num_seqs in range(1, most + 1):
+        adaptive = AdaptiveSpeculation(MAX_K)
+        for size in sizes:
+            decode(adaptive, memory_bound, 0.5, num_seqs=size, num_steps=12)
+        assert adaptive.knows(num_seqs)
 
 
 @pytest.mark.parametrize("pinned_k", [0, 2, MAX_K])

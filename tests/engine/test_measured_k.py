@@ -8,6 +8,7 @@ import pytest
 from engines import GREEDY, engine_config, prompts
 from tiny_models import VOCAB, Tiny
 
+from outrider.engine import engine as engine_module
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
@@ -59,6 +60,32 @@ def submit(engine: Engine, name: str, k: int | None, max_tokens: int = 150) -> N
     params = replace(GREEDY, max_tokens=max_tokens, num_speculative_tokens=k)
     [prompt] = prompts([3], VOCAB, seed=len(name))
     engine.submit([NewRequest(request_id=name, prompt_token_ids=prompt, params=params)])
+
+
+@pytest.mark.parametrize("a_draft_s", [0.01, 1.5])
+def test_the_first_request_is_drafted_for_by_costs_that_were_learned_before(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, a_draft_s: float
+) -> None:
+    Clock(monkeypatch).charge(engine, monkeypatch, a_draft_s)
+    monkeypatch.setattr(engine_module, "_LEARNING_S", 1e6)
+    stages = []
+    engine.learn_costs(lambda stage, done, total: stages.append((stage, done, total)))
+    assert stages[0] == ("measuring what drafts cost", 0, len(stages))
+    assert engine.stats() == replace(engine.stats(), steps=0, generation_tokens=0, prompt_tokens=0)
+    engine.check_integrity()
+    submit(engine, "open", None)
+    drafted = drafts_a_step(engine)
+    assert drafted[:40].count(MAX_K) == (40 if a_draft_s < 1 else 0)
+
+
+def test_learning_costs_ends_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.charge(engine, monkeypatch, a_draft_s=0.01)
+    engine.learn_costs()
+    assert clock.now_s < engine_module._LEARNING_S + 2
+    assert not engine.has_work()
+    submit(engine, "open", None)
+    assert drafts_a_step(engine).count(MAX_K) > 0
 
 
 @pytest.mark.parametrize("pinned_k", [0, 1])
