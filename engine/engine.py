@@ -41,7 +41,7 @@ from .worker import LaunchedStep, Worker
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
 
-_LEARNING_S = 3.0
+_LEARNING_S = 5.0
 _IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
 
 
@@ -138,7 +138,7 @@ class Engine:
         if k == 0 or not self._config.speculation.adaptive:
             return
         num_pages, max_model_len = self.sequences.kv_cache.num_pages, self.sequences.max_model_len
-        adaptive = AdaptiveSpeculation(k, stops_early=stops_early, first_ks=(0, 1, k))
+        adaptive = AdaptiveSpeculation(k, stops_early=stops_early, first_ks=range(k + 1))
         self._begin(num_pages, max_model_len, adaptive)
         end_s = time.perf_counter() + _LEARNING_S
         sizes = batch_sizes(self._config.scheduler.max_num_seqs)
