@@ -175,7 +175,7 @@ class EngineInfo:
     num_speculative_tokens: int
     proposer: str | None
     load_s: float
-    warm_up_s: float  # part of load_s: running the largest step and capturing CUDA graphs
+    warm_up_s: float  # part of load_s: all that follows the reading of the weights
     pid: int
 
 

@@ -140,7 +140,8 @@ class Engine:
         num_pages, max_model_len = self.sequences.kv_cache.num_pages, self.sequences.max_model_len
         adaptive = AdaptiveSpeculation(k, stops_early=stops_early, first_ks=range(k + 1))
         self._begin(num_pages, max_model_len, adaptive)
-        end_s = time.perf_counter() + _LEARNING_S
+        start_s = time.perf_counter()
+        end_s = start_s + _LEARNING_S
         sizes = batch_sizes(self._config.scheduler.max_num_seqs)
         params = SamplingParams(max_tokens=max_model_len - 1, ignore_eos=True)
         for done, num_seqs in enumerate(sizes):
@@ -154,6 +155,8 @@ class Engine:
             self.abort(names)
         adaptive = AdaptiveSpeculation(k, stops_early=stops_early, known=adaptive)
         self._begin(num_pages, max_model_len, adaptive)
+        spent_s = time.perf_counter() - start_s
+        self._load_s, self._warm_up_s = self._load_s + spent_s, self._warm_up_s + spent_s
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

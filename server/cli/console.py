@@ -62,7 +62,7 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
         draft = f"{settings.draft.model} ({kind}{info.draft_dtype}), k = {k}"
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":
-        loaded += f", of which {info.warm_up_s:.1f} s to measure memory and capture graphs"
+        loaded += f", of which {info.warm_up_s:.1f} s to warm up"
     cache_gib = info.cache_bytes / 2**30
     page = [("page", f"{url}/ui")] if settings.server.ui else []
     return [
