@@ -10,7 +10,7 @@ slot, is void in the steps launched meanwhile: `commit` passes over it.
 import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -106,10 +106,8 @@ class Engine:
         self.worker.allocate(num_pages)
         self._begin(num_pages, max_model_len)
 
-    def _begin(
-        self, num_pages: int, max_model_len: int, adaptive: AdaptiveSpeculation | None = None
-    ) -> None:
-        """Schedule from nothing, over empty pages."""
+    def _begin(self, num_pages: int, max_model_len: int, **learning: Any) -> None:
+        """Schedule from nothing, over empty pages; `learning` as in AdaptiveSpeculation."""
         config, k, pair = self._config, self.worker.max_drafts, self.worker.pair
         self._in_flight = None
         kv_cache = KVCacheManager(
@@ -120,11 +118,13 @@ class Engine:
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
-        if adaptive is None and k > 0 and config.speculation.adaptive:
-            adaptive = AdaptiveSpeculation(k, stops_early=self.worker.proposer.stops_early)
+        self._adaptive: AdaptiveSpeculation | None = None
+        if k > 0 and config.speculation.adaptive:
+            stops_early = self.worker.proposer.stops_early
+            self._adaptive = AdaptiveSpeculation(k, stops_early=stops_early, **learning)
         self.sequences = Sequences(config.scheduler, kv_cache, self.worker, stats, max_model_len)
-        self.scheduler = Scheduler(self.sequences, adaptive)
-        self.committer = Committer(self.sequences, adaptive)
+        self.scheduler = Scheduler(self.sequences, self._adaptive)
+        self.committer = Committer(self.sequences, self._adaptive)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
 
@@ -134,12 +134,11 @@ class Engine:
         It stops after _LEARNING_S. No sequence may be there; whatever the prefix cache and the
         statistics hold is forgotten.
         """
-        k, stops_early = self.worker.max_drafts, self.worker.proposer.stops_early
-        if k == 0 or not self._config.speculation.adaptive:
+        # A proposer that reads the text may find nothing to propose in this one.
+        if self._adaptive is None or self.worker.proposer.needs_host:
             return
         num_pages, max_model_len = self.sequences.kv_cache.num_pages, self.sequences.max_model_len
-        adaptive = AdaptiveSpeculation(k, stops_early=stops_early, first_ks=range(k + 1))
-        self._begin(num_pages, max_model_len, adaptive)
+        self._begin(num_pages, max_model_len, first_ks=range(self.worker.max_drafts + 1))
         start_s = time.perf_counter()
         end_s = start_s + _LEARNING_S
         sizes = batch_sizes(self._config.scheduler.max_num_seqs)
@@ -150,11 +149,12 @@ class Engine:
             self.submit(
                 [NewRequest(request_id=name, prompt_token_ids=[0], params=params) for name in names]
             )
-            while self.has_work() and not adaptive.knows(num_seqs) and time.perf_counter() < end_s:
+            while self.has_work() and time.perf_counter() < end_s:
+                if self._adaptive.knows(num_seqs):
+                    break
                 self.step()
             self.abort(names)
-        adaptive = AdaptiveSpeculation(k, stops_early=stops_early, known=adaptive)
-        self._begin(num_pages, max_model_len, adaptive)
+        self._begin(num_pages, max_model_len, known=self._adaptive)
         spent_s = time.perf_counter() - start_s
         self._load_s, self._warm_up_s = self._load_s + spent_s, self._warm_up_s + spent_s
 

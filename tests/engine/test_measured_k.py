@@ -78,6 +78,16 @@ def test_the_first_request_is_drafted_for_by_costs_that_were_learned_before(
     assert drafted[:40].count(MAX_K) == (40 if a_draft_s < 1 else 0)
 
 
+@pytest.mark.parametrize("proposer", ["none", "ngram"])
+def test_nothing_is_learned_if_no_draft_can_be_made_at_will(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    target = tiny_model("llama", seed=0)
+    engine = Engine(engine_config(target, k=MAX_K, proposer=proposer, adaptive=True))
+    monkeypatch.setattr(engine, "step", pytest.fail)
+    engine.learn_costs()
+
+
 def test_learning_costs_ends_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     clock.charge(engine, monkeypatch, a_draft_s=0.01)
