@@ -92,11 +92,11 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             num_speculative_tokens=k,
         )
         for (family, name), model, kind, billions, k in (
-            (_QWEN_3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4, 4),
-            (_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6, 4),
-            (_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8, 4),
-            (_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45, 4),
-            (_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5, 4),
+            (_QWEN_3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4, 6),
+            (_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6, 6),
+            (_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8, 6),
+            (_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45, 6),
+            (_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5, 6),
             # The Qwen ones were trained on answers without thinking.
             (_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75, 7),
             (_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05, 7),

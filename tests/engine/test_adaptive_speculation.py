@@ -71,6 +71,23 @@ def test_decoding_is_nearly_as_fast_as_with_the_best_fixed_k(
     assert rate > 0.93 * best_fixed_rate(step_s, acceptance, num_seqs)
 
 
+@pytest.mark.parametrize(("base", "least_gain"), [(0.4, 0.98), (0.75, 0.98), (0.9, 1.05)])
+def test_to_be_allowed_more_drafts_costs_next_to_nothing(base: float, least_gain: float) -> None:
+    """Drafts fall off as a head's do: the second stands less often than the first, and so on."""
+    rates = []
+    for most in (4, 6):
+        adaptive, rng, num_tokens, total_s = AdaptiveSpeculation(most), random.Random(0), 0, 0.0
+        for _ in range(3000):
+            k = adaptive.choose(1)
+            fell = (j for j in range(k) if rng.random() >= base - 0.03 * j)
+            accepted = next(fell, k)
+            elapsed_s = (0.030 + 0.0015 * k) * rng.uniform(0.99, 1.01)
+            adaptive.observe([k], [accepted], elapsed_s)
+            num_tokens, total_s = num_tokens + 1 + accepted, total_s + elapsed_s
+        rates.append(num_tokens / total_s)
+    assert rates[1] > least_gain * rates[0]
+
+
 SURE, UNSURE = 0.95, 0.3  # chances of a draft, of which the proposer knows
 
 
