@@ -39,6 +39,7 @@ def doctor_command(
         "memory": machine.memory(),
         "disk": machine.disk(),
         "port": network.port(settings.server),
+        "clients": network.clients(settings.server),
         "hub": hub,
         "models": machine.models(),
         "pair": machine.pair(has_hub=hub.state == "ok", configured=configured),

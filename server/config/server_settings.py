@@ -1,5 +1,6 @@
 """Settings of the HTTP front end."""
 
+import ssl
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -247,6 +248,19 @@ class ServerSettings(Section):
         """The keys that may set `priority`; raises OSError, also if their file has none."""
         keys = [key.get_secret_value() for key in self.priority_api_keys]
         return keys + _keys_in("priority_api_key_file", self.priority_api_key_file)
+
+    def check_certificate(self) -> None:
+        """Raises OSError if there is one, and it cannot be used with its key."""
+        certificate, key = self.tls_certificate, self.tls_key
+        if certificate is None:
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        except OSError as error:  # it does not say which of the two files
+            raise OSError(
+                f"cannot use {certificate} (server.tls_certificate) with {key} (server.tls_key): "
+                f"{error.strerror or error}; both must be PEM files, of one pair"
+            ) from None
 
 
 def _keys_in(setting: str, path: Path | None) -> list[str]:

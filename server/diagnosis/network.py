@@ -48,6 +48,18 @@ def _is_ours(host: str, number: int) -> bool:
         return False
 
 
+def clients(settings: ServerSettings) -> Finding:
+    """Whether the files of keys, and of the certificate, can be used."""
+    try:
+        num_keys = len(settings.read_api_keys())
+        settings.check_certificate()
+    except OSError as error:
+        return Finding("bad", str(error))
+    keys = f"{num_keys} key{'s' * (num_keys > 1)}" if num_keys else "no key is asked for"
+    certificate = settings.tls_certificate
+    return Finding("ok", f"{keys}; {f'TLS with {certificate}' if certificate else 'no TLS'}")
+
+
 def hub(*, offline: bool) -> Finding:
     """Whether models can be downloaded from the hub, and as which user."""
     token = "with a token" if get_token() else "without a token: gated models need `hf auth login`"

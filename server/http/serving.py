@@ -6,7 +6,6 @@ import logging
 import resource
 import signal
 import socket
-import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def prepare_for_clients(settings: ServerSettings) -> None:
     """Check keys and certificate, which each process reads for itself, warn of what is open to
     everybody, and allow enough files for all connections. Raises OSError."""
     keys = settings.read_api_keys()
-    _check_certificate(settings)
+    settings.check_certificate()
     if not keys and settings.uds is None and not is_loopback(settings.host):
         log.warning(
             "whoever can reach %s may use this server: it asks for no key (server.api_key_file, "
@@ -86,19 +85,6 @@ def prepare_for_clients(settings: ServerSettings) -> None:
         wanted = hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # children inherit it
-
-
-def _check_certificate(settings: ServerSettings) -> None:
-    certificate, key = settings.tls_certificate, settings.tls_key
-    if certificate is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except OSError as error:  # it does not say which of the two files
-        raise OSError(
-            f"cannot use {certificate} (server.tls_certificate) with {key} (server.tls_key): "
-            f"{error.strerror or error}; both must be PEM files, of one pair"
-        ) from None
 
 
 def bind(

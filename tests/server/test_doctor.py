@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
+from pydantic import SecretStr
 from served import Served
 from socket_server import on_a_socket
 from typer.testing import CliRunner
@@ -23,7 +24,8 @@ def test_everything_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("COLUMNS", "100")
     result = CliRunner().invoke(app, ["doctor", "--offline", "--set", "server.port=0"])
     assert result.exit_code == 0, result.output
-    for name in ("system", "Python", "torch", "GPU", "compiler", "memory", "disk", "port", "pair"):
+    checked = "system Python torch GPU compiler memory disk port clients pair"
+    for name in checked.split():
         assert f" {name} " in result.stdout
     assert "not fetched yet: smollm2-135m-instruct" in result.stdout
     assert "`outrider serve` starts the server" in result.stdout
@@ -71,6 +73,30 @@ def test_a_full_disk_does_not_matter_once_the_pair_is_there(
     assert (found.state, "OUTRIDER_HOME" in str(found.remedy)) == ("bad", True)
     monkeypatch.setattr(machine.store, "find", lambda name, source: Path(name))
     assert machine.disk().state == "note"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("api_key_file", "server.api_key_file: cannot read"),
+        ("tls", "server.tls_certificate) with"),
+    ],
+)
+def test_files_for_clients_that_cannot_be_used_are_missing(
+    tmp_path: Path, setting: str, words: str
+) -> None:
+    gone = str(tmp_path / "gone")
+    names = ("tls_certificate", "tls_key") if setting == "tls" else (setting,)
+    given = [part for name in names for part in ("--set", f"server.{name}={gone}")]
+    result = CliRunner().invoke(app, ["doctor", "--offline", "--set", "server.port=0", *given])
+    assert result.exit_code == 1, result.output
+    assert words in " ".join(result.stdout.split())
+
+
+def test_what_clients_need_is_told() -> None:
+    assert network.clients(ServerSettings()).text == "no key is asked for; no TLS"
+    found = network.clients(ServerSettings(api_keys=(SecretStr("a"), SecretStr("b"))))
+    assert (found.state, found.text) == ("ok", "2 keys; no TLS")
 
 
 def test_a_server_of_ours_may_have_the_port(serve: Callable[..., Served]) -> None:
