@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..grammar.tool_choice import NamedCustomTool, NamedTool
+from ..grammar.tool_choice import NamedTool
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from .chat_protocol import (
@@ -41,7 +41,7 @@ class _ChatAnswer(ChoicesAnswer):
     ) -> None:
         super().__init__(service, body, samples, id_prefix="chatcmpl")
         self._body = body
-        self._calls_one_by_name = isinstance(body.tool_choice, NamedTool | NamedCustomTool)
+        self._calls_one_by_name = isinstance(body.tool_choice, NamedTool)
         # Of each choice: the calls reported so far, by what they call.
         self._calls: list[list[str]] = [[] for _ in range(body.n)]
         if body.return_token_ids:

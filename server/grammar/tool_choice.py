@@ -1,6 +1,7 @@
 """`tool_choice`: whether an answer may, must or must not call tools, and which."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -22,6 +23,14 @@ class NamedFunction(APIRequest):
 
 
 class NamedTool(APIRequest):
+    """One tool by name; a subclass for each kind."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+
+class NamedFunctionTool(NamedTool):
     type: Literal["function"]
     function: NamedFunction
 
@@ -30,7 +39,7 @@ class NamedTool(APIRequest):
         return self.function.name
 
 
-class NamedCustomTool(APIRequest):
+class NamedCustomTool(NamedTool):
     type: Literal["custom"]
     custom: NamedFunction
 
@@ -40,7 +49,7 @@ class NamedCustomTool(APIRequest):
 
 
 NamedToolOfAKind = Annotated[
-    Annotated[NamedTool, Tag("<function>")] | Annotated[NamedCustomTool, Tag("<custom>")],
+    Annotated[NamedFunctionTool, Tag("<function>")] | Annotated[NamedCustomTool, Tag("<custom>")],
     Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
 ]
 
@@ -89,13 +98,13 @@ def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: boo
 
     A grammar for a tool's input can be followed only if the answer is nothing but that input.
     """
-    by_name = isinstance(choice, NamedTool | NamedCustomTool)
+    by_name = isinstance(choice, NamedTool)
     named: list[str] | None = None  # None: all tools
     required = by_name or choice == "required"
     match choice:
         case "none":
             return Calls()
-        case NamedTool() | NamedCustomTool():
+        case NamedTool():
             named = [choice.name]
         case AllowedTools():
             named = [tool.name for tool in choice.allowed_tools.tools]
