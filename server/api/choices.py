@@ -1,7 +1,6 @@
 """Answers that are lists of choices: OpenAI's completions and chats."""
 
 import json
-import secrets
 import time
 import uuid
 from abc import abstractmethod
@@ -25,10 +24,8 @@ from .protocol import (
     Usage,
 )
 from .service import Service
-from .streaming import server_sent
+from .streaming import obfuscation, server_sent
 from .trace import Step
-
-OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
 
 
 class ChoicesAnswer(Answer):
@@ -148,9 +145,8 @@ class ChoicesAnswer(Answer):
     def _event(self, chunk: GenerationResponse) -> str:
         if not self._stream_options.include_obfuscation:
             return server_sent(chunk.to_json())
-        # Obfuscated chunks are all about the same size, which hides how many tokens a step brought.
         chunk.obfuscation = ""
-        chunk.obfuscation = _padding(-len(chunk.to_json().encode()) % OBFUSCATION_BLOCK_BYTES)
+        chunk.obfuscation = obfuscation(chunk.to_json().encode())
         return server_sent(chunk.to_json())
 
     def _add_metrics(self, answer: GenerationResponse) -> None:
@@ -189,8 +185,3 @@ def _num_logprobs(delta: Delta) -> int:
 def _mean_logprob(delta: Delta) -> float:
     values = [token.logprobs.logprob for token in delta.tokens if token.logprobs is not None]
     return sum(values) / len(values) if values else 0.0
-
-
-def _padding(num_chars: int) -> str:
-    """Random text, since compression would remove equal characters."""
-    return secrets.token_hex(num_chars // 2 + 1)[:num_chars]

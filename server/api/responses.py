@@ -33,7 +33,7 @@ from .responses_protocol import (
     Status,
 )
 from .service import Service
-from .streaming import server_sent
+from .streaming import obfuscation, server_sent
 from .translation import renamed_fields
 
 # Fields that have other names here than in chats.
@@ -275,6 +275,9 @@ class _ResponsesAnswer(Answer):
 
     def _event(self, name: str, fields: dict[str, Any]) -> str:
         event = {"type": name, "sequence_number": self._next_number(), **fields}
+        if name.endswith(".delta") and self._body.stream_options.include_obfuscation:
+            event["obfuscation"] = ""
+            event["obfuscation"] = obfuscation(msgspec.json.encode(event))
         return server_sent(msgspec.json.encode(event).decode(), name)
 
     def _told(self, name: str, response: str) -> str:

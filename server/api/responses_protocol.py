@@ -108,7 +108,7 @@ class ResponsesRequest(SamplingFields):
     reasoning: Reasoning = Reasoning()
     include: Annotated[list[str], FailFast()] = Field(default_factory=list)
     top_logprobs: NumLogprobs = 0
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
     store: bool = True
     previous_response_id: str | None = None
     metadata: Metadata = Field(default_factory=dict)

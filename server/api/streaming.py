@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from ..http.errors import APIError, from_exception
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
 
 # Many clients split a stream into lines as `str.splitlines` does, which breaks at these, too. In
 # JSON they stand inside of strings only; all other line breaks are always escaped there.
@@ -49,6 +52,15 @@ def server_sent(data: str, name: str | None = None) -> str:
         for line_break, escaped in _LINE_BREAKS.items():  # `translate` takes 80 times as long
             data = data.replace(line_break, escaped)
     return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
+
+
+def obfuscation(event: bytes) -> str:
+    """Text that makes events about the same size, which hides how many tokens a step brought.
+
+    It is random, since compression would remove equal characters.
+    """
+    num_chars = -len(event) % OBFUSCATION_BLOCK_BYTES
+    return secrets.token_hex(num_chars // 2 + 1)[:num_chars]
 
 
 class EventStream(Response):

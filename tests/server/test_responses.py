@@ -493,6 +493,20 @@ def test_verbosity_that_asks_for_nothing_is_accepted_in_silence(
     assert "x-unknown-fields" not in reply.headers
 
 
+def test_obfuscated_deltas_do_not_show_how_many_tokens_a_step_brought(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = saying(serve, tokenizer, "Hello there, how are you?")
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    reply = ask(served, **options)
+    deltas = [event for event in reply.events if '"delta"' in event]
+    assert len(deltas) > 1
+    assert len({len(event) % 256 for event in deltas}) == 1
+    for event in events(reply):
+        assert ("obfuscation" in event) == event["type"].endswith(".delta")
+    assert "obfuscation" not in str(events(ask(served, stream=True)))
+
+
 def test_failure_in_mid_stream_is_a_failed_response(serve: Serve) -> None:
     served = serve(
         lambda request: [*steps(request, [70, 71])[:1], EngineUnavailableError("it died")]
