@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from outrider.engine.models.architectures import eos_token_ids, load_config
 
 from .recipe import DistillError
 
@@ -102,34 +104,26 @@ def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
 
 def frame(tokenizer: Any, target: str) -> Frame:
     """The frame that the model's own chat template puts around one user turn."""
-    eos_token_ids = _eos_token_ids(tokenizer, target)
+    try:
+        ids = eos_token_ids(Path(target), load_config(target).get_text_config(), tokenizer)
+    except ValueError as error:
+        raise DistillError(str(error)) from None
+    if not ids:
+        raise DistillError(f"neither the tokenizer nor a config of {target} has an eos")
     if tokenizer.chat_template is None:
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else eos_token_ids[0]
-        return Frame([start], None, eos_token_ids)
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else ids[0]
+        return Frame([start], None, ids)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
     )
     before, found, after = text.partition(_MARK)
     if not found:
         raise DistillError(f"the chat template of {target} does not show the user's words")
-    return Frame(encode(tokenizer, before), encode(tokenizer, after), eos_token_ids)
+    return Frame(encode(tokenizer, before), encode(tokenizer, after), ids)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
-
-
-def _eos_token_ids(tokenizer: Any, target: str) -> tuple[int, ...]:
-    stated: Any = None
-    if (Path(target) / "generation_config.json").exists():
-        stated = GenerationConfig.from_pretrained(target).eos_token_id
-    found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
-    ids = tuple(sorted({int(token_id) for token_id in found if token_id is not None}))
-    if not ids:
-        raise DistillError(
-            f"neither the tokenizer nor the generation config of {target} has an eos"
-        )
     return ids
 
 

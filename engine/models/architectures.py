@@ -4,9 +4,11 @@ Such an architecture is registered with transformers when this module is importe
 that its checkpoints bring is never run.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -47,6 +49,22 @@ def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> Pr
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
     return config
+
+
+def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """All ids that end an answer: those in the generation config, else in the text part of the
+    model's config, and the tokenizer's own. Raises ValueError if the generation config is damaged.
+    """
+    stated, path = None, directory / "generation_config.json"
+    if path.exists():
+        try:
+            stated = json.loads(path.read_text("utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    if stated is None:
+        stated = getattr(config, "eos_token_id", None)
+    found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
+    return tuple(sorted({int(token_id) for token_id in found if token_id is not None}))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, with_proposer, without_draft
 from .compatibility import Vocabulary, shared_vocab_size
 from .resolve import resolve
-from .store import ModelError, read_json
+from .store import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
 
 
 def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgress) -> Pair:
+    from outrider.engine.models.architectures import eos_token_ids
+
     tokenizer = _tokenizer(target, settings.target)
     vocabulary = _vocabulary(config, tokenizer)
     vocab_size = vocabulary.size
@@ -85,13 +87,13 @@ def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgres
         assert settings.draft.model is not None  # ensured by the settings
         with _told("draft.model", settings.draft.model, DraftError):
             draft, vocab_size = _draft(settings.draft, target, config, vocabulary, progress)
-    eos_token_ids = _eos_token_ids(target, config, tokenizer)
     try:
+        ids = eos_token_ids(target, config, tokenizer)
         data = TokenizerData.of(tokenizer)
     except ValueError as error:
         raise ModelError(f"{target} cannot be served: {error}") from None
     token_table = _token_table(data, vocab_size)
-    return Pair(settings, target, draft, vocab_size, eos_token_ids, data, token_table)
+    return Pair(settings, target, draft, vocab_size, ids, data, token_table)
 
 
 def _draft(
@@ -265,13 +267,3 @@ def _vocabulary(config: Any, tokenizer: Any) -> Vocabulary:
         | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special},
         width=config.vocab_size,
     )
-
-
-def _eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All ids that end an answer: those in the generation config, and the tokenizer's own."""
-    generation = directory / "generation_config.json"
-    stated = read_json(generation).get("eos_token_id") if generation.exists() else None
-    if stated is None:
-        stated = getattr(config, "eos_token_id", None)
-    found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
-    return tuple(sorted({int(token_id) for token_id in found if token_id is not None}))

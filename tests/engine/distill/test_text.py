@@ -1,13 +1,15 @@
 """What the target writes to learn from."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoTokenizer
 
-from outrider.distill.prompts import TASKS
-from outrider.distill.recipe import Recipe
+from outrider.distill.prompts import TASKS, frame, load_tokenizer
+from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.text import Conversation, Writer, load_shards, shard_path
 
 
@@ -17,6 +19,22 @@ def written(folder: Path, **told: Any) -> tuple[Any, list[Conversation]]:
     path = shard_path(folder, 0)
     Writer(Recipe(target=str(target), out="", **told), "cpu").write(0, path)
     return AutoTokenizer.from_pretrained(target), load_shards([path])
+
+
+def test_tokens_that_end_a_turn_are_those_that_a_server_ends_at(tmp_path: Path) -> None:
+    target = save_tiny_model_with_tokenizer(tmp_path / "target")
+    tokenizer = load_tokenizer(str(target))
+    own = tokenizer.eos_token_id
+    for name, stated in (("config.json", 5), ("generation_config.json", [7, 6])):
+        path = target / name
+        told = json.loads(path.read_text()) if path.exists() else {}
+        (target / "generation_config.json").unlink(missing_ok=True)
+        path.write_text(json.dumps(told | {"eos_token_id": stated}))
+        ids = stated if isinstance(stated, list) else [stated]
+        assert frame(tokenizer, str(target)).eos_token_ids == tuple(sorted({own, *ids}))
+    path.write_text("{")
+    with pytest.raises(DistillError, match=r"generation_config\.json is damaged"):
+        frame(tokenizer, str(target))
 
 
 def test_given_turns_are_taken_whole_or_begun_and_the_answer_is_known(tmp_path: Path) -> None:
