@@ -13,6 +13,7 @@ _MASK = 2**64 - 1
 # A smaller top_p still means the best token alone, and no vocabulary is so large and flat that
 # this one lets in a second.
 MIN_TOP_P = 1e-7
+MAX_TOP_K = 2**31 - 1  # the engine's; larger than any vocabulary, so it keeps every token
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range; enough to ban or force a token
 
 
@@ -43,7 +44,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=fields.temperature,
-        top_k=max(fields.top_k, 0),
+        top_k=min(max(fields.top_k, 0), MAX_TOP_K),
         top_p=max(fields.top_p, MIN_TOP_P),
         min_p=fields.min_p,
         seed=seed,

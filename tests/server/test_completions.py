@@ -163,6 +163,12 @@ def test_parameters_reach_the_engine(serve: Serve) -> None:
     assert params.verification == "match"
 
 
+def test_a_top_k_above_any_vocabulary_keeps_every_token(serve: Serve) -> None:
+    served = serve()
+    assert post(served.app, {"prompt": "Hi", "top_k": 10**12}).status == 200
+    assert served.client.submitted[0][0].params.top_k == 2**31 - 1
+
+
 def test_null_stands_for_the_default(serve: Serve) -> None:
     served = serve()
     fields = ("max_tokens", "temperature", "n", "stop", "seed", "logprobs", "stream", "top_k")
