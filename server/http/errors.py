@@ -252,6 +252,10 @@ def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
 def _describe(problem: Mapping[str, Any]) -> str:
     message = cut(problem["msg"].removeprefix("Value error, "), MAX_REASON_CHARS)
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem))
+    if problem["type"] == "dict_type":
+        message = "expected an object"
+    elif not path and problem["type"] == "missing":
+        message = "The body is empty; expected an object."
     where = f"{cut(path.removeprefix('.'))}: " if path else ""
     given = problem.get("input")
     shown = isinstance(given, str | int | float) and problem["type"] != "missing"

@@ -153,7 +153,16 @@ def test_body_of_another_type_is_400(serve: Serve) -> None:
     assert (reply.status, reply.error["code"]) == (400, "invalid_content_type")
 
 
-@pytest.mark.parametrize("body", [{"prompt": "Hi", "speculation": "off"}, ["prompt"], "prompt"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "Hi", "speculation": "off"},
+        {"prompt": "Hi", "logit_bias": [5]},
+        ["prompt"],
+        "prompt",
+        b"",
+    ],
+)
 def test_what_must_be_an_object_is_called_so(serve: Serve, body: object) -> None:
     reply = post(serve().app, body)
     assert reply.status == 400
