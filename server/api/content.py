@@ -55,14 +55,22 @@ class RefusalPart(APIRequest):
         return self.refusal
 
 
-def _part_kind(value: object) -> str:
-    return "<refusal>" if type_of(value) == "refusal" else "<other>"
+def _part_kind(value: object) -> str | None:
+    kind = type_of(value)
+    if kind == "refusal":
+        return "<refusal>"
+    # All kinds of text are called so.
+    return "<other>" if not isinstance(kind, str) or "text" in kind else None
 
 
 OtherPart = TypeVar("OtherPart")
 OrRefusal = Annotated[
     Annotated[OtherPart, Tag("<other>")] | Annotated[RefusalPart, Tag("<refusal>")],
-    Discriminator(_part_kind),
+    Discriminator(
+        _part_kind,
+        custom_error_type="part_type",
+        custom_error_message="expected a part with text; images, audio and files are not supported",
+    ),
 ]
 
 

@@ -334,7 +334,7 @@ def test_arguments_that_are_no_json_reach_the_template_as_text(arguments: str) -
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages",
-            "messages[0].content[0].type: Input should be 'text'",
+            "messages[0].content[0]: expected a part with text; images, audio and files",
         ),
         (
             {"messages": [{"role": "nurse", "content": "Hi"}]},

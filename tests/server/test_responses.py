@@ -424,7 +424,7 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
         ({"input": []}, "input", "empty"),
         ({"input": 5}, "input", "expected a string or a list"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "expected an item of type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "images"),
         (
             {"input": [{"role": "user", "content": "Hi", "id": 5}]},
             "input",
