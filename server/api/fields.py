@@ -69,6 +69,11 @@ TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast(
 StopStrings = TypeAliasType(
     "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
 )
+# By the kind that it has, so that what is wrong is reported once, not once a kind.
+Stop = Annotated[
+    Annotated[StopString, Tag("<text>")] | Annotated[StopStrings, Tag("<texts>")],
+    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+]
 
 
 def _token_key(key: object) -> object:

@@ -20,8 +20,7 @@ from .fields import (
     LogitBias,
     NumLogprobs,
     Prompt,
-    StopString,
-    StopStrings,
+    Stop,
     TokenIds,
 )
 from .unknown_fields import Body
@@ -110,7 +109,7 @@ class ChoiceFields(SamplingFields):
     prediction: Prediction | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    stop: StopString | StopStrings = Field(default_factory=list)
+    stop: Stop = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

@@ -202,6 +202,12 @@ def test_prompt_that_is_too_long_is_told_in_the_words_clients_match(serve: Serve
     assert post(serve().app, {"prompt": [70] * 990, "max_tokens": 10}).status == 200
 
 
+@pytest.mark.parametrize("stop", ["", ["x"] * 300, [5], 5])
+def test_what_is_wrong_with_stop_is_said_once(serve: Serve, stop: object) -> None:
+    message = post(serve().app, OK | {"stop": stop}).error["message"]
+    assert message.count("stop") == 1
+
+
 def test_stop_strings_are_bounded(serve: Serve) -> None:
     served = serve(max_stop_strings=2)
     assert post(served.app, OK | {"stop": ["a", "b"]}).status == 200
