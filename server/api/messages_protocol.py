@@ -76,7 +76,8 @@ Block = Annotated[
     Discriminator(
         _block_kind,
         custom_error_type="block_type",
-        custom_error_message=f"expected a block of type {', '.join(BLOCKS)}",
+        custom_error_message=f"expected a block of type {', '.join(BLOCKS)}; images and documents "
+        "are not supported",
     ),
 ]
 Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast()])

@@ -261,7 +261,7 @@ def test_template_learns_whether_to_think(
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "use, tool_result"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images and documents"),
         ({"messages": [{"role": "nurse", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
         (
