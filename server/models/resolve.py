@@ -114,14 +114,18 @@ def _checked(directory: Path, model: str) -> Path:
     names = {file.name for file in directory.iterdir()}
     is_head = head_kind(directory) is not None  # a head uses its target's tokenizer
     if "config.json" not in names:
-        kind = "a LoRA adapter, not a whole model" if "adapter_config.json" in names else None
-        raise ModelError(f"{model!r} is not a model directory: {kind or 'it has no config.json'}")
+        why = "it has no config.json; if it has GGUF files, give the path of one"
+        if "adapter_config.json" in names:
+            why = "a LoRA adapter, not a whole model"
+        raise ModelError(f"{model!r} is not a model directory: {why}")
     tokenizers = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}
     if not is_head and not names & tokenizers:
         raise ModelError(f"{model!r} has no tokenizer (tokenizer.json or tokenizer.model)")
     # Only tensors are read from a head's .bin file.
     is_pickled = is_head and "pytorch_model.bin" in names
-    if not is_pickled and not any(name.endswith(".safetensors") for name in names):
+    # The store keeps a GGUF file by this name beside its config.
+    is_kept = "model.gguf" in names
+    if not is_pickled and not is_kept and not any(n.endswith(".safetensors") for n in names):
         raise ModelError(
             f"{model!r} has no .safetensors weights; pickle checkpoints (.bin, .pt) are not "
             "loaded, since opening one can run code: convert it with transformers' save_pretrained"

@@ -34,6 +34,12 @@ def test_a_local_directory_is_taken_as_it_is(home: Path) -> None:
     assert resolve.find("./m") == directory
 
 
+def test_a_directory_of_the_store_is_taken_from_any_place(home: Path) -> None:
+    """Weights from a GGUF file stay in it."""
+    directory = model_directory(home / "m", "config.json", "tokenizer.json", "model.gguf")
+    assert resolve.resolve("m") == directory
+
+
 def test_a_local_directory_wins_over_a_hub_id(home: Path) -> None:
     (home / "owner").mkdir()
     directory = model_directory(home / "owner" / "name")
@@ -44,6 +50,7 @@ def test_a_local_directory_wins_over_a_hub_id(home: Path) -> None:
     ("names", "complaint"),
     [
         (["model.safetensors", "tokenizer.json"], "no config.json"),
+        (["m.Q4_K_M.gguf"], "no config.json; if it has GGUF files, give the path of one"),
         (["adapter_config.json", "tokenizer.json"], "LoRA adapter"),
         (["config.json", "model.safetensors"], "no tokenizer"),
         (["config.json", "tokenizer.json", "pytorch_model.bin"], "pickle checkpoints"),
