@@ -234,8 +234,12 @@ class EngineSettings(Section):
 
 def name_of(model: str) -> str:
     """A model's name without its folder: do not reveal where models are on this machine."""
-    is_path = model.startswith(("/", ".", "~"))
-    return Path(model).expanduser().absolute().name if is_path else model
+    return Path(model).expanduser().absolute().name if looks_like_path(model) else model
+
+
+def looks_like_path(model: str) -> bool:
+    """Whether it cannot be a hub id."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
 
 
 class Settings(Section):

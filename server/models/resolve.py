@@ -8,6 +8,7 @@ from pathlib import Path
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.models.heads.config import head_kind
 
+from ..config.settings import looks_like_path
 from . import builtin, hub, store
 from .convert import gguf_to_directory
 from .store import ModelError
@@ -31,7 +32,7 @@ def resolve(
     `revision` is for hub ids only. Raises ModelError.
     """
     path = Path(model).expanduser()
-    is_local = model in builtin.BUILTINS or path.exists() or _looks_like_path(model)
+    is_local = model in builtin.BUILTINS or path.exists() or looks_like_path(model)
     if is_local and revision is not None:
         raise ModelError(
             f"revision {revision!r} is set for {model!r}, which is local; only hub ids have "
@@ -70,10 +71,6 @@ def find(model: str, revision: str | None = None) -> Path:
     if found is None:
         raise ModelError(f"{model} is not in the store; `outrider models fetch {model}` gets it")
     return found
-
-
-def _looks_like_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
 
 
 def _unknown(model: str) -> str:

@@ -131,6 +131,9 @@ def test_a_served_model_has_one_name_or_several(tmp_path: Path) -> None:
     assert load_settings(environ={}).served_model_names == ("smollm2-135m-instruct",)
     for model in ("/m/tiny", "./tiny/", "~/tiny", "../m/tiny", "tiny"):
         assert load_settings(assignments=[f"target.model={model}"]).served_model_names == ("tiny",)
+    for model in ("mine/a.gguf", "models/mine/a.gguf"):
+        served = load_settings(assignments=[f"target.model={model}"]).served_model_names
+        assert served == ("a.gguf",)
     names = "server.served_model_name"
     for given in (f"{names}=one,two", f'{names}=["one", "two"]'):
         assert load_settings(assignments=[given], environ={}).served_model_names == ("one", "two")
