@@ -1,6 +1,7 @@
 """`outrider run-batch`: answer a file of requests."""
 
 import asyncio
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -90,13 +91,16 @@ async def _run(settings: "Settings", given: IO[bytes], output: str) -> tuple[int
             await engine.start()
             app = await load_app(prepared, engine, Gate())
             at_once = prepared.engine.scheduler.max_num_seqs
-            with _opened("--output", output) as answers:
-                async for line in answer_lines(app, engine, given, max_at_once=at_once):
-                    answers.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-                    answers.flush()
-                    num_done += 1
-                    is_good = line["error"] is None and line["response"]["status_code"] == 200
-                    num_failed += not is_good
+            # What is under way must end before the engine, whose stop it would take for a failure.
+            lines = answer_lines(app, engine, given, max_at_once=at_once)
+            async with contextlib.aclosing(lines):
+                with _opened("--output", output) as answers:
+                    async for line in lines:
+                        answers.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                        answers.flush()
+                        num_done += 1
+                        is_good = line["error"] is None and line["response"]["status_code"] == 200
+                        num_failed += not is_good
         finally:
             await engine.stop()
     return num_done, num_failed

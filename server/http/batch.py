@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import IO, Any
 
 import httpx
@@ -32,7 +32,7 @@ class BatchLine(BaseModel):
 
 async def answer_lines(
     app: ASGIApp, engine: EngineClient, file: IO[bytes], *, max_at_once: int
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """Lines of the output file, as requests are done: each has the `custom_id` of its request.
 
     A line that is no request gets an `error`; a request that is refused gets its `response`. Raises
@@ -69,6 +69,7 @@ async def answer_lines(
         await working
     finally:
         working.cancel()
+        await asyncio.wait([working])
 
 
 async def _next_line(file: IO[bytes]) -> bytes:

@@ -1,6 +1,7 @@
 """Files of requests in OpenAI's batch format."""
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 from scripted_client import steps
 from served import Served
 from tiny_pairs import save_tiny_model_with_tokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from outrider.engine.api import QueueFullError
 from outrider.engine.processes.client import EngineUnavailableError
@@ -183,17 +184,22 @@ def test_answer_that_fails_under_way_does_not_end_the_batch(serve: Serve) -> Non
     assert told["b"]["response"]["status_code"] == 200
 
 
-@pytest.mark.deep
-def test_command_answers_a_file(tmp_path: Path) -> None:
-    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    target = save_tiny_model_with_tokenizer(tmp_path / "target")
-    body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-    given.write_text(line("a", body) + line("b", body | {"max_tokens": 0}))
+def run_batch(given: Path, output: Path) -> Result:
+    """The command, with a tiny model beside the input."""
+    target = save_tiny_model_with_tokenizer(given.parent / "target")
     settings = [f"target.model={target}", "speculation.proposer=ngram", "cache.num_pages=64"]
     settings += ["engine.num_threads=1", 'server.api_keys=["key"]']
     arguments = ["run-batch", "-i", str(given), "-o", str(output)]
     arguments += [argument for setting in settings for argument in ("--set", setting)]
-    run = CliRunner().invoke(app, arguments)
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.deep
+def test_command_answers_a_file(tmp_path: Path) -> None:
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+    given.write_text(line("a", body) + line("b", body | {"max_tokens": 0}))
+    run = run_batch(given, output)
     assert run.exit_code == 0, run.output
     assert "2 requests, 1 of them failed" in run.output
     told = {each["custom_id"]: each for each in map(json.loads, output.read_text().splitlines())}
@@ -201,6 +207,20 @@ def test_command_answers_a_file(tmp_path: Path) -> None:
     assert answer["choices"][0]["text"]
     assert answer["usage"]["completion_tokens"] == 4
     assert told["b"]["response"]["status_code"] == 400
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_that_takes_no_more_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = tmp_path / "in.jsonl"
+    bodies = [{"prompt": "Hi", "max_tokens": length, "ignore_eos": True} for length in (1, 400)]
+    given.write_text("".join(line(str(body["max_tokens"]), body) for body in bodies))
+    run = run_batch(given, Path("/dev/full"))
+    gc.collect()
+    assert (run.exit_code, "No space left" in run.output) == (1, True)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_command_says_what_is_missing(tmp_path: Path) -> None:
