@@ -120,7 +120,7 @@ class ServerSettings(Section):
     tls_key: Path | None = Field(default=None, description="PEM file of the certificate's key.")
     otlp_endpoint: str | None = Field(
         default=None,
-        min_length=1,
+        pattern="^https?://.",
         description="URL to which OpenTelemetry spans are sent, one per request, as OTLP over "
         "HTTP, such as http://127.0.0.1:4318/v1/traces. Unset: the URL in "
         "OTEL_EXPORTER_OTLP_ENDPOINT, if there is one.",

@@ -89,6 +89,7 @@ def test_a_bad_value_is_refused_naming_key_value_and_source(key: str, text: str)
         ("target.device=gpu", r"auto \| cpu \| cuda \| cuda:N"),
         ("server.root_path=abc", "such as /models/a"),
         ("cache.kv_events_endpoint=5557", r"tcp://\*:5557 listens"),
+        ("server.otlp_endpoint=localhost:4318", r"such as http://127\.0\.0\.1:4318/v1/traces"),
     ],
 )
 def test_a_value_of_a_wrong_form_is_told_the_right_one_in_words(given: str, told: str) -> None:
