@@ -68,9 +68,16 @@ def _check_edits(params: SamplingParams, vocab_size: int, ends: frozenset[int]) 
     num_words, num_tokens = len(params.bad_words), sum(map(len, params.bad_words))
     if not all(params.bad_words):
         raise InvalidRequestError("bad_words: a word is empty; each needs a token at least")
-    _check("bad_words", num_words, num_words <= bad_words.MAX_WORDS, f"{bad_words.MAX_WORDS} words")
+    _check(
+        "bad_words",
+        num_words,
+        num_words <= bad_words.MAX_WORDS,
+        f"at most {bad_words.MAX_WORDS} words",
+    )
     most = bad_words.MAX_TOKENS
-    _check("bad_words", num_tokens, num_tokens <= most, f"{most} tokens in all words together")
+    _check(
+        "bad_words", num_tokens, num_tokens <= most, f"at most {most} tokens in all words together"
+    )
 
     banned = {word[0] for word in params.bad_words if len(word) == 1}
     if params.min_tokens > 0:
