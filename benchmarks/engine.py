@@ -53,7 +53,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.heads.block_head import BlockHead
 from outrider.engine.models.heads.eagle3 import Eagle3Head
 from outrider.engine.models.heads.mtp import MtpHead
-from outrider.engine.models.paged_model import PagedModel
+from outrider.engine.models.network import Network
 
 PARTS = ("draft", "target", "verify")
 MTP = "mtp"
@@ -232,9 +232,9 @@ def bytes_read(engine: Engine, k: int) -> int:
     return num_bytes + drafting + (k * markov.output.weight.num_bytes if markov else 0)
 
 
-def weight_bytes(model: PagedModel) -> int:
+def weight_bytes(network: Network) -> int:
     """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
-    if isinstance(network := model.network, Decoder):
+    if isinstance(network, Decoder):
         return network.weight_bytes
     inner: Any = network.model
     num_bytes = sum(parameter.nbytes for parameter in inner.parameters())

@@ -79,11 +79,11 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         worker, pair, kv_cache = self.worker, self.worker.pair, self.sequences.kv_cache
-        draft = pair.draft.network if pair.draft else pair.head
+        draft = pair.draft or pair.head
         return EngineInfo(
             device=self._config.device,
-            target_dtype=_dtype_name(pair.target.network),
-            batch_invariant=pair.target.network.batch_invariant,
+            target_dtype=_dtype_name(pair.target),
+            batch_invariant=pair.target.batch_invariant,
             draft_dtype=_dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
             max_model_len=self.sequences.max_model_len,

@@ -87,10 +87,10 @@ class Worker:
         self.scorer = Scorer(self.pair.target, vocab_size)
         self._predictions = Predictions(self.slots, self.proposer.distributions)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
-        network = self.pair.target.network
-        counts = alike_thread_counts(network) if self.device.type == "cpu" else ()
+        target = self.pair.target
+        counts = alike_thread_counts(target) if self.device.type == "cpu" else ()
         self._cpu_share = CPUShare(counts)
-        self._is_compiled = isinstance(network, CompiledDecoder)
+        self._is_compiled = isinstance(target, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
 
     @torch.inference_mode()

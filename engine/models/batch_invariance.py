@@ -23,11 +23,11 @@ _CPU_PASSES = (1, 3, 36)
 _GPU_PASSES = (1, 5, 20, 41, 91, 301)
 
 
-def make_batch_invariant(network: Network, max_len: int, *, at_any_cost: bool = False) -> None:
+def make_batch_invariant(network: Network, *, at_any_cost: bool = False) -> None:
     """Make the bits of a network's rows independent of the batch, and check that they are.
 
-    `max_len` is the length of the longest sequence in tokens. Raises ValueError saying what makes
-    it impossible or, unless it is wanted `at_any_cost`, much slower; the network is unchanged then.
+    Raises ValueError saying what makes it impossible or, unless it is wanted `at_any_cost`, much
+    slower; the network is unchanged then.
     """
     if isinstance(network, Decoder) and network.device.type == "cuda":
         # Experts and rounded inputs are summed in one order anyway.
@@ -41,22 +41,22 @@ def make_batch_invariant(network: Network, max_len: int, *, at_any_cost: bool = 
         blocks, head = list(network.blocks), network.head
         try:
             network.change_linears(as_batch_invariant)
-            _prove(network, max_len)
+            _prove(network)
         except Exception as reason:
             network.blocks, network.head = blocks, head
             if isinstance(reason, torch.OutOfMemoryError):
                 raise ValueError("there is too little memory to find out how it sums") from None
             raise
     else:
-        _prove(network, max_len)
+        _prove(network)
     network.batch_invariant = True
 
 
 @torch.inference_mode()
-def _prove(network: Network, max_len: int) -> None:
+def _prove(network: Network) -> None:
     if not network.products_are_batch_invariant:
         raise ValueError(_why_products_vary(network))
-    device = network.device
+    device, max_len = network.device, network.max_positions
     sizes = _CPU_PASSES if device.type == "cpu" else _GPU_PASSES
     ends = [0, *(end for end in accumulate(sizes) if end <= max_len)]
     generator = torch.Generator().manual_seed(0)
@@ -72,9 +72,9 @@ def _prove(network: Network, max_len: int) -> None:
     try:
         network.bind_cache(num_pages_of(ends[-1]), PAGE)
         passes = [partial(logits, *rows) for rows in ((0, ends[-1]), *pairwise(ends))]
-        compile_together([partial(_attend, network, max_len), *passes], device)
+        compile_together([partial(_attend, network), *passes], device)
         if not network.attention_is_batch_invariant:
-            _prove_attention(network, max_len)
+            _prove_attention(network)
         whole = logits(0, ends[-1])
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
@@ -85,20 +85,20 @@ def _prove(network: Network, max_len: int) -> None:
         network.free_cache()
 
 
-def _attend(network: Network, max_len: int) -> None:
+def _attend(network: Network) -> None:
     """Launch all that `_prove_attention` may launch."""
     layers = {(layer.heads, network.dtype_of_pages(layer)) for layer in network.attentions}
     for heads, of_pages in layers:
-        list(same_rows(heads, network.dtype, of_pages, network.device, max_len))
+        list(same_rows(heads, network.dtype, of_pages, network.device, network.max_positions))
 
 
-def _prove_attention(network: Network, max_len: int) -> None:
+def _prove_attention(network: Network) -> None:
     for attention in network.attentions:
         heads, dtype, device = attention.heads, network.dtype, network.device
         of_pages = network.dtype_of_pages(attention)
         if device.type == "cpu":
             attention.rows_at_once = rows_at_once(heads, dtype, of_pages)
-        elif not sums_alike(heads, dtype, of_pages, device, max_len):
+        elif not sums_alike(heads, dtype, of_pages, device, network.max_positions):
             name = torch.cuda.get_device_name(device)
             raise ValueError(f"{name} sums attention of {heads} in several orders")
 

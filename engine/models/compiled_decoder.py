@@ -15,7 +15,6 @@ from outrider.kernels.model.rope import rotary_table
 from outrider.kernels.verify.cpu import LinesOfDrafts
 
 from ..state.batch import BatchRows, HostBatch
-from ..state.slots import Slots
 from .attention import PagedAttention, PassContext, Rope
 from .blocks import Block, GatedMLP
 from .decoder import Decoder
@@ -129,9 +128,9 @@ class CompiledDecoder(Decoder):
         cpu.run_pass(self._decoder, given)
         return self._rounded(computed)
 
-    def pass_in_slots(self, batch: HostBatch, slots: Slots) -> Pass:
-        """Compute rows of sequences in slots, which the same call looks up."""
-        given, rows, computed = self._in_slots(batch, slots)
+    def forward(self, batch: HostBatch) -> Pass:
+        """As any network does; one call looks the rows up and computes them."""
+        given, rows, computed = self._in_slots(batch)
         if computed.taps is not None:
             num_seqs, num_rows, _ = batch.shape
             found = torch.empty(3 * num_rows + 2 * num_seqs + 1, dtype=torch.int64)
@@ -145,21 +144,23 @@ class CompiledDecoder(Decoder):
         cpu.run_pass_in_slots(self._decoder, given, rows)
         return self._rounded(computed)._replace(shape=batch.shape)
 
-    def draft_in_slots(self, batch: HostBatch, slots: Slots, drafts: LinesOfDrafts) -> None:
-        """Compute rows as `pass_in_slots` does, then draw drafts and compute theirs, all in one
-        call. The batch has a row of logits for each sequence to draft for.
+    def draft_in_slots(self, batch: HostBatch, drafts: LinesOfDrafts) -> None:
+        """Compute rows as `forward` does, then draw drafts and compute theirs, all in one call.
+
+        The batch has a row of logits for each sequence to draft for.
         """
         num_later = int(drafts.counts_np.max()) - 1  # positions: the last draft is not computed
-        given, rows, computed = self._in_slots(batch, slots, num_later=num_later)
+        given, rows, computed = self._in_slots(batch, num_later=num_later)
         drafts.draw(self._decoder, given, rows, computed.logits)
 
     def _in_slots(
-        self, batch: HostBatch, slots: Slots, *, num_later: int = 0
+        self, batch: HostBatch, *, num_later: int = 0
     ) -> tuple[cpu.Batch, cpu.Slots, Pass]:
         """A call's batch, where its rows are looked up, and the tensors that it writes to.
 
         The call goes on for up to `num_later` positions after each sequence's rows.
         """
+        slots = self._slots
         self._bind(self.attentions)
         known = slots.num_tokens.tolist()
         ends = [known[slot] + first + num for slot, first, num, _ in batch.sequences_np.T.tolist()]

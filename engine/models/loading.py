@@ -50,8 +50,8 @@ def load_network(
     is_draft: bool = False,
     batch_invariant: bool | None = False,
     cache_dtype: torch.dtype | None = None,
-) -> tuple[Network, PreTrainedConfig]:
-    """Load a model directory onto a device; returns the network and its configuration.
+) -> Network:
+    """Load a model directory onto a device.
 
     On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With
     `batch_invariant` the bits of a row do not depend on the batch, and a model that cannot promise
@@ -71,7 +71,7 @@ def load_network(
         )
         decoder, reason = loader.own_decoder(quantised)
         if decoder is not None:
-            return decoder, hf_config
+            return decoder
         if quantised is not None:
             raise UnsupportedModelError(_refused(f"{quantised[0]}: {reason}"))
         if config.quantization is not None:
@@ -85,7 +85,7 @@ def load_network(
             )
         level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
         log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
-        return loader.whole_model(), hf_config
+        return loader.whole_model()
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"
@@ -168,7 +168,7 @@ class _Loader:
             return None, f"its checkpoint is not as expected: {error}"
         is_cpu = self.device.type == "cpu"
         if not is_cpu:
-            self._make_batch_invariant(decoder)
+            self._set_up(decoder)
         starts = checked_starts(self.hf_config, max(CHECKED_LENGTHS))
         # A CPU's layers can only be packed, and proven, once transformers has no view of their
         # weights.
@@ -178,7 +178,10 @@ class _Loader:
         del original  # it holds views of weights, which could not be freed when they are packed
         if reason is not None:
             return None, f"our decoder computes {reason} differently"
-        return self._packed(decoder) if is_cpu else decoder, ""
+        if is_cpu:
+            decoder = self._packed(decoder)
+            self._set_up(decoder)
+        return decoder, ""
 
     def _packed(self, decoder: Decoder) -> Decoder:
         """The decoder in the form that is fastest on a CPU."""
@@ -191,7 +194,6 @@ class _Loader:
         decoder.change_linears(partial(packed, rounds=rounds))
         if can_compile(decoder):
             decoder = CompiledDecoder(decoder, is_tied=is_tied)
-        self._make_batch_invariant(decoder)
         return decoder
 
     def whole_model(self) -> Network:
@@ -204,17 +206,21 @@ class _Loader:
             self.progress,
             rounds=rounds_weights(self.config, self.is_draft),
         )
-        self._make_batch_invariant(network)
+        self._set_up(network)
         return network
 
-    def _make_batch_invariant(self, network: Network) -> None:
-        """Make the bits of its rows independent of the batch, if that is wanted."""
+    def _set_up(self, network: Network) -> None:
+        """Tell a network what it is, and make the bits of its rows independent of the batch if that
+        is wanted.
+        """
         wanted, path = self.batch_invariant, self.config.path
+        network.name = self.hf_config.model_type
+        network.max_positions = max_positions(self.hf_config)
         network.cache_dtype = self.cache_dtype
         if wanted is False:
             return
         try:
-            make_batch_invariant(network, max_positions(self.hf_config), at_any_cost=wanted is True)
+            make_batch_invariant(network, at_any_cost=wanted is True)
         except ValueError as reason:
             if wanted:
                 raise UnsupportedModelError(

@@ -1,5 +1,10 @@
-"""The interface of a model: rows of a batch in, logits and taps out, keys and values in pages."""
+"""The interface of a model: rows of a batch in, logits and taps out, keys and values in pages.
 
+A network computes a batch on the device when it is called. `forward` brings one of the host there,
+whose rows it looks up in the slots, and replays a captured pass if there is one.
+"""
+
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,10 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state.batch import BatchRows
-from ..state.phase import Shape
+from ..state.batch import BatchRows, ForwardBatch, HostBatch
+from ..state.phase import Captured, Phase, Shape, padded_sizes
+from ..state.ragged import NONE_NP
+from ..state.slots import Slots
+from .admission import UnsupportedModelError
 from .attention import PagedAttention, PassContext
+from .checkpoint import Progress
 from .weights import Linear
+
+# Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
+# GPU takes longer to compute the pass than the host to launch its kernels, so no graph is needed.
+_ROWS_STEP = 128
+_MOST_ROWS = 1024
 
 
 class PagedLayers(ABC):
@@ -70,8 +84,10 @@ class Pass(NamedTuple):
 
 
 class Network(PagedLayers):
-    """A causal LM whose layers read and write pages."""
+    """A causal LM over its pages, and the graphs of its passes."""
 
+    name: str  # of its architecture
+    max_positions: int  # of the longest sequence that it computes correctly
     batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
     attention_is_batch_invariant: bool = False  # whether its attention needs no proof of that
     tapped_layers: tuple[int, ...] = ()  # a pass hands out their residual streams; set by `tap`
@@ -122,3 +138,104 @@ class Network(PagedLayers):
         if self._logits is None or num_rows > len(self._logits):
             return None
         return self._logits[:num_rows]
+
+    def bind_slots(self, slots: Slots) -> None:
+        """Look up the rows of batches in these slots; drops all captured passes."""
+        self._slots = slots
+        self._phase.drop()
+
+    @functools.cached_property
+    def _phase(self) -> Phase[Pass]:
+        return Phase(self.run, self.device)
+
+    @property
+    def captured(self) -> dict[Shape, Captured[Pass]]:
+        """The captured passes by (sequences, rows, logits), the largest first."""
+        return self._phase.captured
+
+    def capture(
+        self, rows_per_seq: int, most_rows: int, every_row_has_logits: bool, progress: Progress
+    ) -> Tensor:
+        """Capture passes of up to `rows_per_seq` rows a sequence, and passes with prompts, up to
+        `most_rows` rows; cache and slots must be bound.
+
+        Every row gets logits, or one row a sequence. Returns the logits of the largest shape;
+        those of the other shapes begin at the same address, unless the model computes them outside
+        its head. Raises UnsupportedModelError if the model's own code waits for the GPU.
+        """
+        shapes = captured_shapes(
+            self._slots.max_num_seqs, rows_per_seq, most_rows, every_row_has_logits
+        )
+        self.reserve_logits(shapes[0][2])
+        for done, shape in enumerate(shapes):
+            progress(done, len(shapes))
+            empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
+            packed = empty.packed(shape, self._slots.dummy)
+            try:
+                self._phase.capture(packed, shape)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as reason:
+                raise UnsupportedModelError(
+                    f"{self.name} in {self.dtype} cannot be captured as a CUDA "
+                    f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
+                ) from reason
+        return self.captured[shapes[0]].output.logits
+
+    def rehearse(self, num_rows: int, num_logits: int) -> Pass:
+        """Run a pass of dummy sequences, as long as they can be."""
+        longest = min(self.max_positions, self._slots.max_model_len)
+        lens = [min(longest, num_rows - first) for first in range(0, num_rows, longest)]
+        return self.forward(HostBatch.dummies(self._slots.dummy, lens, num_logits))
+
+    def rehearse_short(self, num_seqs: int, num_rows: int) -> Pass:
+        """Run a pass of dummy sequences of `num_rows` rows each."""
+        return self.forward(HostBatch.dummies(self._slots.dummy, [num_rows] * num_seqs, num_seqs))
+
+    def forward(self, batch: HostBatch) -> Pass:
+        """Compute the batch's rows, and store their KV in the pages."""
+        smallest_first = reversed(self.captured)
+        shape = next((s for s in smallest_first if _holds(s, batch.shape)), None)
+        shape = shape or batch.shape
+        computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
+        _, _, num_logits = batch.shape
+        return computed._replace(logits=computed.logits[:num_logits], shape=shape)
+
+    def run(self, packed: Tensor, shape: Shape) -> Pass:
+        """The captured part of `forward`, over a batch packed to this shape."""
+        batch = ForwardBatch.unpack(packed, shape, self._slots)
+        computed = self(PassContext(batch, batch_invariant=self.batch_invariant))
+        return computed if computed.taps is None else computed._replace(rows=batch.rows)
+
+
+def captured_shapes(
+    max_num_seqs: int, rows_per_seq: int, most_rows: int, every_row_has_logits: bool
+) -> list[Shape]:
+    """(sequences, rows, logits) to capture, the largest first."""
+
+    def shape_of(num_seqs: int, num_rows: int) -> Shape:
+        # At least a row for each sequence; verification reads up to one padding row for each.
+        rows = min(num_rows, max(most_rows, num_seqs))
+        logits = min(num_rows, most_rows + num_seqs) if every_row_has_logits else num_seqs
+        return num_seqs, rows, logits
+
+    most = max_num_seqs * rows_per_seq
+    steps = range(most // _ROWS_STEP * _ROWS_STEP + _ROWS_STEP, _MOST_ROWS + 1, _ROWS_STEP)
+    num_logits = shape_of(max_num_seqs, most)[2]
+    shapes = [
+        *(
+            (max_num_seqs, min(rows, most_rows), num_logits)
+            for rows in reversed(steps)
+            if min(rows, most_rows) > most
+        ),
+        *(
+            shape_of(n, n * rows)
+            for n in padded_sizes(max_num_seqs)
+            for rows in range(rows_per_seq, 0, -1)
+        ),
+    ]
+    return list(dict.fromkeys(shapes))
+
+
+def _holds(shape: Shape, wanted: Shape) -> bool:
+    return all(size >= needed for size, needed in zip(shape, wanted, strict=True))

@@ -14,8 +14,7 @@ from .heads.config import HeadError, head_kind
 from .heads.head import Head
 from .heads.loading import load_head
 from .loading import load_network
-from .network import PagedLayers
-from .paged_model import PagedModel
+from .network import Network, PagedLayers
 
 log = logging.getLogger(__name__)
 
@@ -46,28 +45,25 @@ class ModelPair:
     def __init__(self, config: EngineConfig, proposer: str, report: ReportProgress) -> None:
         device = torch.device(config.device)
         cache_dtype = _cache_dtype(config.cache.dtype, device)
-        network, hf_config = load_network(
+        self.target = load_network(
             config.target,
             device,
             partial(report, "loading the target"),
             batch_invariant=config.batch_invariant,
             cache_dtype=cache_dtype,
         )
-        self.target = PagedModel(network, hf_config)
-        self.draft: PagedModel | None = None
+        self.draft: Network | None = None
         self.head: Head | None = None
-        self._layers: dict[str, PagedLayers] = {"target": network}
+        self._layers: dict[str, PagedLayers] = {"target": self.target}
         if proposer == "draft_model" and config.draft is not None:
             progress = partial(report, "loading the draft")
             if config.draft.is_mtp or head_kind(config.draft.path):
-                self.head = load_head(config.draft, network, config.target.path, progress)
+                self.head = load_head(config.draft, self.target, config.target.path, progress)
                 _check_num_drafts(self.head, config)
                 self._layers["head"] = self.head
             else:
-                self.draft = PagedModel(
-                    *load_network(config.draft, device, progress, is_draft=True)
-                )
-                self._layers["draft"] = self.draft.network
+                self.draft = load_network(config.draft, device, progress, is_draft=True)
+                self._layers["draft"] = self.draft
         for layers in self._layers.values():
             layers.cache_dtype = cache_dtype
         self.vocab_size = config.vocab_size or self.target.vocab_size

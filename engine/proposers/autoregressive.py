@@ -47,7 +47,7 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
 
     def _context(self, batch: ForwardBatch) -> PassContext:
         """The head attends as its target does, so that the target's kernels serve both."""
-        return PassContext(batch, batch_invariant=self._target.network.batch_invariant)
+        return PassContext(batch, batch_invariant=self._target.batch_invariant)
 
 
 class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):

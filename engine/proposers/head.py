@@ -19,8 +19,7 @@ from torch import Tensor
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
 from ..models.heads.head import Head
-from ..models.network import Pass
-from ..models.paged_model import PagedModel
+from ..models.network import Network, Pass
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.phase import Phase, Shape, padded_sizes
@@ -40,7 +39,7 @@ class HeadProposer(DrawingProposer, ABC, Generic[AnyHead]):
     exceptions: the host edits logits, or (on a CPU) it looks at how likely each draft is to stand.
     """
 
-    def __init__(self, head: AnyHead, target: PagedModel, slots: Slots, edits: LogitEdits) -> None:
+    def __init__(self, head: AnyHead, target: Network, slots: Slots, edits: LogitEdits) -> None:
         super().__init__(slots, edits, head)
         self._head = head
         self._target = target

@@ -10,8 +10,7 @@ from outrider.kernels.verify import cpu
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
 from ..models.compiled_decoder import CompiledDecoder
-from ..models.network import Pass
-from ..models.paged_model import PagedModel
+from ..models.network import Network, Pass
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.batch import HostBatch
@@ -31,11 +30,11 @@ class Top1Proposer(DrawingProposer):
     """
 
     def __init__(
-        self, draft: PagedModel, slots: Slots, edits: LogitEdits, max_num_batched_tokens: int
+        self, draft: Network, slots: Slots, edits: LogitEdits, max_num_batched_tokens: int
     ) -> None:
-        super().__init__(slots, edits, draft.network)
+        super().__init__(slots, edits, draft)
         self._draft = draft
-        self._is_compiled = isinstance(draft.network, CompiledDecoder) and cpu.takes(
+        self._is_compiled = isinstance(draft, CompiledDecoder) and cpu.takes(
             self.distributions.logits
         )
         # Rows of one pass: those of a step, and two that each slot may have missed.
@@ -122,7 +121,7 @@ class Top1Proposer(DrawingProposer):
         """The same without the time that Python takes around each small pass. Compiled code alone
         does it, which knows no logit edits.
         """
-        assert isinstance(self._draft.network, CompiledDecoder)
+        assert isinstance(self._draft, CompiledDecoder)
         _, samples = sampling_kind(drafting)
         drafts = cpu.LinesOfDrafts(
             self._slots.state,
@@ -132,7 +131,7 @@ class Top1Proposer(DrawingProposer):
             self._slots.vocab_size,
             self._kept(samples),
         )
-        self._draft.network.draft_in_slots(batch, self._slots, drafts)
+        self._draft.draft_in_slots(batch, drafts)
         for scheduled, num_drawn in zip(drafting, drafts.counts_np.tolist(), strict=True):
             scheduled.num_drafts = num_drawn
 

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from ..api import MAX_LOGPROBS
-from ..models.network import Pass
-from ..models.paged_model import PagedModel
+from ..models.network import Network, Pass
 from ..scheduling.plan import MAX_PROMPT_LOGITS, Plan, slots_of
 from ..state.batch import HostBatch
 from .prompt_logprobs import gather, score_prompts
@@ -14,8 +13,8 @@ from .prompt_logprobs import gather, score_prompts
 class Scorer:
     """Runs the prefill chunks, plain decodes and verifications of a plan as one ragged batch."""
 
-    def __init__(self, model: PagedModel, vocab_size: int) -> None:
-        self._model = model
+    def __init__(self, target: Network, vocab_size: int) -> None:
+        self._target = target
         self._vocab_size = vocab_size
 
     def rehearse(self, num_rows: int, num_logits: int) -> Pass:
@@ -23,7 +22,7 @@ class Scorer:
         returns has `num_logits` rows of logits.
         """
         num_prompt = max(0, min(MAX_PROMPT_LOGITS, num_rows - num_logits))
-        scored = self._model.rehearse(num_rows, num_prompt + num_logits)
+        scored = self._target.rehearse(num_rows, num_prompt + num_logits)
         logits = scored.logits
         if num_prompt:
             rows = logits[:num_prompt, : self._vocab_size]
@@ -51,7 +50,7 @@ class Scorer:
             query_lens_np,
             num_logits_np,
         )
-        scored = self._model.forward(batch)
+        scored = self._target.forward(batch)
         if scores_prompts:
             logits = score_prompts(plan, scored.logits, num_logits_np, self._vocab_size)
             return scored._replace(logits=logits)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 def loaded(path: Path, wanted: bool | None, dtype: str = "auto") -> Network:
     config = ModelConfig(path=str(path), dtype=dtype)
-    return load_network(config, torch.device("cpu"), batch_invariant=wanted)[0]
+    return load_network(config, torch.device("cpu"), batch_invariant=wanted)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "opt"])
@@ -110,6 +110,6 @@ def test_attention_takes_rows_one_by_one_where_it_must(
     monkeypatch.setattr(batch_invariance, "rows_at_once", lambda *_: 1)
     network = loaded(tiny_model("llama"), None)
     monkeypatch.setattr(attention, "row_blocks", spied)
-    make_batch_invariant(network, 99)
+    make_batch_invariant(network)
     assert network.batch_invariant
     assert sizes == {1}

@@ -161,7 +161,7 @@ def test_what_a_draft_left_behind_harms_nobody(pair: Pair) -> None:
     """NaN behind a sequence, of a rejected draft or of whoever had the page, is not attended to."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     sound, poisoned = (engine(pair, DTYPE, 0) for _ in range(2))
-    for attention in poisoned.worker.pair.target.network.attentions:
+    for attention in poisoned.worker.pair.target.attentions:
         for pages in attention.bound_pages:
             pages.fill_(float("nan"))
     got, truth = (run(each, PROMPTS, params) for each in (poisoned, sound))

@@ -118,7 +118,7 @@ def test_only_counts_with_the_same_bits_are_offered(
     if DEVICE.type != "cpu":
         pytest.skip("threads of a CPU")
     path = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    network, _ = load_network(ModelConfig(path=str(path)), DEVICE, is_draft=is_compiled)
+    network = load_network(ModelConfig(path=str(path)), DEVICE, is_draft=is_compiled)
     real = type(network).__call__
 
     def by_threads(self: Any, context: Any) -> Pass:

@@ -24,7 +24,6 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
-from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.models.proof import CHECKED_LENGTHS
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.slots import Slots
@@ -37,7 +36,7 @@ def load(
     path: Path, dtype: str = "float32", quantization: str | None = None, **options: Any
 ) -> Network:
     config = ModelConfig(path=str(path), dtype=dtype, quantization=quantization)
-    return load_network(config, DEVICE, **options)[0]
+    return load_network(config, DEVICE, **options)
 
 
 @pytest.fixture
@@ -73,8 +72,8 @@ def test_variants_of_a_known_structure(overrides: dict[str, Any], own_copy: Tiny
         nn.init.normal_(tensors[name])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = ModelConfig(path=str(path), dtype="float32")
-    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
-    assert isinstance(model.network, Decoder)
+    model = load_network(config, DEVICE, batch_invariant=None)
+    assert isinstance(model, Decoder)
     check_against_eager(model, path)
 
 
@@ -333,11 +332,11 @@ def test_compiled_layers_tap_the_same(
 @pytest.mark.usefixtures("short_tables")
 def test_a_compiled_pass_looks_its_rows_up_as_others_do(tiny_model: Tiny) -> None:
     config = ModelConfig(path=str(tiny_model("qwen3", num_hidden_layers=4)))
-    model = PagedModel(*load_network(config, DEVICE, is_draft=True))
-    assert isinstance(model.network, CompiledDecoder)
-    model.network.tap([0, 3])
-    model.network.bind_cache(num_pages=64, page_size=4)
-    for attention in model.network.attentions:
+    model = load_network(config, DEVICE, is_draft=True)
+    assert isinstance(model, CompiledDecoder)
+    model.tap([0, 3])
+    model.bind_cache(num_pages=64, page_size=4)
+    for attention in model.attentions:
         for pages in attention.bound_pages:
             pages.normal_()
     slots = Slots(3, 48, 6, 4, DEVICE, "block", VOCAB)

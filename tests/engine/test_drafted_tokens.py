@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 def logits(path: Path, dtype: str, *, is_draft: bool) -> torch.Tensor:
     config = ModelConfig(path=str(path), dtype=dtype)
-    network, _ = load_network(config, DEVICE, is_draft=is_draft)
+    network = load_network(config, DEVICE, is_draft=is_draft)
     assert network.vocab_size == VOCAB
     found: torch.Tensor = run_prompt(network, torch.arange(9) * 7).logits
     return found

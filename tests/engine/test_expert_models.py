@@ -22,7 +22,6 @@ from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.paged_model import PagedModel
 
 SHAPE = {
     "hidden_size": 64,
@@ -46,7 +45,7 @@ def quantised(plain: Path, tmp_path: Path) -> Path:
 
 def load(path: Path, dtype: str = "float32", **options: Any) -> Any:
     config = ModelConfig(path=str(path), dtype=dtype)
-    return load_network(config, DEVICE, **options)[0]
+    return load_network(config, DEVICE, **options)
 
 
 def test_logits_are_those_of_the_matrices_that_the_codes_mean(
@@ -65,8 +64,8 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
 
 def test_steps_of_every_kind(quantised: Path, tmp_path: Path) -> None:
     config = ModelConfig(path=str(quantised), dtype="float32")
-    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
-    assert isinstance(model.network, Decoder)
+    model = load_network(config, DEVICE, batch_invariant=None)
+    assert isinstance(model, Decoder)
     check_against_eager(model, tmp_path / "meant")
 
 

@@ -35,7 +35,7 @@ def logits_with_fp8_pages(network: Network) -> torch.Tensor:
 @torch.inference_mode()
 def test_logits_are_those_of_rounded_keys_and_values(architecture: str, tiny_model: Tiny) -> None:
     plain = tiny_model(architecture)
-    network = load_network(ModelConfig(path=str(plain), dtype="float32"), DEVICE)[0]
+    network = load_network(ModelConfig(path=str(plain), dtype="float32"), DEVICE)
     exact = run_prompt(network).logits
     got = logits_with_fp8_pages(network)
 
@@ -61,10 +61,10 @@ def test_scales_are_the_checkpoints(names: str, tiny_model: Tiny, tmp_path: Path
     """Powers of two: numbers that are neither too large nor too small are rounded as without."""
     path = tiny_model("llama")
     config = ModelConfig(path=str(path), dtype="float32")
-    network = load_network(config, DEVICE)[0]
+    network = load_network(config, DEVICE)
     expected = logits_with_fp8_pages(network)
     scaled = with_scales(path, tmp_path / "scaled", names, torch.tensor([4.0]), torch.tensor(0.25))
-    network = load_network(replace(config, path=str(scaled)), DEVICE)[0]
+    network = load_network(replace(config, path=str(scaled)), DEVICE)
     assert [layer.k_scale for layer in network.attentions] == [4.0, 4.0]
     got = logits_with_fp8_pages(network)
     assert (got - expected).norm() < 0.01 * expected.norm()
@@ -105,7 +105,7 @@ def with_scales(
 
 
 def test_a_token_takes_a_byte_a_number(tiny_model: Tiny) -> None:
-    network = load_network(ModelConfig(path=str(tiny_model()), dtype="float32"), DEVICE)[0]
+    network = load_network(ModelConfig(path=str(tiny_model()), dtype="float32"), DEVICE)
     layers = network.attentions
     num_numbers = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers)
     assert network.bytes_per_token == 4 * num_numbers
@@ -142,10 +142,10 @@ def test_answers_are_equal_with_and_without_drafts(tiny_model: Tiny) -> None:
         }
         cache = replace(config.cache, dtype="fp8")
         engine = Engine(replace(config, cache=cache, batch_invariant=True, **models))
-        assert engine.worker.pair.target.network.attentions[0].bound_pages.keys.element_size() == 1
+        assert engine.worker.pair.target.attentions[0].bound_pages.keys.element_size() == 1
         draft = engine.worker.pair.draft
         if draft is not None:
-            assert draft.network.attentions[0].bound_pages.keys.element_size() == 1
+            assert draft.attentions[0].bound_pages.keys.element_size() == 1
         answers.append(
             [tokens(outputs) for outputs in run(engine, prompts((3, 40), VOCAB), GREEDY)]
         )

@@ -139,7 +139,7 @@ def test_logits_are_those_of_the_unpacked_model(
     if not rounds_inputs:  # the build for any processor
         monkeypatch.setattr(layers, "compiled", lambda: layers.builds()["_layers"])
     folder = directory(type_, Type.Q8_0)
-    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
@@ -153,7 +153,7 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
     directory: Callable[[Type, Type], Path],
 ) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
-    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert not hasattr(network, "embedding")
     truth = GgufFile(folder / "model.gguf").read("token_embd.weight").dequantised()
     assert torch.equal(network.input_embedding, truth)
@@ -167,7 +167,7 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
 def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
     folder = llama_directory(tmp_path, Type.Q4_1, Type.Q8_0)  # whose config has a tied embedding
     write_llama(folder / "model.gguf", Type.Q4_1, Type.Q8_0, own_head=True)
-    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
     ids = torch.arange(20)
     with torch.inference_mode():
@@ -197,7 +197,7 @@ def test_the_check_at_load_unpacks_a_weight_once_a_pass(
         return dequantised(self)
 
     monkeypatch.setattr(weights.Tiles, "dequantised", counting)
-    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
     # Three modules of transformers' share the weight of queries, keys and values; one has the head.
     linears = [*network.blocks[0].linears, network.head]
@@ -207,7 +207,7 @@ def test_the_check_at_load_unpacks_a_weight_once_a_pass(
 @needs_layers
 def test_in_bfloat16_only_kv_is_rounded(directory: Callable[[Type, Type], Path]) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
-    network, _ = load_network(ModelConfig(path=str(folder), dtype="bfloat16"), DEVICE)
+    network = load_network(ModelConfig(path=str(folder), dtype="bfloat16"), DEVICE)
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         truth = original(folder)(ids[None]).logits[0]
@@ -222,7 +222,7 @@ def test_without_compiled_layers_the_weights_are_unpacked(
     for module in (gguf_checkpoint, weights):
         monkeypatch.setattr(module, "compiled", lambda: None)
     folder = directory(Type.Q4_1, Type.Q8_0)
-    network, _ = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, Decoder)
     assert not isinstance(network, CompiledDecoder)
     ids = torch.arange(20)

@@ -260,7 +260,7 @@ def test_a_window_holds_only_if_a_layer_is_said_to_have_one(
 def test_a_head_can_be_rounded_to_fp8(target: Path, tmp_path: Path) -> None:
     path = save_tiny_head(tmp_path, target)
     config = ModelConfig(path=str(target), dtype="float32")
-    network = load_network(config, DEVICE)[0]
+    network = load_network(config, DEVICE)
     quantised = replace(config, path=str(path), quantization="fp8", dtype="auto")
     head = load_head(quantised, network, config.path)
     plain = {name: tensor.to(DEVICE) for name, tensor in tensors_of(path).items()}
@@ -282,7 +282,7 @@ def test_the_layers_that_it_reads_can_be_set(target: Path, tmp_path: Path) -> No
     assert config.draft is not None
     draft = replace(config.draft, head_layers=(5, 0, 3))
     engine = Engine(replace(config, draft=draft))
-    assert engine.worker.pair.target.network.tapped_layers == (-1, 2, 4)
+    assert engine.worker.pair.target.tapped_layers == (-1, 2, 4)
     with pytest.raises(HeadError, match="after layers 2, 5, 9"):
         Engine(replace(config, draft=replace(draft, head_layers=(9, 2, 5))))
 

@@ -67,7 +67,7 @@ def test_no_more_than_a_layer_is_on_its_way(
         path = quantise(path, tmp_path, name)
         config = ModelConfig(path=str(path), dtype="float32")
     with Memory() as memory:
-        network = load_network(config, DEVICE)[0]
+        network = load_network(config, DEVICE)
         kept = memory.now
     weights = NUM_LAYERS * LAYER + OTHERS
     assert kept >= network.weight_bytes  # it counts
@@ -88,7 +88,7 @@ def test_no_more_than_a_layer_of_experts_is_on_its_way(tiny_model: Tiny, tmp_pat
     }
     path = quantise_experts(tiny_model("gpt_oss", **shape), tmp_path)
     with Memory() as memory:
-        network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)[0]
+        network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
         kept = memory.now
     experts = num_experts * 3 * width * width  # weights of a layer
     others = network.weight_bytes + 4 * 97 * width  # and the embedding

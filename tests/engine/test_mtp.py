@@ -48,7 +48,7 @@ def test_mimo_is_a_qwen2_to_transformers(target: Path) -> None:
     ids = torch.tensor(prompts([12], VOCAB))
     expected = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
     engine = Engine(engine_config(target, target, k=K))
-    assert type(engine.worker.pair.target.network) is Decoder
+    assert type(engine.worker.pair.target) is Decoder
     assert tokens(run(engine, ids.tolist(), GREEDY)[0]) == expected[0, 12:].tolist()
 
 
@@ -59,20 +59,20 @@ def test_the_code_that_a_mimo_brings_is_not_run(target: Path) -> None:
     for trusts in (False, True):
         assert load_config(target, trust_remote_code=trusts).model_type == "mimo"
         config = ModelConfig(path=str(target), dtype="float32", trust_remote_code=trusts)
-        assert type(load_network(config, DEVICE)[0]) is Decoder
+        assert type(load_network(config, DEVICE)) is Decoder
 
 
 def test_nothing_but_the_head_need_be_named(target: Path) -> None:
     engine = Engine(engine_config(target, target))
     assert (engine.info.proposer, engine.info.draft_dtype) == ("mtp", "float32")
-    head, network = engine.worker.pair.head, engine.worker.pair.target.network
+    head, network = engine.worker.pair.head, engine.worker.pair.target
     assert head is not None
     assert head.embedding is network.input_embedding
     assert head.head is network.output_head
 
 
 def test_the_projection_is_one_of_its_weights(target: Path) -> None:
-    network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)[0]
+    network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
     config = ModelConfig(path=str(target), dtype="float32", is_mtp=True)
     head = load_head(config, network, config.path)
     parts = (*head.blocks[0].linears, head.head, head.fc)
@@ -173,7 +173,7 @@ def test_a_quantised_checkpoint_keeps_its_head(leave: tuple[str, ...], tmp_path:
     path = quantise(plain, tmp_path, "ct fp8 of rows", leave=leave)
     meant = PlainMtp(tmp_path / "meant").w
     config = ModelConfig(path=str(path), dtype="float32")
-    network = load_network(config, DEVICE)[0]
+    network = load_network(config, DEVICE)
     head = load_head(replace(config, is_mtp=True), network, config.path)
     for linear, name in (
         (head.fc, "input_proj"),
@@ -186,7 +186,7 @@ def test_a_quantised_checkpoint_keeps_its_head(leave: tuple[str, ...], tmp_path:
 
 def test_a_head_can_be_rounded_to_fp8(target: Path) -> None:
     config = ModelConfig(path=str(target), dtype="float32")
-    network = load_network(config, DEVICE)[0]
+    network = load_network(config, DEVICE)
     head = load_head(replace(config, is_mtp=True, quantization="fp8"), network, config.path)
     plain = PlainMtp(target).w
     for linear, name in ((head.fc, "input_proj"), (head.blocks[0].mlp.down, "mlp.down_proj")):

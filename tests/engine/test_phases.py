@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
-from outrider.engine.models.paged_model import captured_shapes
+from outrider.engine.models.network import captured_shapes
 from outrider.engine.state import phase
 from outrider.engine.state.phase import Shape, padded_sizes, record_graph
 
@@ -162,7 +162,7 @@ def test_prompts_run_captured_too(target: Path, recorded: type[_Recorded]) -> No
     engine = Engine(config)
     expected = [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)]
     engine.worker.capture(ignore_progress)
-    phase_of_target = engine.worker.scorer._model._phase
+    phase_of_target = engine.worker.scorer._target._phase
     phase_of_target.captured = _Complete(phase_of_target.captured)
     assert [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)] == expected
 

@@ -77,14 +77,14 @@ def test_rows_for_the_lm_head_are_bounded(
     monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 5)
     engine = Engine(engine_config(target, draft))
     rows = []
-    forward = engine.worker.scorer._model.forward
+    forward = engine.worker.scorer._target.forward
 
     def watch(batch: HostBatch) -> Pass:
         computed = forward(batch)
         rows.append(len(computed.logits))
         return computed
 
-    monkeypatch.setattr(engine.worker.scorer._model, "forward", watch)
+    monkeypatch.setattr(engine.worker.scorer._target, "forward", watch)
     outputs = run(engine, MIXED, [SCORED, SCORED, SCORED, GREEDY, SCORED, GREEDY])
     assert max(rows) <= 5 + 6 * 5  # the prompt's, and k + 1 for each sequence
     assert [tokens(o) for o in outputs] == plain

@@ -20,7 +20,6 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.formats import fp8
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.narrow_weight import Narrow, Scaled, Stacked
-from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.models.weights import Dense, Linear, as_batch_invariant
 from outrider.kernels.model.narrow_matrix import round_to_fp8
 
@@ -36,7 +35,7 @@ def plain(tiny_model: Tiny) -> Path:
 
 def load(path: Path, **options: Any) -> Any:
     config = ModelConfig(path=str(path), dtype="float32", **options)
-    return load_network(config, DEVICE)[0]
+    return load_network(config, DEVICE)
 
 
 @torch.inference_mode()
@@ -100,7 +99,7 @@ def test_layers_that_were_left_out_stay_plain(name: str, plain: Path, tmp_path: 
 def test_steps_of_every_kind(plain: Path, tmp_path: Path) -> None:
     path = quantise(plain, tmp_path, "ct fp8 of rows")
     config = ModelConfig(path=str(path), dtype="float32")
-    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
+    model = load_network(config, DEVICE, batch_invariant=None)
     check_against_eager(model, tmp_path / "meant")
 
 
@@ -131,7 +130,7 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
 ) -> None:
     path = tiny_model(architecture, tie_word_embeddings=True)
     config = ModelConfig(path=str(path), dtype="float32", quantization="fp8")
-    network = load_network(config, DEVICE, is_draft=is_draft)[0]
+    network = load_network(config, DEVICE, is_draft=is_draft)
     assert isinstance(network, Decoder)
     got = run_prompt(network).logits
     expected = eager(path)

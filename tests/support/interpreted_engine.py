@@ -36,7 +36,7 @@ def main(folder: Path, proposer: str) -> None:
     }[proposer]()
     name = "ngram" if proposer == "ngram" else "draft_model"
     engine = Engine(engine_config(target, draft, k=2, max_num_seqs=2, proposer=name))
-    assert type(engine.worker.pair.target.network) is Decoder, "it packed its weights for a CPU"
+    assert type(engine.worker.pair.target) is Decoder, "it packed its weights for a CPU"
     state = engine.worker.slots.state
     before = [state.token_ids.clone(), state.num_tokens.clone()]
     engine.worker.compile()

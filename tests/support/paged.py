@@ -1,4 +1,4 @@
-"""Logits of a paged model, step by step, against Hugging Face's eager attention."""
+"""Logits of a network, step by step, against Hugging Face's eager attention."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.models.network import Network
 from outrider.engine.models.one_prompt import PAGE as PROMPT_PAGE
 from outrider.engine.models.one_prompt import num_pages_of, one_prompt
-from outrider.engine.models.paged_model import PagedModel
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.slots import Slots
 
@@ -31,7 +30,7 @@ def run_prompt(network: Network, input_ids: torch.Tensor = PROMPT) -> Any:
 
 @torch.inference_mode()
 def paged_logits(
-    model: PagedModel,
+    model: Network,
     sequences: list[list[int]],
     steps: list[list[tuple[int, int]]],
     graphs: bool,
@@ -60,7 +59,7 @@ def paged_logits(
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 
 
-def check_against_eager(model: PagedModel, path: Path, *, graphs: bool = False) -> None:
+def check_against_eager(model: Network, path: Path, *, graphs: bool = False) -> None:
     """Ragged steps of every kind over three sequences of the model of `path`; with `graphs`, the
     steps of few rows are replayed.
     """
@@ -69,7 +68,7 @@ def check_against_eager(model: PagedModel, path: Path, *, graphs: bool = False) 
         path, attn_implementation="eager", dtype=model.dtype
     )
     eager.float().eval()
-    model.network.bind_cache(num_pages=128, page_size=PAGE)
+    model.bind_cache(num_pages=128, page_size=PAGE)
     generator = torch.Generator().manual_seed(1)
     sequences = [
         torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (45, 19, 9)

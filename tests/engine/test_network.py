@@ -14,7 +14,6 @@ from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.paged_model import PagedModel
 
 OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
 
@@ -24,8 +23,8 @@ def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..
     """Known structures get our decoder, others their own code."""
     path = tiny_model(architecture)
     config = ModelConfig(path=str(path), dtype="float32")
-    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
-    assert type(model.network) is (Decoder if architecture in OURS else HuggingFaceModel)
+    model = load_network(config, DEVICE, batch_invariant=None)
+    assert type(model) is (Decoder if architecture in OURS else HuggingFaceModel)
     check_against_eager(model, path)
 
 
@@ -45,7 +44,7 @@ def test_logits_through_graphs_equal_eager_attention(
         monkeypatch.setattr(families, "FAMILIES", {})
     path = tiny_model(architecture)
     config = ModelConfig(path=str(path), dtype=dtype)
-    model = PagedModel(*load_network(config, DEVICE, batch_invariant=None))
+    model = load_network(config, DEVICE, batch_invariant=None)
     if (architecture, dtype) == ("gpt_oss", "float32"):  # its experts wait for the GPU
         with pytest.raises(
             UnsupportedModelError, match=r"gpt_oss in torch\.float32 .*enforce_eager"
