@@ -1,4 +1,4 @@
-"""Attention of one layer over its pages, and the data that layers share during a forward pass."""
+"""Attention of one layer over its pages, and the batch that the layers of a pass share."""
 
 import functools
 from dataclasses import dataclass
@@ -19,8 +19,12 @@ from outrider.kernels.model.attention_reference import (
 from outrider.kernels.model.batch_invariant_attention import Heads
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rope import rotary_table
+from outrider.kernels.model.rows import read_rows
 
-from ..state.batch import ForwardBatch
+from ..state.batch import BatchRows, packed_lens
+from ..state.phase import Shape
+from ..state.ragged import aligned
+from ..state.slots import Slots
 
 
 class KVPages(NamedTuple):
@@ -46,56 +50,97 @@ class SequenceRows(NamedTuple):
     behind: list[int]  # places in its last page after these tokens, in the same block of keys
 
 
-class PassContext:
-    """One batch on its way through a model, with data that several layers need, computed once.
+@dataclass(eq=False)
+class ForwardBatch:
+    """A HostBatch on the device: positions are absolute, tokens and pages looked up.
 
-    With `batch_invariant`, the bits of a row of attention do not depend on the batch.
+    What several layers of a pass need of it is computed once. With `batch_invariant`, the bits of a
+    row of attention do not depend on the batch.
     """
 
-    def __init__(self, batch: ForwardBatch, *, batch_invariant: bool = False) -> None:
-        self.batch = batch
-        self._batch_invariant = batch_invariant
+    # [T]
+    input_ids: Tensor
+    rows: BatchRows
+    # [num_logits]
+    logits_rows: Tensor
+    # [num_slots, pages]
+    block_table: Tensor
+    page_size: int
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
         self._blocks: dict[tuple[int, int, int | None, int, int, bool], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def of_next_tokens(rows: BatchRows, slots: Slots) -> "ForwardBatch":
+        """The same rows, each with the token after its own as input; no row gets logits."""
+        # Shifted by a view: adding 1 to positions would be a launch.
+        input_ids = slots.token_ids[:, 1:][rows.slot_of_row, rows.positions].long()
+        no_logits = rows.slots[:0]
+        return ForwardBatch(input_ids, rows, no_logits, slots.block_table, slots.page_size)
+
+    @staticmethod
+    def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
+        """The batch of `HostBatch.packed`; a row reads the token `ahead` places after its own."""
+        lens = packed_lens(shape)
+        parts = packed.split([aligned(length) for length in lens])
+        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (
+            part[:length] for part, length in zip(parts, lens, strict=True)
+        )
+        read = read_rows(
+            slot_of_row,
+            positions,
+            slot,
+            seq_lens,
+            slots.num_tokens,
+            slots.token_ids,
+            slots.block_table,
+            slots.page_size,
+            ahead,
+        )
+        rows = BatchRows(
+            slot_of_row, read.positions, read.slot_mapping, slot, read.seq_lens, cu_seqlens_q
+        )
+        return ForwardBatch(read.token_ids, rows, logits_rows, slots.block_table, slots.page_size)
 
     def rotary(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every row. Shape: [T, head_dim] each."""
         key = id(rope.inv_freq)
         if key not in self._rotary:
-            self._rotary[key] = rotary_table(self.batch.rows.positions, *rope, dtype)
+            self._rotary[key] = rotary_table(self.rows.positions, *rope, dtype)
         return self._rotary[key]
 
     def items(self, layer: "PagedAttention") -> AttentionItems:
         """The list of work for the attention kernel, for layers with as many heads."""
         key = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         if key not in self._items:
-            batch, rows = self.batch, self.batch.rows
+            rows = self.rows
             self._items[key] = list_items(
                 rows.cu_seqlens_q,
                 rows.seq_lens,
                 rows.slots,
                 len(rows.positions),
                 *key,
-                batch.block_table.shape[1] * batch.page_size,
-                batch_invariant=self._batch_invariant,
+                self.block_table.shape[1] * self.page_size,
+                batch_invariant=self.batch_invariant,
             )
         return self._items[key]
 
     @functools.cached_property
     def sequences(self) -> list[SequenceRows]:
         """The sequences of the batch that have rows, for attention without a kernel."""
-        batch = self.batch
-        bounds, seq_lens = batch.rows.cu_seqlens_q.tolist(), batch.rows.seq_lens.tolist()
+        bounds, seq_lens = self.rows.cu_seqlens_q.tolist(), self.rows.seq_lens.tolist()
         sequences = []
-        for i, slot in enumerate(batch.rows.slots.tolist()):
+        for i, slot in enumerate(self.rows.slots.tolist()):
             begin, end, num_tokens = bounds[i], bounds[i + 1], seq_lens[i]
             if begin < end:
-                page_ids = batch.block_table[slot, : -(-num_tokens // batch.page_size)]
+                page_ids = self.block_table[slot, : -(-num_tokens // self.page_size)]
                 ids = page_ids.tolist()
                 are_consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
                 pages = slice(ids[0], ids[-1] + 1) if are_consecutive else page_ids
-                behind = _behind(num_tokens, ids[-1], batch.page_size)
+                behind = _behind(num_tokens, ids[-1], self.page_size)
                 sequences.append(SequenceRows(slice(begin, end), num_tokens, pages, behind))
         return sequences
 
@@ -105,9 +150,9 @@ class PassContext:
         query_len = seq.rows.stop - seq.rows.start
         key = (query_len, seq.num_tokens, window, group, layer.rows_at_once, layer.causal)
         if key not in self._blocks:
-            assert layer.causal or not self._batch_invariant, "a row would depend on those after it"
+            assert layer.causal or not self.batch_invariant, "a row would depend on those after it"
             args = (query_len, seq.num_tokens, window, group, like.dtype, like.device)
-            if self._batch_invariant:
+            if self.batch_invariant:
                 self._blocks[key] = row_blocks(*args, layer.rows_at_once)
             else:
                 self._blocks[key] = whole_block(*args, causal=layer.causal)
@@ -117,7 +162,7 @@ class PassContext:
     def behind(self) -> Tensor | None:
         """Places after the sequences that attention reads nevertheless; None if there are none."""
         places = [place for seq in self.sequences for place in seq.behind]
-        return torch.tensor(places) if self._batch_invariant and places else None
+        return torch.tensor(places) if self.batch_invariant and places else None
 
 
 def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:
@@ -175,7 +220,7 @@ class PagedAttention:
         assert self.pages is not None, "attention before its pages were bound"
         return self.pages
 
-    def __call__(self, query: Tensor, context: PassContext) -> Tensor:
+    def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend over the pages, which must already hold the KV of these rows.
 
         Shape: query [T, num_heads, head_dim] -> [T, num_heads, value_dim]
@@ -186,8 +231,8 @@ class PagedAttention:
                 query,
                 keys,
                 values,
-                context.items(self),
-                context.batch.block_table,
+                batch.items(self),
+                batch.block_table,
                 self.scale,
                 self.window,
                 self.softcap,
@@ -196,21 +241,21 @@ class PagedAttention:
                 self.v_scale,
                 causal=self.causal,
             )
-        if context.behind is not None:  # rejected drafts or earlier owners may have left NaN there
+        if batch.behind is not None:  # rejected drafts or earlier owners may have left NaN there
             for pages in (keys, values):
-                pages.flatten(0, 1).index_fill_(0, context.behind, 0)
+                pages.flatten(0, 1).index_fill_(0, batch.behind, 0)
         outs = [
             paged_attention_reference(
                 query[seq.rows],
                 keys,
                 values,
                 seq.pages,
-                context.blocks(seq, self, keys),
+                batch.blocks(seq, self, keys),
                 self.scale,
                 self.softcap,
                 self.sinks,
             )
-            for seq in context.sequences
+            for seq in batch.sequences
         ]
         num_padding = len(query) - sum(map(len, outs))
         if num_padding:

@@ -21,7 +21,7 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store
 from outrider.kernels.model.row_codes import Normed
 
-from .attention import PagedAttention, PassContext, Rope
+from .attention import ForwardBatch, PagedAttention, Rope
 from .experts import ExpertMLP
 from .network import PagedLayers
 from .weights import Linear, Part, StoredWeights
@@ -42,18 +42,18 @@ class AttentionMixer(Part):
         self.norm = self.qkv.weight.before(self.norm)
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         # Launched before the product: what reads them does so before it waits for its inputs.
-        context.rotary(self.rope, x.dtype)
+        batch.rotary(self.rope, x.dtype)
         if uses_triton(x):
-            context.items(self.attention)
+            batch.items(self.attention)
         qkv = self.qkv.of_normed(x, normed, self.norm)
-        query = self.store(qkv, self.attention.num_heads, context)
-        out = self.attention(query, context)
+        query = self.store(qkv, self.attention.num_heads, batch)
+        out = self.attention(query, batch)
         return self.output.add_to(x, out.flatten(1), norm=next_norm)
 
-    def store(self, qkv: Tensor, num_heads: int, context: PassContext) -> Tensor:
+    def store(self, qkv: Tensor, num_heads: int, batch: ForwardBatch) -> Tensor:
         """Store keys and values in the pages; returns the rotated queries, if the rows have any.
 
         Shape: qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim]
@@ -61,9 +61,9 @@ class AttentionMixer(Part):
         q_norm, k_norm = self.head_norms or (None, None)
         return rope_and_store(
             qkv,
-            *context.rotary(self.rope, qkv.dtype),
+            *batch.rotary(self.rope, qkv.dtype),
             *self.attention.bound_pages,
-            context.batch.rows.slot_mapping,
+            batch.rows.slot_mapping,
             num_heads,
             q_norm,
             k_norm,
@@ -84,7 +84,7 @@ class GatedMLP(Part):
         self.norm = self.gate_up.weight.before(self.norm)
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         gated = self.gate_up.of_normed(x, normed, self.norm, gated=True)
         return self.down.add_to(x, gated, norm=next_norm)
@@ -98,11 +98,11 @@ class Block:
     mlp: GatedMLP | ExpertMLP
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
-        normed = self.mixer(x, normed, self.mlp.norm, context)
-        return self.mlp(x, normed, next_norm, context)
+        normed = self.mixer(x, normed, self.mlp.norm, batch)
+        return self.mlp(x, normed, next_norm, batch)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -172,7 +172,7 @@ class Stack(PagedLayers):
             self._wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
         return self._wide[: len(logits)].index_copy_(1, self.target_ids, logits)
 
-    def through_blocks(self, x: Tensor, normed: Normed | None, context: PassContext) -> None:
+    def through_blocks(self, x: Tensor, normed: Normed | None, batch: ForwardBatch) -> None:
         """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden]."""
         for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
-            normed = block(x, normed, next_norm, context)
+            normed = block(x, normed, next_norm, batch)

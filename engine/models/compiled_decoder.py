@@ -15,7 +15,7 @@ from outrider.kernels.model.rope import rotary_table
 from outrider.kernels.verify.cpu import LinesOfDrafts
 
 from ..state.batch import BatchRows, HostBatch
-from .attention import PagedAttention, PassContext, Rope
+from .attention import ForwardBatch, PagedAttention, Rope
 from .blocks import Block, GatedMLP
 from .decoder import Decoder
 from .network import Pass
@@ -111,8 +111,8 @@ class CompiledDecoder(Decoder):
     def dtype_of_pages(self, layer: PagedAttention) -> torch.dtype:
         return self.cache_dtype or self.dtype  # it reads bfloat16 as fast, unlike torch's attention
 
-    def __call__(self, context: PassContext) -> Pass:
-        batch, rows = context.batch, context.batch.rows
+    def __call__(self, batch: ForwardBatch) -> Pass:
+        rows = batch.rows
         num_rows, num_logits = len(batch.input_ids), len(batch.logits_rows)
         self._bind(self.attentions)
         if num_rows:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from .attention import PassContext
+from .attention import ForwardBatch
 from .blocks import Block, Stack
 from .network import Network, Pass
 from .weights import Dense, Linear
@@ -45,15 +45,14 @@ class Decoder(Stack, Network):
         self.head = Linear(Dense(self.head.weight.matrix[token_ids]), bias)
         self.target_ids = token_ids
 
-    def __call__(self, context: PassContext) -> Pass:
-        batch = context.batch
+    def __call__(self, batch: ForwardBatch) -> Pass:
         x = F.embedding(batch.input_ids, self.embedding)
         normed, taps = None, None
         if self.tapped_layers:
             taps = x.new_empty(len(x), len(self.tapped_layers), x.shape[1])
             self._tap(-1, x, taps)
         for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
-            normed = block(x, normed, next_norm, context)
+            normed = block(x, normed, next_norm, batch)
             self._tap(i, x, taps)
         num_layers = len(self.blocks)
         if num_layers in self.tapped_layers:

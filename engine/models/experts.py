@@ -11,7 +11,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing, route
 from outrider.kernels.model.row_codes import Normed
 
-from .attention import PassContext
+from .attention import ForwardBatch
 from .weights import Linear, Part, StoredWeights
 
 
@@ -41,7 +41,7 @@ class ExpertMLP(Part):
     experts: ExpertWeights
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, context: PassContext
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         if normed is None:
             normed = rms_norm(x, self.norm)

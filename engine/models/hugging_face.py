@@ -22,7 +22,7 @@ from outrider.kernels.model.rope import store
 
 from ..config import ModelConfig
 from .admission import UnsupportedModelError
-from .attention import PagedAttention, PassContext
+from .attention import ForwardBatch, PagedAttention
 from .checkpoint import Progress
 from .gguf_file import transformers_arguments
 from .network import Network, Pass
@@ -51,7 +51,7 @@ class HuggingFaceModel(Network):
         Raises UnsupportedModelError if the model would silently compute wrong results.
         """
         self._attention_of: dict[nn.Module, PagedAttention] = {}
-        self._context: PassContext | None = None  # None during the dry run
+        self._batch: ForwardBatch | None = None  # None during the dry run
         self._num_calls = 0
         name = _NAME.format(next(_numbers))
         AttentionInterface.register(name, self._attend)
@@ -111,9 +111,8 @@ class HuggingFaceModel(Network):
             for parameter in module.parameters(recurse=False)
         )
 
-    def __call__(self, context: PassContext) -> Pass:
-        self._context = context
-        batch = context.batch
+    def __call__(self, batch: ForwardBatch) -> Pass:
+        self._batch = batch
         logits, taps = self._run(batch.input_ids, batch.rows.positions, batch.logits_rows)
         place = self.place_of_logits(len(logits))
         return Pass(logits if place is None else place.copy_(logits), taps)
@@ -158,7 +157,7 @@ class HuggingFaceModel(Network):
             value: [1, num_kv_heads, T, value_dim]
             returns: [1, T, num_heads, value_dim], None
         """
-        if self._context is None:
+        if self._batch is None:
             self._num_calls += 1
             # An argument that we ignored would silently make the output wrong.
             dropped = sorted(name for name, given in unknown.items() if given not in (None, False))
@@ -179,10 +178,10 @@ class HuggingFaceModel(Network):
             return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
         attention = self._attention_of[module]
         keys, values = attention.bound_pages
-        places = self._context.batch.rows.slot_mapping
+        places = self._batch.rows.slot_mapping
         store(keys, places, key[0].transpose(0, 1), attention.k_scale)
         store(values, places, value[0].transpose(0, 1), attention.v_scale)
-        return attention(query[0].transpose(0, 1), self._context)[None], None
+        return attention(query[0].transpose(0, 1), self._batch)[None], None
 
     @torch.inference_mode()
     def _dry_run(self) -> None:

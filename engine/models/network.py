@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state.batch import BatchRows, ForwardBatch, HostBatch
+from ..state.batch import BatchRows, HostBatch
 from ..state.phase import Captured, Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError
-from .attention import PagedAttention, PassContext
+from .attention import ForwardBatch, PagedAttention
 from .checkpoint import Progress
 from .weights import Linear
 
@@ -109,7 +109,7 @@ class Network(PagedLayers):
         """Whether in every product the bits of a row do not depend on the batch."""
 
     @abstractmethod
-    def __call__(self, context: PassContext) -> Pass: ...
+    def __call__(self, batch: ForwardBatch) -> Pass: ...
 
     def tap(self, layers: Sequence[int]) -> None:
         """From now on, hand out the residual stream after these layers, for every row, in the order
@@ -204,7 +204,8 @@ class Network(PagedLayers):
     def run(self, packed: Tensor, shape: Shape) -> Pass:
         """The captured part of `forward`, over a batch packed to this shape."""
         batch = ForwardBatch.unpack(packed, shape, self._slots)
-        computed = self(PassContext(batch, batch_invariant=self.batch_invariant))
+        batch.batch_invariant = self.batch_invariant
+        computed = self(batch)
         return computed if computed.taps is None else computed._replace(rows=batch.rows)
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..state.batch import BatchRows, ForwardBatch
-from .attention import PassContext
+from ..state.batch import BatchRows
+from .attention import ForwardBatch
 
 PAGE = 16  # tokens; as by default, so that attention is compiled for one size
 
@@ -20,7 +20,7 @@ def one_prompt(
     follows: bool = False,
     max_len: int = 0,
     batch_invariant: bool = False,
-) -> PassContext:
+) -> ForwardBatch:
     """The tokens of a prompt from position `first` on; every row gets logits.
 
     Its pages of PAGE tokens lie in order, and the block table has room for `max_len` tokens. If it
@@ -35,20 +35,18 @@ def one_prompt(
     # As wide for every prompt: the order of sums in attention may depend on the width.
     table = torch.zeros(1, num_pages_of(max(end, max_len)), dtype=torch.int32, device=device)
     table[0, :num_pages] = torch.arange(num_pages, device=device)
-    return PassContext(
-        ForwardBatch(
-            input_ids,
-            BatchRows(
-                slot_of_row=torch.zeros_like(rows),
-                positions=rows + first,
-                slot_mapping=rows + num_before,
-                slots=torch.zeros_like(rows[:1]),
-                seq_lens=torch.full_like(rows[:1], end),
-                cu_seqlens_q=torch.tensor([0, length], device=device),
-            ),
-            logits_rows=rows,
-            block_table=table,
-            page_size=PAGE,
+    return ForwardBatch(
+        input_ids,
+        BatchRows(
+            slot_of_row=torch.zeros_like(rows),
+            positions=rows + first,
+            slot_mapping=rows + num_before,
+            slots=torch.zeros_like(rows[:1]),
+            seq_lens=torch.full_like(rows[:1], end),
+            cu_seqlens_q=torch.tensor([0, length], device=device),
         ),
+        logits_rows=rows,
+        block_table=table,
+        page_size=PAGE,
         batch_invariant=batch_invariant,
     )

@@ -7,6 +7,7 @@ layer was given, so that every layer is compared by itself and errors do not add
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from outrider.kernels.model.expert_matrix import Experts, expert_of
 from outrider.kernels.model.rms_norm import rms_norm
 from outrider.kernels.model.routing import route, routing_of
 
-from .attention import PassContext
+from .attention import ForwardBatch
 from .blocks import Block
 from .decoder import Decoder
 from .experts import ExpertMLP
@@ -84,10 +85,9 @@ class Original:
         if added:
             raise ValueError(f"transformers leaves out {', '.join(added[:3])}")
 
-    def run(self, contexts: Sequence[PassContext]) -> "list[OriginalPass]":
+    def run(self, batches: Sequence[ForwardBatch]) -> "list[OriginalPass]":
         """One pass over these prompts, for which each weight is dequantised once."""
         # Padded at their ends, which no token before sees; padding has position 0.
-        batches = [context.batch for context in contexts]
         input_ids = pad_sequence([batch.input_ids for batch in batches], batch_first=True)
         positions = pad_sequence([batch.rows.positions for batch in batches], batch_first=True)
         states: list[Tensor] = []  # [prompts, longest, hidden] each
@@ -155,34 +155,33 @@ def why_different(
     generator = torch.Generator().manual_seed(0)
     passes = [(starts[0], length) for length in CHECKED_LENGTHS]
     passes += [(first, CHECKED_LENGTHS[-1]) for first in starts[1:]]
-    contexts = []
+    batches = []
     for first, length in passes:
         input_ids = torch.randint(0, len(decoder.embedding), (length,), generator=generator)
-        contexts.append(
+        batches.append(
             one_prompt(input_ids.to(decoder.device), first, batch_invariant=batch_invariant)
         )
     # The longest by itself: to pad the others to its length would take memory.
-    originals = original.run(contexts[:1]) + original.run(contexts[1:])
+    originals = original.run(batches[:1]) + original.run(batches[1:])
 
     def differences() -> Iterator[str]:
-        for context, theirs in zip(contexts, originals, strict=True):
-            # A new context each time: compiling computes none of what a context keeps.
-            anew = PassContext(context.batch, batch_invariant=batch_invariant)
-            yield from _differences(decoder, anew, theirs)
+        for batch, theirs in zip(batches, originals, strict=True):
+            # A copy each time: compiling computes none of what a batch keeps.
+            yield from _differences(decoder, replace(batch), theirs)
 
     compile_together([lambda: list(differences())], decoder.device)
     return next(differences(), None)
 
 
-def _differences(decoder: Decoder, context: PassContext, theirs: OriginalPass) -> Iterator[str]:
+def _differences(decoder: Decoder, batch: ForwardBatch, theirs: OriginalPass) -> Iterator[str]:
     """Names the parts that compute something else for one prompt."""
     states, routers, logits = theirs
-    if not torch.equal(decoder.embedding[context.batch.input_ids], states[0]):
+    if not torch.equal(decoder.embedding[batch.input_ids], states[0]):
         yield "its embedding"
     for i, block in enumerate(decoder.blocks):
         routed = routers[i]
-        if not _agrees(block, states[i], states[i + 1], context, routed):
-            yield f"layer {i} at position {int(context.batch.rows.positions[0])}"
+        if not _agrees(block, states[i], states[i + 1], batch, routed):
+            yield f"layer {i} at position {int(batch.rows.positions[0])}"
         if routed is not None and not _routes_alike(block, routed):
             yield f"the router of layer {i}"
     ours = decoder.head(rms_norm(states[-1].clone(), decoder.norm)).float()
@@ -192,15 +191,15 @@ def _differences(decoder: Decoder, context: PassContext, theirs: OriginalPass) -
 
 
 def _agrees(
-    block: Block, x: Tensor, expected: Tensor, context: PassContext, routed: Routed | None
+    block: Block, x: Tensor, expected: Tensor, batch: ForwardBatch, routed: Routed | None
 ) -> bool:
     block.mixer.attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
     got = x.clone()
     if routed is None:
-        block(got, None, None, context)
+        block(got, None, None, batch)
     else:  # with the same experts: rounding may turn a choice between two that are nearly equal
         assert isinstance(block.mlp, ExpertMLP)
-        normed = block.mixer(got, None, block.mlp.norm, context)
+        normed = block.mixer(got, None, block.mlp.norm, batch)
         if normed is None:
             normed = rms_norm(got, block.mlp.norm)
         assert isinstance(normed, Tensor)

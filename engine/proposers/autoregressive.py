@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outrider.kernels.model.rows import keep_last_rows
 
-from ..models.attention import PassContext
+from ..models.attention import ForwardBatch
 from ..models.heads.head import AutoregressiveHead
-from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
+from ..state.batch import BatchRows, HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
@@ -40,14 +40,15 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
         """Compute the rows, and keep each sequence's last one, from which its drafts start."""
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
-        y = self._head(self._head.fused(taps), batch.input_ids, self._context(batch))
+        y = self._head(self._head.fused(taps), batch.input_ids, self._as_target(batch))
         slots, seq_lens, bounds = batch.rows.slots, batch.rows.seq_lens, batch.rows.cu_seqlens_q
         keep_last_rows(self._last_rows, y, slots, seq_lens, bounds, self._slots.num_tokens)
         return y
 
-    def _context(self, batch: ForwardBatch) -> PassContext:
+    def _as_target(self, batch: ForwardBatch) -> ForwardBatch:
         """The head attends as its target does, so that the target's kernels serve both."""
-        return PassContext(batch, batch_invariant=self._target.batch_invariant)
+        batch.batch_invariant = self._target.batch_invariant
+        return batch
 
 
 class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
@@ -111,7 +112,7 @@ class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
         Shape: y [N, hidden] -> [N, hidden].
         """
         batch = ForwardBatch.unpack(packed, shape, self._slots, ahead=1)
-        return self._head(self._head.recycled(y), batch.input_ids, self._context(batch))
+        return self._head(self._head.recycled(y), batch.input_ids, self._as_target(batch))
 
     def _logits(self, y: Tensor) -> Tensor:
         """Shape: [N, hidden] -> [N, V]."""

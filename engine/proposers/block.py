@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.attention import PassContext
+from ..models.attention import ForwardBatch
 from ..models.heads.block_head import BlockHead, ConfidenceHead, MarkovHead
 from ..models.heads.eagle3 import Eagle3Head
 from ..scheduling.plan import ScheduledRequest
-from ..state.batch import BatchRows, ForwardBatch, HostBatch, packed_len
+from ..state.batch import BatchRows, HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
@@ -169,7 +169,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
 
     def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
         batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
-        self._head.read(taps, PassContext(batch))
+        self._head.read(taps, batch)
         return batch.rows.positions
 
     def _shape(self, size: int, k: int) -> Shape:
@@ -185,7 +185,7 @@ class BlockProposer(BlockDrafting[BlockHead]):
         head, slots = self._head, self._slots
         batch = ForwardBatch.unpack(packed, shape, slots)
         is_anchor = batch.rows.positions + 1 == slots.num_tokens[batch.rows.slot_of_row]
-        x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), PassContext(batch))
+        x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), batch)
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head.states(x[rows.flatten()])
         logits = head.head(h).view(*rows.shape, -1)
@@ -209,7 +209,7 @@ class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eag
         batch = ForwardBatch.unpack(packed, shape, self._slots)
         y = self._last_rows[batch.rows.slots][None]  # [1, N, hidden]
         if k > 1:
-            masks = self._head.of_masks(self._context(batch))
+            masks = self._head.of_masks(self._as_target(batch))
             y = torch.cat((y, masks[rows_of_drafts(batch.rows, k - 1, 0)]))
         logits = self._head.logits(y.flatten(0, 1)).view(*y.shape[:2], -1)
         return _Block(batch.rows.slots, logits, y)

@@ -6,11 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from outrider.kernels.model.rows import read_rows
-
 from .phase import Shape
 from .ragged import aligned, ragged_arange
-from .slots import Slots
 
 
 @dataclass(slots=True)
@@ -75,19 +72,20 @@ class HostBatch:
         return np.concatenate(
             [
                 _pad(array, aligned(length), fill)
-                for (array, fill), length in zip(fields, _packed_lens(shape), strict=True)
+                for (array, fill), length in zip(fields, packed_lens(shape), strict=True)
             ]
         )
 
 
-def _packed_lens(shape: Shape) -> list[int]:
+def packed_lens(shape: Shape) -> list[int]:
+    """Lengths of the fields of `HostBatch.packed`, each of which is padded by `aligned`."""
     num_seqs, num_rows, num_logits = shape
     return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits]
 
 
 def packed_len(shape: Shape) -> int:
     """Length of what `HostBatch.packed` returns for this shape."""
-    return sum(aligned(length) for length in _packed_lens(shape))
+    return sum(aligned(length) for length in packed_lens(shape))
 
 
 def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
@@ -105,49 +103,3 @@ class BatchRows(NamedTuple):
     slots: Tensor  # [B], rows of the block table
     seq_lens: Tensor  # [B]
     cu_seqlens_q: Tensor  # [B + 1]
-
-
-@dataclass(slots=True)
-class ForwardBatch:
-    """A HostBatch on the device: positions are absolute, tokens and pages looked up."""
-
-    # [T]
-    input_ids: Tensor
-    rows: BatchRows
-    # [num_logits]
-    logits_rows: Tensor
-    # [num_slots, pages]
-    block_table: Tensor
-    page_size: int
-
-    @staticmethod
-    def of_next_tokens(rows: BatchRows, slots: Slots) -> "ForwardBatch":
-        """The same rows, each with the token after its own as input; no row gets logits."""
-        # Shifted by a view: adding 1 to positions would be a launch.
-        input_ids = slots.token_ids[:, 1:][rows.slot_of_row, rows.positions].long()
-        no_logits = rows.slots[:0]
-        return ForwardBatch(input_ids, rows, no_logits, slots.block_table, slots.page_size)
-
-    @staticmethod
-    def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
-        """The batch of `HostBatch.packed`; a row reads the token `ahead` places after its own."""
-        lens = _packed_lens(shape)
-        parts = packed.split([aligned(length) for length in lens])
-        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (
-            part[:length] for part, length in zip(parts, lens, strict=True)
-        )
-        read = read_rows(
-            slot_of_row,
-            positions,
-            slot,
-            seq_lens,
-            slots.num_tokens,
-            slots.token_ids,
-            slots.block_table,
-            slots.page_size,
-            ahead,
-        )
-        rows = BatchRows(
-            slot_of_row, read.positions, read.slot_mapping, slot, read.seq_lens, cu_seqlens_q
-        )
-        return ForwardBatch(read.token_ids, rows, logits_rows, slots.block_table, slots.page_size)

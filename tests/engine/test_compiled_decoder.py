@@ -10,13 +10,13 @@ from tiny_models import DEVICE
 from torch import Tensor
 from verification import HAS_KERNELS
 
-from outrider.engine.models.attention import KVPages, PagedAttention, PassContext, Rope
+from outrider.engine.models.attention import ForwardBatch, KVPages, PagedAttention, Rope
 from outrider.engine.models.blocks import AttentionMixer, Block, GatedMLP
 from outrider.engine.models.compiled_decoder import CompiledDecoder, can_compile
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network
 from outrider.engine.models.weights import Linear, Tiles
-from outrider.engine.state.batch import BatchRows, ForwardBatch
+from outrider.engine.state.batch import BatchRows
 from outrider.kernels.cpu import layers
 from outrider.kernels.cpu.packing import Codes, Layout, pack
 from outrider.kernels.model.rms_norm import Norm
@@ -95,7 +95,7 @@ def logits(
         every_row = torch.arange(len(slot))
         batch = ForwardBatch(token_ids[slot, position], rows, every_row, table, page_size)
         with torch.inference_mode():
-            out[slot, position] = network(PassContext(batch)).logits
+            out[slot, position] = network(batch).logits
     return out
 
 

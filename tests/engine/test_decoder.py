@@ -246,7 +246,7 @@ def test_a_decoder_that_computes_something_else_only_in_some_passes_is_not_used(
 
     def other(self: Block, x: torch.Tensor, *args: Any) -> Any:
         normed = call(self, x, *args)
-        if differs(args[-1].batch.rows.positions):
+        if differs(args[-1].rows.positions):
             x *= 1.16
         return normed
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from ..attention import PassContext
+from ..attention import ForwardBatch
 from ..weights import Linear
 from .config import BlockConfig
 from .head import Head
@@ -107,18 +107,18 @@ class BlockHead(Head):
         if self.markov is not None:
             self.markov = self.markov._replace(output=change(self.markov.output))
 
-    def read(self, taps: Tensor, context: PassContext) -> None:
+    def read(self, taps: Tensor, batch: ForwardBatch) -> None:
         """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""
         c = rms_norm(self.fc(taps.flatten(1)), self.hidden_norm)
         for block, kv in zip(self.blocks, self.context_kv, strict=True):
-            block.mixer.store(kv(c), 0, context)
+            block.mixer.store(kv(c), 0, batch)
 
-    def __call__(self, input_ids: Tensor, context: PassContext) -> Tensor:
+    def __call__(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """The rows of blocks, before the last norm. Shape: [T] -> [T, hidden]."""
         x = F.embedding(input_ids, self.embedding)
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
-        self.through_blocks(x, None, context)
+        self.through_blocks(x, None, batch)
         return x
 
     def states(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from ..attention import PassContext
+from ..attention import ForwardBatch
 from .head import AutoregressiveHead
 
 
@@ -64,20 +64,20 @@ class Eagle3Head(AutoregressiveHead):
             return self.fc(torch.cat(each, -1))
         return self.fc(taps.flatten(1))
 
-    def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
+    def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         both = f.new_empty(len(f), 2 * self.hidden_size)
         e, a = both.chunk(2, -1)
         rms_norm(self.embedding, self.blocks[0].mixer.norm, next_ids, out=e)
         rms_norm(f, self.hidden_norm, out=a)
         x = a.contiguous() if self.norm_before_residual else f
-        self.through_blocks(x, both, context)
+        self.through_blocks(x, both, batch)
         return x
 
-    def of_masks(self, context: PassContext) -> Tensor:
+    def of_masks(self, batch: ForwardBatch) -> Tensor:
         """y of rows that are all masks. Shape: [T, hidden]."""
         assert self.mask is not None
-        ids = torch.full_like(context.batch.input_ids, self.mask_token_id)
-        return self(self.mask.repeat(len(ids), 1), ids, context)
+        ids = torch.full_like(batch.input_ids, self.mask_token_id)
+        return self(self.mask.repeat(len(ids), 1), ids, batch)
 
     def recycled(self, y: Tensor) -> Tensor:
         return rms_norm(y, self.norm) if self.norm_output else y

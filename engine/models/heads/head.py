@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 
-from ..attention import PassContext
+from ..attention import ForwardBatch
 from ..blocks import Block, Stack
 from ..weights import Linear, StoredWeights
 
@@ -61,7 +61,7 @@ class AutoregressiveHead(Head):
         """f of the target's states. Shape: [T, num_taps, target's hidden] -> [T, hidden]."""
 
     @abstractmethod
-    def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
+    def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """y of every row; may overwrite f. Shape: f [T, hidden], next_ids [T] -> [T, hidden]."""
 
     @abstractmethod

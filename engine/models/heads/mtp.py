@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from ..attention import PassContext
+from ..attention import ForwardBatch
 from .head import AutoregressiveHead
 
 
@@ -38,12 +38,12 @@ class MtpHead(AutoregressiveHead):
     def fused(self, taps: Tensor) -> Tensor:
         return taps.flatten(1)
 
-    def __call__(self, f: Tensor, next_ids: Tensor, context: PassContext) -> Tensor:
+    def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         e = F.embedding(next_ids, self.embedding)
-        e *= (context.batch.rows.positions > 0)[:, None]
+        e *= (batch.rows.positions > 0)[:, None]
         e, h = rms_norm(e, self.embedding_norm), rms_norm(f, self.hidden_norm)
         x = self.fc(torch.cat((h, e), -1))
-        self.through_blocks(x, None, context)
+        self.through_blocks(x, None, batch)
         return rms_norm(x, self.norm)
 
     def recycled(self, y: Tensor) -> Tensor:
