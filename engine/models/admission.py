@@ -22,7 +22,7 @@ REFUSED_MODEL_TYPES = {
 
 
 class UnsupportedModelError(ValueError):
-    """The model would not run correctly over the paged KV cache; the message says why."""
+    """The model, or the format of its weights, would not run correctly; the message says why."""
 
 
 def resolve_dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:

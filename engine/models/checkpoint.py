@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
 # (checkpoint, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
-# UnsupportedFormatError.
+# UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -63,7 +63,7 @@ class AnyCheckpoint(ABC):
     def linear(self, *names: str) -> Linear:
         """Linear layers that read the same input, as one layer with the outputs of all.
 
-        Raises UnsupportedFormatError if one is in a format that is not served.
+        Raises UnsupportedModelError if one is in a format that is not served.
         """
         return Linear(self._weight(names), self._bias(names))
 

@@ -2,9 +2,9 @@
 
 from outrider.kernels.model.rms_norm import Norm
 
+from .admission import UnsupportedModelError
 from .checkpoint import Checkpoint
 from .experts import ExpertMLP, ExpertWeights
-from .formats import UnsupportedFormatError
 from .formats.mxfp4 import read_experts
 from .llama import LlamaReader
 
@@ -26,11 +26,11 @@ class GptOssReader(LlamaReader):
     )
 
     def mlp(self, name: str, norm: Norm) -> ExpertMLP:
-        """Raises UnsupportedFormatError if its experts are not in MXFP4, or damaged."""
+        """Raises UnsupportedModelError if its experts are not in MXFP4, or damaged."""
         config, experts = self._config, f"{name}.experts"
         checkpoint, blocks = self.checkpoint, f"{experts}.gate_up_proj_blocks"
         if not isinstance(checkpoint, Checkpoint) or blocks not in checkpoint:
-            raise UnsupportedFormatError("only experts in MXFP4 have a decoder here")
+            raise UnsupportedModelError("only experts in MXFP4 have a decoder here")
         num_experts, inner = config.num_local_experts, config.intermediate_size
         width = config.hidden_size
         return ExpertMLP(

@@ -26,7 +26,7 @@ from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
-from .formats import FORMATS, UnsupportedFormatError, take_format
+from .formats import FORMATS, take_format
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
@@ -102,7 +102,7 @@ def quantised_format(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[
         raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")
     try:
         quantised = take_format(hf_config)
-    except UnsupportedFormatError as reason:
+    except UnsupportedModelError as reason:
         raise UnsupportedModelError(_refused(str(reason))) from None
     if quantised is not None and config.quantization is not None:
         raise UnsupportedModelError(
@@ -162,7 +162,7 @@ class _Loader:
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
             original.fill(decoder)
-        except UnsupportedFormatError as error:
+        except UnsupportedModelError as error:
             return None, str(error)
         except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
             return None, f"its checkpoint is not as expected: {error}"

@@ -11,11 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..admission import UnsupportedModelError
 from ..checkpoint import Read
 from . import awq, compressed_tensors, fp8, gptq, mxfp4
-from .base import UnsupportedFormatError
-
-__all__ = ["FORMATS", "UnsupportedFormatError", "take_format"]
 
 FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
     "awq": awq.reader,
@@ -31,7 +29,7 @@ def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
     """The format of a checkpoint's layers and its reader; None if they are plain.
 
     Removes the format from the configuration, which is then that of the plain model. Raises
-    UnsupportedFormatError naming the format, or its option, that is not served.
+    UnsupportedModelError naming the format, or its option, that is not served.
     """
     found = None
     for config in (hf_config, hf_config.get_text_config()):
@@ -46,8 +44,8 @@ def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
     key, settings = found
     name = str(settings.get("quant_method") or key)
     if name not in FORMATS:
-        raise UnsupportedFormatError(f"{name} is none of {', '.join(FORMATS)}")
+        raise UnsupportedModelError(f"{name} is none of {', '.join(FORMATS)}")
     try:
         return name, FORMATS[name](settings)
-    except UnsupportedFormatError as reason:
-        raise UnsupportedFormatError(f"{name}: {reason}") from None
+    except UnsupportedModelError as reason:
+        raise UnsupportedModelError(f"{name}: {reason}") from None

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
+from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
-from .base import UnsupportedFormatError, group_of, unpacked
+from .base import group_of, unpacked
 
 # The place of each of the eight outputs in a word.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -18,9 +19,9 @@ def reader(config: dict[str, Any]) -> Read:
     """`quant_method: awq`."""
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise UnsupportedFormatError(f"version is {version!r}, and only 'gemm' is read")
+        raise UnsupportedModelError(f"version is {version!r}, and only 'gemm' is read")
     if config.get("bits", 4) != 4:
-        raise UnsupportedFormatError(f"it has {config['bits']} bits, and only 4 are read")
+        raise UnsupportedModelError(f"it has {config['bits']} bits, and only 4 are read")
     return _read
 
 
@@ -28,7 +29,7 @@ def _read(tensors: Checkpoint, layer: str) -> NarrowMatrix | None:
     if f"{layer}.qweight" not in tensors:
         return None
     if f"{layer}.qzeros" not in tensors:
-        raise UnsupportedFormatError(f"{layer} has no qzeros")
+        raise UnsupportedModelError(f"{layer} has no qzeros")
     codes = tensors.stored(f"{layer}.qweight")  # [K, N / 8]
     zero = tensors.stored(f"{layer}.qzeros")  # [groups, N / 8]
     scale = tensors.stored(f"{layer}.scales")  # [groups, N]

@@ -7,11 +7,8 @@ from torch import Tensor
 
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
 
+from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint
-
-
-class UnsupportedFormatError(ValueError):
-    """The layers are in a format that is not served; the message says which."""
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
@@ -33,9 +30,9 @@ def signed(numbers: Tensor) -> Tensor:
 
 
 def group_of(num_in: int, num_groups: int) -> int:
-    """Inputs that share a scale. Raises UnsupportedFormatError if groups differ in size."""
+    """Inputs that share a scale. Raises UnsupportedModelError if groups differ in size."""
     if num_in % num_groups:
-        raise UnsupportedFormatError(f"{num_in} inputs are in {num_groups} groups")
+        raise UnsupportedModelError(f"{num_in} inputs are in {num_groups} groups")
     return num_in // num_groups
 
 
@@ -44,7 +41,7 @@ def matrix_of_integers(
 ) -> NarrowMatrix:
     """A matrix of 4 or 8 bits; the tensor `index`, if there is one, tells the group of each input.
 
-    Raises UnsupportedFormatError if groups differ in size.
+    Raises UnsupportedModelError if groups differ in size.
     Shape: codes [N, K] uint8, index [K]; scale and `parts` as in narrow_matrix.
     """
     group = group_of(codes.shape[1], len(scale))
@@ -54,7 +51,7 @@ def matrix_of_integers(
         by_group = torch.argsort(groups, stable=True)
         inputs = torch.arange(len(by_group), device=by_group.device)
         if not torch.equal(groups[by_group].long(), inputs // group):
-            raise UnsupportedFormatError(f"its groups are not of {group} inputs each")
+            raise UnsupportedModelError(f"its groups are not of {group} inputs each")
         if not torch.equal(by_group, inputs):
             order, codes = by_group, codes[:, by_group]
     if bits == 8:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
+from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
 from . import fp8
-from .base import UnsupportedFormatError, group_of, matrix_of_integers, signed, unpacked
+from .base import group_of, matrix_of_integers, signed, unpacked
 
 _FORMATS = {
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
@@ -27,21 +28,21 @@ def reader(config: dict[str, Any]) -> Read:
     groups = (config.get("config_groups") or {}).values()
     for name in (config.get("format"), *(group.get("format") for group in groups)):
         if name is not None and name not in _FORMATS:
-            raise UnsupportedFormatError(
+            raise UnsupportedModelError(
                 f"format is {name!r}; {', '.join(sorted(_FORMATS))} are read"
             )
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
-        raise UnsupportedFormatError(f"its weights are sparse ({sparsity})")
+        raise UnsupportedModelError(f"its weights are sparse ({sparsity})")
     if config.get("transform_config"):
-        raise UnsupportedFormatError("its activations are rotated (transform_config)")
+        raise UnsupportedModelError("its activations are rotated (transform_config)")
     blocks = {
         tuple(group["weights"]["block_structure"])
         for group in groups
         if (group.get("weights") or {}).get("block_structure")
     }
     if len(blocks) > 1:
-        raise UnsupportedFormatError(f"its blocks have several sizes: {sorted(blocks)}")
+        raise UnsupportedModelError(f"its blocks have several sizes: {sorted(blocks)}")
     block = list(blocks.pop()) if blocks else None
     rounded = {kind for group in groups if (kind := _rounded_inputs(group)) is not None}
     return lambda tensors, layer: _read(tensors, layer, block, rounded)
@@ -78,7 +79,7 @@ def _read_packed(tensors: Checkpoint, layer: str) -> NarrowMatrix:
     num_out, num_in = tensors.stored(f"{layer}.weight_shape").tolist()
     bits = next((bits for bits in (4, 8) if words.shape[1] == -(-num_in * bits // 32)), None)
     if bits is None:
-        raise UnsupportedFormatError(f"{layer} has neither 4 nor 8 bits")
+        raise UnsupportedModelError(f"{layer} has neither 4 nor 8 bits")
     codes = unpacked(words, bits, dim=1)[:, :num_in]
     rows, scale = _scales(tensors, layer, num_out)
     zero = None
@@ -91,7 +92,7 @@ def _read_packed(tensors: Checkpoint, layer: str) -> NarrowMatrix:
 
 def _read_int8(tensors: Checkpoint, layer: str, *, rounds_inputs: bool) -> NarrowMatrix:
     if f"{layer}.weight_zero_point" in tensors:
-        raise UnsupportedFormatError(f"{layer} is in whole bytes with zero points")
+        raise UnsupportedModelError(f"{layer} is in whole bytes with zero points")
     codes = tensors.stored(f"{layer}.weight")
     num_out, num_in = codes.shape
     rows, scale = _scales(tensors, layer, num_out)
@@ -109,7 +110,7 @@ def _scales(tensors: Checkpoint, layer: str, num_out: int) -> tuple[int, Tensor]
 
 def _read_mxfp4(tensors: Checkpoint, layer: str) -> NarrowMatrix:
     if f"{layer}.weight_global_scale" in tensors:
-        raise UnsupportedFormatError(f"{layer} is in NVFP4")
+        raise UnsupportedModelError(f"{layer} is in NVFP4")
     pairs = tensors.stored(f"{layer}.weight_packed")  # [N, K / 2], even inputs low
     codes = torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
     exponent = tensors.stored(f"{layer}.weight_scale").view(torch.uint8).float() - 127

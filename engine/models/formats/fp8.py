@@ -6,8 +6,8 @@ import torch
 
 from outrider.kernels.model.narrow_matrix import STEP, NarrowMatrix, narrow_matrix
 
+from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
-from .base import UnsupportedFormatError
 
 # Checkpoints' names for the factor of the weights.
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -31,7 +31,7 @@ def read(
         return None
     name = next((f"{layer}.{name}" for name in _SCALES if f"{layer}.{name}" in tensors), None)
     if name is None:
-        raise UnsupportedFormatError(f"{layer} is in FP8 without a {' or '.join(_SCALES)}")
+        raise UnsupportedModelError(f"{layer} is in FP8 without a {' or '.join(_SCALES)}")
     codes, scale = tensors.stored(f"{layer}.weight"), tensors.stored(name)
     if scale.dtype.itemsize == 1:  # e8m0
         scale = scale.float()
@@ -44,7 +44,7 @@ def read(
         rows, group = block
         scale = scale.t()
     else:
-        raise UnsupportedFormatError(f"{layer} has scales of the shape {tuple(scale.shape)}")
+        raise UnsupportedModelError(f"{layer} has scales of the shape {tuple(scale.shape)}")
     is_served = group >= num_in or (group >= STEP and group.bit_count() == 1)
     rounds_inputs = rounds_inputs and is_served
     return narrow_matrix("fp8", codes, scale, group=group, rows=rows, rounds_inputs=rounds_inputs)

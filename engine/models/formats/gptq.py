@@ -7,15 +7,16 @@ from torch import Tensor
 
 from outrider.kernels.model.narrow_matrix import NarrowMatrix
 
+from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
-from .base import UnsupportedFormatError, matrix_of_integers, unpacked
+from .base import matrix_of_integers, unpacked
 
 
 def reader(config: dict[str, Any]) -> Read:
     """`quant_method: gptq`."""
     layout = str(config.get("checkpoint_format") or "gptq")
     if layout not in ("gptq", "gptq_v2"):
-        raise UnsupportedFormatError(f"checkpoint_format is {layout!r}, not gptq or gptq_v2")
+        raise UnsupportedModelError(f"checkpoint_format is {layout!r}, not gptq or gptq_v2")
     # The first version stores zero points minus one.
     return lambda tensors, layer: _read(tensors, layer, 1 if layout == "gptq" else 0)
 
@@ -28,7 +29,7 @@ def _read(tensors: Checkpoint, layer: str, added: int) -> NarrowMatrix | None:
     zero_words = tensors.stored(f"{layer}.qzeros")  # [groups, N * bits / 32]
     bits = 32 * zero_words.shape[1] // scale.shape[1]
     if bits not in (4, 8):
-        raise UnsupportedFormatError(f"{layer} has {bits} bits; 4 and 8 are read")
+        raise UnsupportedModelError(f"{layer} has {bits} bits; 4 and 8 are read")
     codes = unpacked(words, bits, dim=0).t()
     zero = _zero(unpacked(zero_words, bits, dim=1), bits, added, layer)
     return matrix_of_integers(tensors, f"{layer}.g_idx", codes, bits, scale, zero=zero)
@@ -41,7 +42,7 @@ def _zero(stored: Tensor, bits: int, added: int, layer: str) -> Tensor | None:
     if bool((zero == middle).all()):
         return None
     if bool((zero == 1 << bits).any()):
-        raise UnsupportedFormatError(
+        raise UnsupportedModelError(
             f"{layer} has a zero point of {1 << bits}, which other programs read as 0"
         )
     return (zero - (middle if bits == 8 else 0)).to(torch.int8)

@@ -8,8 +8,8 @@ from outrider.kernels.model.e2m1 import MOST_EXPONENT
 from outrider.kernels.model.expert_matrix import GROUP, ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
+from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
-from .base import UnsupportedFormatError
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -23,11 +23,11 @@ def read_experts(
     """The same linear layer of every expert, in MXFP4 also on a CPU; read one expert at a time.
 
     With `interleaved`, even outputs are the gate's, and come first. Shape: [E, N, K].
-    Raises UnsupportedFormatError naming a tensor that is missing or not as it must be.
+    Raises UnsupportedModelError naming a tensor that is missing or not as it must be.
     """
     tensors.has_quantised = True
     if tensors.dtype == torch.float16:
-        raise UnsupportedFormatError("float16 cannot hold every number of MXFP4; take bfloat16")
+        raise UnsupportedModelError("float16 cannot hold every number of MXFP4; take bfloat16")
     if not tensors.keeps_narrow:
         tensors.warn_once(
             "its experts are unpacked one at a time in every pass, since only a GPU multiplies by "
@@ -36,7 +36,7 @@ def read_experts(
     num_experts, num_out, num_in = shape
     blocks, scales, bias = (f"{name}_{part}" for part in ("blocks", "scales", "bias"))
     if num_in % (2 * GROUP):
-        raise UnsupportedFormatError(f"{name} has {num_in} inputs, no multiple of {2 * GROUP}")
+        raise UnsupportedModelError(f"{name} has {num_in} inputs, no multiple of {2 * GROUP}")
     num_groups = num_in // GROUP
     for tensor, expected in (
         (blocks, (num_experts, num_out, num_groups, GROUP // 2)),
@@ -44,13 +44,13 @@ def read_experts(
         (bias, (num_experts, num_out)),
     ):
         if tensor not in tensors:
-            raise UnsupportedFormatError(f"there is no {tensor}")
+            raise UnsupportedModelError(f"there is no {tensor}")
         if tensors.shape_of(tensor) != expected:
             found = " x ".join(map(str, tensors.shape_of(tensor)))
             wanted = " x ".join(map(str, expected))
-            raise UnsupportedFormatError(f"{tensor} is {found}; by its config it must be {wanted}")
+            raise UnsupportedModelError(f"{tensor} is {found}; by its config it must be {wanted}")
         if tensor != bias and tensors.dtype_of(tensor) != torch.uint8:
-            raise UnsupportedFormatError(f"{tensor} is not of dtype uint8")
+            raise UnsupportedModelError(f"{tensor} is not of dtype uint8")
     codes, scale = None, None
     for expert in range(num_experts):
         pairs = tensors.part(blocks, expert)  # [N, K / 32, 16], even inputs low
@@ -60,7 +60,7 @@ def read_experts(
             exponent = torch.cat((exponent[::2], exponent[1::2]))
         numbers = torch.stack((pairs & 15, pairs >> 4), 3).view(num_out, num_in)
         if (most := int(exponent.max())) > MOST_EXPONENT:
-            raise UnsupportedFormatError(
+            raise UnsupportedModelError(
                 f"{scales} has an exponent of {most}; up to {MOST_EXPONENT} are served"
             )
         plain = exponent.view(torch.float8_e8m0fnu).float()
