@@ -6,7 +6,7 @@
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +54,38 @@ class AnyCheckpoint(ABC):
         """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
 
     @abstractmethod
-    def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight: ...
+    def _weight(self, shapes: dict[str, tuple[int, int]], *, is_head: bool = False) -> Weight:
+        """The weights of layers, by name, stacked. Raises as `linear` does."""
 
     @abstractmethod
     def _tied(self, embedding: Tensor) -> Weight:
         """The weight of a head that shares the matrix of the embedding."""
 
-    def linear(self, *names: str) -> Linear:
-        """Linear layers that read the same input, as one layer with the outputs of all.
+    def linear(self, num_inputs: int, **num_outputs: int) -> Linear:
+        """Linear layers that read the same input, as one; `num_outputs` of each, by its name.
 
-        Raises UnsupportedModelError if one is in a format that is not served.
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
+        UnsupportedModelError if a layer is in a format that is not served.
         """
-        return Linear(self._weight(names), self._bias(names))
+        shapes = {name: (size, num_inputs) for name, size in num_outputs.items()}
+        return Linear(self._weight(shapes), self._bias(shapes))
 
-    def head(self, name: str, tied: Tensor | None = None) -> Linear:
-        """The layer that computes the logits; `tied` is the embedding if it shares its matrix."""
+    def head(self, name: str, shape: tuple[int, int], tied: Tensor | None = None) -> Linear:
+        """The layer that computes the logits; `tied` is the embedding if it shares its matrix.
+
+        Raises as `linear` does.
+        """
         if tied is not None:
             return Linear(self._tied(tied), None)
-        return Linear(self._weight((name,), is_head=True), self._bias((name,)))
+        return Linear(self._weight({name: shape}, is_head=True), self._bias({name: shape}))
 
-    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
-        biases = [f"{name}.bias" for name in names]
-        return self.tensor(*biases) if biases[0] in self else None
+    def _bias(self, shapes: dict[str, tuple[int, int]]) -> Tensor | None:
+        biases = [f"{name}.bias" for name in shapes]
+        if biases[0] not in self:
+            return None
+        bias = self.tensor(*biases)
+        check_shape(" + ".join(biases), bias.shape, (sum(size for size, _ in shapes.values()),))
+        return bias
 
     def _count(self, name: str) -> None:
         if name not in self._names_read:
@@ -170,23 +180,23 @@ class Checkpoint(AnyCheckpoint):
             raise ValueError(f"{name} is of dtype {view.dtype}; it holds integers")
         return view.long()
 
-    def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
-        matrices = [self._read(self, name) if self._read else None for name in names]
-        if all(matrix is None for matrix in matrices):
-            plain = [f"{name}.weight" for name in names]
-            check_widths(plain, [self.shape_of(name) for name in plain])
-            return self._plain(self.tensor(*plain), is_head=is_head)
-        self.has_quantised = True
+    def _weight(self, shapes: dict[str, tuple[int, int]], *, is_head: bool = False) -> Weight:
+        names = [f"{name}.weight" for name in shapes]
+        matrices = [self._read(self, name) if self._read else None for name in shapes]
+        for name, matrix, shape in zip(names, matrices, shapes.values(), strict=True):
+            check_shape(name, self.shape_of(name) if matrix is None else matrix.shape, shape)
         narrow = [matrix for matrix in matrices if matrix is not None]
+        if not narrow:
+            return self._plain(self.tensor(*names), is_head=is_head)
+        self.has_quantised = True
         if len(narrow) == len(names):
             stacked = stack(narrow)
             if stacked is not None:
                 return self._narrow(stacked)
         weights: list[Weight] = [
-            Dense(self.tensor(f"{name}.weight")) if matrix is None else self._narrow(matrix)
+            Dense(self.tensor(name)) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
-        check_widths(names, [weight.shape for weight in weights])
         if self.keeps_narrow or not all(isinstance(weight, Dense) for weight in weights):
             return Stacked(weights)
         return Dense(torch.cat([weight.dequantised() for weight in weights]))
@@ -217,14 +227,13 @@ class Checkpoint(AnyCheckpoint):
             self._warned = True
 
 
-def check_widths(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises ValueError naming these tensors if they are no matrices, or differ in width."""
-    if len({shape[1:] for shape in shapes}) > 1 or len(shapes[0]) != 2:
-        told = [
-            f"{name} is {' x '.join(map(str, shape))}"
-            for name, shape in zip(names, shapes, strict=True)
-        ]
-        raise ValueError(f"{', '.join(told)}; they must be matrices of one width")
+def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raises ValueError naming both shapes if they differ."""
+    if found != shape:
+        raise ValueError(
+            f"{name} is {' x '.join(map(str, found))}; by its config it must be "
+            f"{' x '.join(map(str, shape))}"
+        )
 
 
 def _open(path: Path) -> Any:

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig
 
 from .architectures import STATIC_ROPE
 from .attention import Rope
-from .checkpoint import AnyCheckpoint
+from .checkpoint import AnyCheckpoint, check_shape
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
-from .llama import LlamaReader, check_linear, check_shape
+from .llama import LlamaReader
 
 # The declared fields of a configuration that the code below implements.
 _IMPLEMENTED = {
@@ -89,11 +89,10 @@ def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
     ]
     shape = config.vocab_size, config.hidden_size
     embedding = checkpoint.tensor("model.embed_tokens.weight")
-    check_shape("model.embed_tokens.weight", embedding, shape)
+    check_shape("model.embed_tokens.weight", embedding.shape, shape)
     if config.tie_word_embeddings and "lm_head.weight" in checkpoint:
         config.tie_word_embeddings = torch.equal(checkpoint.tensor("lm_head.weight"), embedding)
-    head = checkpoint.head("lm_head", embedding if config.tie_word_embeddings else None)
-    check_linear(head, shape, "lm_head")
+    head = checkpoint.head("lm_head", shape, embedding if config.tie_word_embeddings else None)
     return Decoder(embedding, blocks, reader.norm("model.norm"), head)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import AnyCheckpoint, Progress, check_widths
+from .checkpoint import AnyCheckpoint, Progress, check_shape
 from .gguf_file import FILE_NAME, GgufFile
 from .weights import Dense, Tiles, Weight
 
@@ -109,14 +109,17 @@ class GgufCheckpoint(AnyCheckpoint):
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
     def _tied(self, embedding: Tensor) -> Weight:
-        return self._weight(("model.embed_tokens",)) if self._keeps_width else Dense(embedding)
+        if not self._keeps_width:
+            return Dense(embedding)
+        num_tokens, width = embedding.shape
+        return self._weight({"model.embed_tokens": (num_tokens, width)})
 
-    def _weight(self, names: tuple[str, ...], *, is_head: bool = False) -> Weight:
-        names = tuple(f"{name}.weight" for name in names)
+    def _weight(self, shapes: dict[str, tuple[int, int]], *, is_head: bool = False) -> Weight:
+        names = [f"{name}.weight" for name in shapes]
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
-        shapes = [self._file.shape_of(_gguf_name(name)) for name in names]
-        check_widths(names, shapes)
-        if not self._keeps_width or shapes[0][1] % BLOCK:
+        for name, shape in zip(names, shapes.values(), strict=True):
+            check_shape(name, self._file.shape_of(_gguf_name(name)), shape)
+        if not self._keeps_width or shape[1] % BLOCK:
             return Dense(self.tensor(*names))
         parts = [self._read(name) for name in names]
         (layout,) = layouts if len(layouts) == 1 else (Layout.PLAIN,)

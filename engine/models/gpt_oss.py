@@ -35,7 +35,7 @@ class GptOssReader(LlamaReader):
         width = config.hidden_size
         return ExpertMLP(
             norm=norm,
-            router=self.linear(width, **{f"{name}.router": num_experts}),
+            router=checkpoint.linear(width, **{f"{name}.router": num_experts}),
             experts=ExpertWeights(
                 gate_up=read_experts(
                     checkpoint,

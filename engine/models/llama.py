@@ -3,23 +3,21 @@
 import math
 from typing import Any
 
-from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
 from .attention import PagedAttention, Rope
 from .blocks import AttentionMixer, Block, GatedMLP
-from .checkpoint import AnyCheckpoint
+from .checkpoint import AnyCheckpoint, check_shape
 from .experts import ExpertMLP
-from .weights import Linear, Weight
 
 # What checkpoints call what keys and values in FP8 are multiplied by; the last is of both.
 _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_scale")
 
 
 class LlamaReader:
-    """Reads the parts of a model, and checks their shapes."""
+    """Reads the parts of a model."""
 
     # Of a configuration, known here and not for every family.
     own_fields: frozenset[str] = frozenset()
@@ -32,17 +30,8 @@ class LlamaReader:
     def norm(self, name: str, size: int | None = None) -> Norm:
         """Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape."""
         weight = self.checkpoint.tensor(f"{name}.weight")
-        check_shape(f"{name}.weight", weight, (size or self._config.hidden_size,))
+        check_shape(f"{name}.weight", weight.shape, (size or self._config.hidden_size,))
         return Norm(weight, self._config.rms_norm_eps)
-
-    def linear(self, num_inputs: int, **num_outputs: int) -> Linear:
-        """Linear layers that read the same input, as one; `num_outputs` of each, by its name.
-
-        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
-        """
-        made = self.checkpoint.linear(*num_outputs)
-        check_linear(made, (sum(num_outputs.values()), num_inputs), *num_outputs)
-        return made
 
     def rope(self) -> Rope:
         """One for all layers, which then share its cosines and sines."""
@@ -72,7 +61,7 @@ class LlamaReader:
         sinks = f"{attention}.sinks"
         mixer = AttentionMixer(
             norm=self.norm(f"{name}.{input_norm}"),
-            qkv=self.linear(
+            qkv=self.checkpoint.linear(
                 input_width or width,
                 **{
                     f"{attention}.q_proj": heads * head_dim,
@@ -80,7 +69,7 @@ class LlamaReader:
                     f"{attention}.v_proj": kv_heads * head_dim,
                 },
             ),
-            output=self.linear(heads * head_dim, **{f"{attention}.o_proj": width}),
+            output=self.checkpoint.linear(heads * head_dim, **{f"{attention}.o_proj": width}),
             attention=PagedAttention(
                 num_heads=heads,
                 num_kv_heads=kv_heads,
@@ -106,10 +95,11 @@ class LlamaReader:
     def mlp(self, name: str, norm: Norm) -> GatedMLP | ExpertMLP:
         """The second part of a layer. Raises as `block` does."""
         width, inner = self._config.hidden_size, self._config.intermediate_size
+        linear = self.checkpoint.linear
         return GatedMLP(
             norm=norm,
-            gate_up=self.linear(width, **{f"{name}.gate_proj": inner, f"{name}.up_proj": inner}),
-            down=self.linear(inner, **{f"{name}.down_proj": width}),
+            gate_up=linear(width, **{f"{name}.gate_proj": inner, f"{name}.up_proj": inner}),
+            down=linear(inner, **{f"{name}.down_proj": width}),
         )
 
     def _kv_scale(self, attention: str, which: str) -> float:
@@ -127,19 +117,3 @@ class LlamaReader:
         if not 0 < float(scale) < math.inf:
             raise ValueError(f"{name} is {float(scale)}; it must be a positive number")
         return float(scale)
-
-
-def check_linear(linear: Linear, shape: tuple[int, int], *names: str) -> None:
-    """Check the weight and bias of these layers, read as one, as `check_shape` does."""
-    check_shape(" + ".join(f"{name}.weight" for name in names), linear.weight, shape)
-    if linear.bias is not None:
-        check_shape(" + ".join(f"{name}.bias" for name in names), linear.bias, shape[:1])
-
-
-def check_shape(name: str, found: Tensor | Weight, shape: tuple[int, ...]) -> None:
-    """Raises ValueError naming both shapes if they differ."""
-    if tuple(found.shape) != shape:
-        raise ValueError(
-            f"{name} is {' x '.join(map(str, found.shape))}; by its config it must be "
-            f"{' x '.join(map(str, shape))}"
-        )

@@ -95,16 +95,16 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
         [file.read(name) for name in file.names]
 
 
-def test_layers_of_several_widths_are_told(tmp_path: Path) -> None:
+def test_a_layer_of_another_width_is_told(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_head_count(2)
     writer.add_tensor("blk.0.attn_q.weight", np.zeros((8, 32), np.float32))
     writer.add_tensor("blk.0.attn_k.weight", np.zeros((8, 64), np.float32))
     write_out(writer)
     checkpoint = GgufCheckpoint(tmp_path, torch.float32, DEVICE, ignore_progress)
-    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qk"]
-    with pytest.raises(ValueError, match=r"q_proj.weight is 8 x 32, .*k_proj.weight is 8 x 64"):
-        checkpoint.linear(*names)
+    sizes = {f"model.layers.0.self_attn.{name}_proj": 8 for name in "qk"}
+    with pytest.raises(ValueError, match=r"k_proj.weight is 8 x 64; .* must be 8 x 32"):
+        checkpoint.linear(32, **sizes)
 
 
 @pytest.mark.parametrize("alignment", [0, "x"])

@@ -108,7 +108,7 @@ def test_a_bad_config_is_told_at_load(
         ("markov_head.gate_proj.weight", None, "no tensor 'markov_head.gate_proj.weight'"),
         ("confidence_head.proj.weight", lambda t: t[:, :9].contiguous(), "is 1 x 9; by its"),
         ("hidden_norm.weight", None, "no tensor 'hidden_norm.weight'"),
-        ("layers.1.self_attn.k_proj.weight", lambda t: t[:8].contiguous(), "is 56 x 32"),
+        ("layers.1.self_attn.k_proj.weight", lambda t: t[:8].contiguous(), "is 8 x 32"),
     ],
 )
 def test_a_bad_tensor_of_a_block_head_is_told_at_load(

@@ -122,9 +122,9 @@ def test_a_head_that_knows_the_next_token_is_always_right(target: Path) -> None:
         ("token_layernorm.weight", None, f"no tensor '{LAYER}.token_layernorm.weight'"),
         ("final_layernorm.weight", lambda t: t[:8].contiguous(), "weight is 8; by its config"),
         ("mlp.up_proj.weight", None, f"no tensor '{LAYER}.mlp.up_proj.weight'"),
-        ("mlp.up_proj.weight", lambda t: t[:9].contiguous(), "is 73 x 32; by its config it must"),
+        ("mlp.up_proj.weight", lambda t: t[:9].contiguous(), "is 9 x 32; by its config it must"),
         ("mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype torch.int8"),
-        ("self_attn.q_proj.weight", lambda t: t[:16].contiguous(), "is 80 x 32; by its config"),
+        ("self_attn.q_proj.weight", lambda t: t[:16].contiguous(), "is 16 x 32; by its config"),
     ],
 )
 def test_a_bad_tensor_is_told_at_load(name: str, value: Any, says: str, target: Path) -> None:

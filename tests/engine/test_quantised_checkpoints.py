@@ -116,7 +116,7 @@ def test_inputs_are_rounded_where_blocks_are_as_wide_as_the_kernels_take(
     save_file(tensors, tmp_path / "model.safetensors")
     told = {"weight_block_size": [128, width], "activation_scheme": "dynamic"}
     checkpoint = Checkpoint(tmp_path, torch.float32, DEVICE, lambda *_: None, read=fp8.reader(told))
-    weight = checkpoint.linear("a").weight
+    weight = checkpoint.linear(640, a=16).weight
     assert (weight.input_eps > 0) == rounds_inputs
     x = torch.randn(3, 640, generator=generator).to(DEVICE)
     expected = x @ weight.dequantised().t()
@@ -180,7 +180,7 @@ def test_what_is_not_served_is_refused_by_name(
     [
         ("fp8 of blocks", "weight_scale_inv", None, "in FP8 without a weight_scale_inv"),
         ("fp8 of tensors", "weight_scale", torch.ones(3, 5), "scales of the shape"),
-        ("fp8 of tensors", "weight", torch.zeros(128, 100), "q_proj is 128 x 100, .* of one width"),
+        ("fp8 of tensors", "weight", torch.zeros(128, 100), "q_proj.weight is 128 x 100; .* 128 x"),
         ("awq", "qzeros", None, "has no qzeros"),
         ("gptq, act-order", "g_idx", torch.zeros(192, dtype=torch.int32), "not of 32 inputs each"),
         ("gptq, zero points", "qzeros", torch.full((3, 16), -1), "a zero point of 16"),

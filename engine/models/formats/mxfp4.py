@@ -9,7 +9,7 @@ from outrider.kernels.model.expert_matrix import GROUP, ExpertMatrix
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..admission import UnsupportedModelError
-from ..checkpoint import Checkpoint, Read
+from ..checkpoint import Checkpoint, Read, check_shape
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -23,7 +23,7 @@ def read_experts(
     """The same linear layer of every expert, in MXFP4 also on a CPU; read one expert at a time.
 
     With `interleaved`, even outputs are the gate's, and come first. Shape: [E, N, K].
-    Raises UnsupportedModelError naming a tensor that is missing or not as it must be.
+    Raises UnsupportedModelError or ValueError naming a tensor that is missing or not as it must be.
     """
     tensors.has_quantised = True
     if tensors.dtype == torch.float16:
@@ -45,10 +45,7 @@ def read_experts(
     ):
         if tensor not in tensors:
             raise UnsupportedModelError(f"there is no {tensor}")
-        if tensors.shape_of(tensor) != expected:
-            found = " x ".join(map(str, tensors.shape_of(tensor)))
-            wanted = " x ".join(map(str, expected))
-            raise UnsupportedModelError(f"{tensor} is {found}; by its config it must be {wanted}")
+        check_shape(tensor, tensors.shape_of(tensor), expected)
         if tensor != bias and tensors.dtype_of(tensor) != torch.uint8:
             raise UnsupportedModelError(f"{tensor} is not of dtype uint8")
     codes, scale = None, None

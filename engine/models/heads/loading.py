@@ -18,9 +18,9 @@ from ...config import ModelConfig
 from ..admission import DTYPES
 from ..architectures import load_config
 from ..blocks import Block
-from ..checkpoint import Checkpoint, Progress, Read
+from ..checkpoint import Checkpoint, Progress, Read, check_shape
 from ..families import window_of
-from ..llama import LlamaReader, check_linear, check_shape
+from ..llama import LlamaReader
 from ..loading import quantised_format, rounds_weights
 from ..network import Network
 from ..weights import packed
@@ -98,18 +98,16 @@ def _checkpoint(
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
     width, target_width = config.layers.hidden_size, target.input_embedding.shape[1]
-    fc = checkpoint.linear("fc")
-    if fc.weight.shape != (width, num_taps * target_width):
+    found, num_inputs = checkpoint.shape_of("fc.weight"), num_taps * target_width
+    if found != (width, num_inputs):
         raise HeadError(
-            f"fc.weight is {fc.weight.shape[0]} x {fc.weight.shape[1]}; for {num_taps} hidden "
-            f"states of this target, each {target_width} wide, it must be {width} x "
-            f"{num_taps * target_width}"
+            f"fc.weight is {' x '.join(map(str, found))}; for {num_taps} hidden states of this "
+            f"target, each {target_width} wide, it must be {width} x {num_inputs}"
         )
-    check_linear(fc, fc.weight.shape, "fc")
     reader = LlamaReader(checkpoint, config.layers)
     first = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
     shared: dict[str, Any] = {
-        "fc": fc,
+        "fc": checkpoint.linear(num_inputs, fc=width),
         "embedding": read_embedding(config, checkpoint, target),
         "blocks": _blocks(config, reader, first),
         "norm": reader.norm("norm"),
@@ -182,11 +180,16 @@ def _block_head(
 ) -> BlockHead:
     check_mask_token(block.mask_token_id, shared["embedding"])
     markov = None if block.markov is None else _markov_head(config, block.markov, reader)
+    attention = shared["blocks"][0].mixer.attention
+    num_kv = attention.num_kv_heads * attention.head_dim
     return BlockHead(
         block,
         hidden_norm=reader.norm("hidden_norm"),
         context_kv=[
-            reader.checkpoint.linear(f"layers.{i}.self_attn.k_proj", f"layers.{i}.self_attn.v_proj")
+            reader.checkpoint.linear(
+                config.layers.hidden_size,
+                **{f"layers.{i}.self_attn.{part}_proj": num_kv for part in "kv"},
+            )
             for i in range(len(shared["blocks"]))
         ],
         markov=markov,
@@ -199,13 +202,13 @@ def _markov_head(config: HeadConfig, kind: str, reader: LlamaReader) -> MarkovHe
     name, width = "markov_head", config.layers.hidden_size
     previous = reader.checkpoint.tensor(f"{name}.markov_w1.weight")
     rank = previous.shape[1]
-    check_shape(f"{name}.markov_w1.weight", previous, (config.layers.vocab_size, rank))
-    output = reader.linear(rank, **{f"{name}.markov_w2": config.draft_vocab_size})
+    check_shape(f"{name}.markov_w1.weight", previous.shape, (config.layers.vocab_size, rank))
+    output = reader.checkpoint.linear(rank, **{f"{name}.markov_w2": config.draft_vocab_size})
     gate = joint = None
     if kind == "gated":
-        gate = reader.linear(width + rank, **{f"{name}.gate_proj": rank})
+        gate = reader.checkpoint.linear(width + rank, **{f"{name}.gate_proj": rank})
     elif kind == "rnn":
-        joint = reader.linear(2 * rank + width, **{f"{name}.joint_proj": 3 * rank})
+        joint = reader.checkpoint.linear(2 * rank + width, **{f"{name}.joint_proj": 3 * rank})
     return MarkovHead(previous, output, gate, joint)
 
 
@@ -218,7 +221,7 @@ def _confidence_head(
     weight = reader.checkpoint.tensor(f"{name}.weight").float()
     widths = {width} if markov is None else {width, width + markov.embedding.shape[1]}
     if weight.shape not in {(1, size) for size in widths}:
-        check_shape(f"{name}.weight", weight, (1, max(widths)))
+        check_shape(f"{name}.weight", weight.shape, (1, max(widths)))
     has_bias = f"{name}.bias" in reader.checkpoint
     bias = reader.checkpoint.tensor(f"{name}.bias") if has_bias else weight.new_zeros(1)
     return ConfidenceHead(weight[0], bias.float())
@@ -242,7 +245,7 @@ def _read_mtp_head(
     head = MtpHead(
         embedding_norm=reader.norm(f"{MTP_LAYER}.token_layernorm"),
         hidden_norm=reader.norm(f"{MTP_LAYER}.hidden_layernorm"),
-        fc=reader.linear(2 * width, **{f"{MTP_LAYER}.input_proj": width}),
+        fc=reader.checkpoint.linear(2 * width, **{f"{MTP_LAYER}.input_proj": width}),
         embedding=target.input_embedding,
         blocks=[reader.block(MTP_LAYER, reader.rope(), window=window_of(hf_config, 0))],
         norm=reader.norm(f"{MTP_LAYER}.final_layernorm"),

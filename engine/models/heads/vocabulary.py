@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..checkpoint import Checkpoint
-from ..llama import LlamaReader, check_shape
+from ..checkpoint import Checkpoint, check_shape
+from ..llama import LlamaReader
 from ..network import Network
 from ..weights import Linear
 from .config import HeadConfig, HeadError
@@ -21,7 +21,7 @@ def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) 
             )
         return theirs
     own = checkpoint.tensor(name)
-    check_shape(name, own, (len(theirs), width))
+    check_shape(name, own.shape, (len(theirs), width))
     return theirs if own.shape == theirs.shape and torch.equal(own, theirs) else own
 
 
@@ -29,7 +29,7 @@ def read_output_head(config: HeadConfig, reader: LlamaReader, target: Network) -
     """The head's own output layer, or the target's if it has none."""
     width = config.layers.hidden_size
     if "lm_head.weight" in reader.checkpoint or config.block is None:
-        return reader.linear(width, lm_head=config.draft_vocab_size)
+        return reader.checkpoint.linear(width, lm_head=config.draft_vocab_size)
     if (config.draft_vocab_size, width) != target.output_head.weight.shape:
         size, target_width = target.output_head.weight.shape
         raise HeadError(
