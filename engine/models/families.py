@@ -22,14 +22,16 @@ from .llama import LlamaReader
 _IMPLEMENTED = {
     "attention_bias", "attention_out_bias", "head_dim", "hidden_act", "hidden_size",
     "intermediate_size", "layer_types", "max_position_embeddings", "max_window_layers", "mlp_bias",
-    "no_rope_layer_interval", "no_rope_layers", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window",
-    "tie_word_embeddings", "use_sliding_window", "vocab_size",
+    "no_rope_layer_interval", "no_rope_layers", "num_attention_heads", "num_experts_per_tok",
+    "num_hidden_layers", "num_key_value_heads", "num_local_experts", "rms_norm_eps",
+    "rope_parameters", "sliding_window", "swiglu_alpha", "swiglu_limit", "tie_word_embeddings",
+    "use_sliding_window", "vocab_size",
 }  # fmt: skip
 # Declared fields that do not change the forward pass.
 _NEUTRAL = {
-    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
-    "pretraining_tp", "residual_dropout", "use_cache",
+    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "residual_dropout",
+    "router_aux_loss_coef", "use_cache",
 }  # fmt: skip
 # Fields from which transformers computes inv_freq and its scaling, which we take from there.
 _ROPE = {
@@ -44,8 +46,7 @@ def why_unknown(config: PreTrainedConfig) -> str | None:
     if config.model_type not in FAMILIES:
         return "its architecture has no decoder here"
     given = {name for name, value in _declared(config).items() if value not in (None, False)}
-    known = _IMPLEMENTED | _NEUTRAL | FAMILIES[config.model_type].own_fields
-    if unknown := sorted(given - known):
+    if unknown := sorted(given - _IMPLEMENTED - _NEUTRAL):
         return f"its config has {', '.join(unknown)}"
     rope = config.rope_parameters or {}
     if unknown := sorted(set(rope) - _ROPE):

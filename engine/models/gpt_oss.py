@@ -14,17 +14,6 @@ _ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in i
 class GptOssReader(LlamaReader):
     """Reads the parts of a gpt-oss."""
 
-    own_fields = frozenset(
-        {
-            "num_experts_per_tok",
-            "num_local_experts",
-            "output_router_logits",  # of training, as the next
-            "router_aux_loss_coef",
-            "swiglu_alpha",
-            "swiglu_limit",
-        }
-    )
-
     def mlp(self, name: str, norm: Norm) -> ExpertMLP:
         """Raises UnsupportedModelError if its experts are not in MXFP4, or damaged."""
         config, experts = self._config, f"{name}.experts"

@@ -19,9 +19,6 @@ _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_sc
 class LlamaReader:
     """Reads the parts of a model."""
 
-    # Of a configuration, known here and not for every family.
-    own_fields: frozenset[str] = frozenset()
-
     def __init__(self, checkpoint: AnyCheckpoint, config: Any) -> None:
         """`config` has the fields of a Llama's."""
         self.checkpoint = checkpoint
