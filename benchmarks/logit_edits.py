@@ -19,6 +19,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 from outrider.engine.api import NewRequest, ProcessorChoice, SamplingParams
 from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
+from outrider.engine.state.slots import Slots
 from outrider.kernels.verify.sampling import Rule, Sampling
 from outrider.kernels.verify.step import SlotState
 from outrider.kernels.verify.verify import verify
@@ -42,10 +43,9 @@ FEATURES: dict[str, dict[str, object]] = {
 FEATURES["everything"] = {name: value for of in FEATURES.values() for name, value in of.items()}
 
 
-def request(slot: int, prompt: list[int], asked: dict[str, object]) -> Request:
+def request(prompt: list[int], asked: dict[str, object]) -> Request:
     params = SamplingParams(max_tokens=4000, **asked)  # type: ignore[arg-type]
-    made = Request(NewRequest(request_id=str(slot), prompt_token_ids=prompt, params=params))
-    made.slot = slot
+    made = Request(NewRequest(request_id="", prompt_token_ids=prompt, params=params))
     if params.logits_processors:
         made.logits_processors = [("no_repeat", NoRepeatNGramLogitsProcessor(3))]
     return made
@@ -76,17 +76,18 @@ def edit_calls(
     rng = np.random.default_rng(0)
     width = prompt_len + OUTPUT_TOKENS + k + 1
     tokens_np = rng.zipf(1.3, (batch + 1, width)).clip(max=vocab) - 1
-    token_ids = torch.from_numpy(tokens_np).to(DEVICE, torch.int32)
     rows = RequestRows.in_turn(np.arange(batch), np.full(batch, k + 1))
-    num_tokens = torch.full((batch + 1,), prompt_len + OUTPUT_TOKENS, device=DEVICE)
     calls: dict[str, Callable[[], object]] = {}
     for name, asked in FEATURES.items():
         for kind, num_asking in (("all", batch), ("one", 1)):
-            edits = LogitEdits(token_ids, num_tokens, vocab)
-            for slot in range(num_asking):
-                prompt = tokens_np[slot, :prompt_len].tolist()
-                made = request(slot, prompt, asked)
-                made.token_ids += tokens_np[slot, prompt_len : prompt_len + OUTPUT_TOKENS].tolist()
+            slots = Slots(batch, width, k, 16, DEVICE, "token", vocab)
+            slots.token_ids[:, :width] = torch.from_numpy(tokens_np)
+            slots.num_tokens.fill_(prompt_len + OUTPUT_TOKENS)
+            edits = LogitEdits(slots)
+            for tokens in tokens_np[:num_asking].tolist():
+                made = request(tokens[:prompt_len], asked)
+                made.token_ids += tokens[prompt_len : prompt_len + OUTPUT_TOKENS]
+                slots.seat(made)
                 edits.seat(made)
             asking = rows.take(rows.slot_np < num_asking)
             calls[f"{name}|{kind}"] = lambda edits=edits, asking=asking: edits.apply(logits, asking)

@@ -77,14 +77,13 @@ class Worker:
             config.speculation.verification,
             self.pair.vocab_size,
         )
-        vocab_size = self.slots.vocab_size
-        self.edits = LogitEdits(self.slots.token_ids, self.slots.num_tokens, vocab_size)
+        self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(
             self.proposer_name, config, self.slots, self.edits, self.pair
         )
         if self.pair.head is not None:
             self.proposer_name = self.pair.head.kind
-        self.scorer = Scorer(self.pair.target, vocab_size)
+        self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
         self._predictions = Predictions(self.slots, self.proposer.distributions)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
         target = self.pair.target

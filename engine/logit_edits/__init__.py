@@ -7,6 +7,7 @@ from torch import Tensor
 from outrider.kernels.edits.edit_rows import EditRows
 
 from ..request import Request
+from ..state.slots import Slots
 from .allowed_tokens import AllowedTokens
 from .bad_words import BadWords
 from .base import LogitEdit, RequestRows
@@ -35,15 +36,15 @@ class LogitEdits:
     verification. A banned token stays banned: no later edit makes -inf finite.
     """
 
-    def __init__(self, token_ids: Tensor, num_tokens: Tensor, vocab_size: int) -> None:
-        """token_ids: [num_slots, width] int32; num_tokens: [num_slots], how many are known."""
-        self._num_tokens = num_tokens
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        num_slots = len(slots.token_ids)
         edits = (Grammars, AllowedTokens, BadWords, TokenBias, CustomProcessors, Penalties)
-        self._chain: tuple[LogitEdit, ...] = tuple(edit(token_ids, vocab_size) for edit in edits)
+        self._chain: tuple[LogitEdit, ...] = tuple(edit(slots) for edit in edits)
         # [edits, num_slots] which edits each slot's request asks for
-        self._asked_np = np.zeros((len(self._chain), len(token_ids)), dtype=bool)
+        self._asked_np = np.zeros((len(self._chain), num_slots), dtype=bool)
         # [num_slots] whether it asks for any; kept, because every step looks at it, and each draft
-        self._any_asked_np = np.zeros(len(token_ids), dtype=bool)
+        self._any_asked_np = np.zeros(num_slots, dtype=bool)
 
     def need_host(self, slot: int | None) -> bool:
         """Whether the host must know all tokens of a slot's request before it can edit logits."""
@@ -66,13 +67,11 @@ class LogitEdits:
                 edit.seat(request)
 
     def unseat(self, slot: int) -> None:
-        for edit in self._chain:
-            edit.unseat(slot)
         self._asked_np[:, slot] = self._any_asked_np[slot] = False
 
     def rehearse(self, logits: Tensor) -> Tensor:
         """Run every edit's kernel on rows of the dummy slot, which no edit changes."""
-        dummy, num_rows = len(self._any_asked_np) - 1, len(logits)
+        dummy, num_rows = self._slots.dummy, len(logits)
         rows = RequestRows.in_turn(np.full(num_rows, dummy), np.ones(num_rows, dtype=np.int64))
         edited, at = self._copied(logits, rows)
         for edit in self._chain:
@@ -94,10 +93,10 @@ class LogitEdits:
                 edit.apply(edited, rows, at)
             elif of_np.any():
                 some = rows.take(of_np)
-                edit.apply(edited, some, some.behind(self._num_tokens))
+                edit.apply(edited, some, some.behind(self._slots.num_tokens))
         return edited
 
     def _copied(self, logits: Tensor, rows: RequestRows) -> tuple[Tensor, EditRows]:
-        at = rows.behind(self._num_tokens)
+        at = rows.behind(self._slots.num_tokens)
         copied = logits.index_select(0, at.row).float()
         return copied, at._replace(row=torch.arange(len(copied), device=copied.device))

@@ -10,20 +10,21 @@ from outrider.kernels.edits.token_mask import num_words, token_mask
 
 from ..api import SamplingParams
 from ..request import Request
+from ..state.slots import Slots
 from .base import LogitEdit, RequestRows
 
 
 class AllowedTokens(LogitEdit):
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
-        self._bitmask = self._table(num_words(vocab_size), dtype=torch.int32, fill=-1)
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(slots)
+        self._bitmask = self._table(num_words(slots.vocab_size), dtype=torch.int32, fill=-1)
 
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.allowed_token_ids) > 0
 
     def seat(self, request: Request) -> None:
-        mask = token_mask(request.params.allowed_token_ids, self._vocab_size)
+        mask = token_mask(request.params.allowed_token_ids, self._slots.vocab_size)
         self._bitmask[request.slot] = self._uploaded(mask, np.int32)
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        apply_bitmask(logits, at, self._bitmask, self._vocab_size)
+        apply_bitmask(logits, at, self._bitmask, self._slots.vocab_size)

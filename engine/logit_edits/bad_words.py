@@ -9,6 +9,7 @@ from outrider.kernels.edits.edit_rows import EditRows
 
 from ..api import SamplingParams
 from ..request import Request
+from ..state.slots import Slots
 from .base import LogitEdit, RequestRows
 
 MAX_WORDS = 256  # a word of text takes up to two: with and without a space before it
@@ -16,8 +17,8 @@ MAX_TOKENS = 2048  # in all words together
 
 
 class BadWords(LogitEdit):
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(slots)
         self._state = BadWordsState(
             token_ids=self._table(MAX_TOKENS, dtype=torch.int32),
             end=self._table(MAX_WORDS, dtype=torch.int32),
@@ -38,4 +39,4 @@ class BadWords(LogitEdit):
         self._state.output_start[slot].fill_(request.num_prompt_tokens)
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        apply_bad_words(logits, at, self._state, self._token_ids)
+        apply_bad_words(logits, at, self._state, self._slots.token_ids)

@@ -14,6 +14,7 @@ from ..api import SamplingParams
 from ..request import Request
 from ..state.host_copy import uploaded
 from ..state.ragged import aligned, ragged_arange
+from ..state.slots import Slots
 
 
 class RequestRows(NamedTuple):
@@ -50,31 +51,26 @@ class LogitEdit(ABC):
     # Whether the host must know all tokens of a request before it can edit its logits.
     needs_host = False
 
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        """token_ids: [num_slots, width] int32."""
-        self._token_ids = token_ids
-        self._vocab_size = vocab_size
-        self._device = token_ids.device
-        self._requests: dict[int, Request] = {}  # by slot, for edits that look at them later
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
 
     def _table(self, *shape: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
         """State for each slot. Shape: [num_slots, *shape]."""
-        return torch.full((len(self._token_ids), *shape), fill, dtype=dtype, device=self._device)
+        shape = (len(self._slots.token_ids), *shape)
+        return torch.full(shape, fill, dtype=dtype, device=self._slots.device)
 
     def _uploaded(self, values: ArrayLike, dtype: type[np.number[Any]]) -> Tensor:
-        return uploaded(np.asarray(values, dtype), self._device)
+        return uploaded(np.asarray(values, dtype), self._slots.device)
 
     @abstractmethod
     def is_asked_by(self, params: SamplingParams) -> bool: ...
 
     def seat(self, request: Request) -> None:
-        """Fill the slot of a request that asks for this edit; again after each preemption."""
-        assert request.slot is not None
-        self._requests[request.slot] = request
+        """Fill the slot of a request that asks for this edit; again after each preemption.
 
-    def unseat(self, slot: int) -> None:
-        """Forget the slot's request, if it had any; tables keep stale rows, which are not read."""
-        self._requests.pop(slot, None)
+        Nobody empties it: stale rows of tables are not read.
+        """
+        return
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:

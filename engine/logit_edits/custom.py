@@ -25,10 +25,10 @@ class CustomProcessors(LogitEdit):
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
         for row, slot, num_drafts in np.stack(rows, axis=1).tolist():
-            request = self._requests[slot]
-            prefix = self._token_ids[None, slot, : request.num_tokens + num_drafts].long()
+            request = self._slots.requests[slot]
+            prefix = self._slots.token_ids[None, slot, : request.num_tokens + num_drafts].long()
             # Ids beyond the vocabulary are padding with arbitrary logits: processors never see it.
-            scores = logits[None, row, : self._vocab_size]
+            scores = logits[None, row, : self._slots.vocab_size]
             scores.copy_(self._processed(request, prefix, scores.clone()))
 
     def _processed(self, request: Request, prefix: Tensor, scores: Tensor) -> Tensor:

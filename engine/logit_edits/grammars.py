@@ -32,7 +32,7 @@ class Grammars(LogitEdit):
         from ..grammars.grammar import compute_masks  # needs msgspec
 
         last = rows.take(np.append(np.diff(rows.slot_np) != 0, True))  # row of each request
-        requests = [self._requests[slot] for slot in last.slot_np.tolist()]
+        requests = [self._slots.requests[slot] for slot in last.slot_np.tolist()]
         grammars = [request.grammar for request in requests if request.grammar is not None]
         known_np = np.array([request.num_tokens for request in requests])
         self._learn_drafts(grammars, last, known_np)
@@ -45,8 +45,8 @@ class Grammars(LogitEdit):
         masks_of = {request.slot: g.masks for request, g in zip(requests, grammars, strict=True)}
         each = zip(rows.slot_np.tolist(), rows.drafts_np.tolist(), strict=True)
         masks_np = np.stack([masks_of[slot][num_drafts] for slot, num_drafts in each])
-        at = at._replace(slot=torch.arange(len(masks_np), device=self._device))
-        apply_bitmask(logits, at, uploaded(masks_np, self._device), self._vocab_size)
+        at = at._replace(slot=torch.arange(len(masks_np), device=self._slots.device))
+        apply_bitmask(logits, at, uploaded(masks_np, self._slots.device), self._slots.vocab_size)
 
     def _learn_drafts(
         self, grammars: "list[Grammar]", last: RequestRows, known_np: np.ndarray
@@ -54,8 +54,8 @@ class Grammars(LogitEdit):
         """Copy to the host the drafts before the last rows that it does not know yet. All: [B]."""
         if all(len(g.drafts) >= n for g, n in zip(grammars, last.drafts_np, strict=True)):
             return
-        slot = uploaded(last.slot_np[:, None], self._device)
-        position = uploaded(known_np[:, None] + np.arange(last.drafts_np.max()), self._device)
-        drafts = self._token_ids[slot, position].tolist()
+        slot = uploaded(last.slot_np[:, None], self._slots.device)
+        position = uploaded(known_np[:, None] + np.arange(last.drafts_np.max()), self._slots.device)
+        drafts = self._slots.token_ids[slot, position].tolist()
         for grammar, drawn, num_drafts in zip(grammars, drafts, last.drafts_np, strict=True):
             grammar.drafts = drawn[:num_drafts]

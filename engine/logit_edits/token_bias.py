@@ -9,14 +9,15 @@ from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 
 from ..api import SamplingParams
 from ..request import Request
+from ..state.slots import Slots
 from .base import LogitEdit, RequestRows
 
 MAX_ENTRIES = 1280  # tokens of logit_bias and tokens that end the sequence, together
 
 
 class TokenBias(LogitEdit):
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
-        super().__init__(token_ids, vocab_size)
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(slots)
         self._state = BiasState(
             token_ids=self._table(MAX_ENTRIES, dtype=torch.int32),
             bias=self._table(MAX_ENTRIES, dtype=torch.float32),

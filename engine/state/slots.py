@@ -66,6 +66,7 @@ class Slots:
         # Each field: [num_slots]
         self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
         self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
+        self.requests: dict[int, Request] = {}  # by slot
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -79,6 +80,7 @@ class Slots:
     def seat(self, request: Request) -> None:
         """Give the request a slot; `fill` comes before the next step is launched."""
         request.slot = self._free.pop()
+        self.requests[request.slot] = request
 
     def fill(self, seated: list[Request]) -> None:
         """Copy tokens and sampling parameters of seated requests to their slots, all in one go."""
@@ -104,6 +106,7 @@ class Slots:
     def unseat(self, request: Request) -> None:
         assert request.slot is not None
         self._free.append(request.slot)
+        del self.requests[request.slot]
         request.slot = None
 
     def write_drafts(self, drafts: list[tuple[Request, list[int]]]) -> None:

@@ -14,6 +14,7 @@ from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
+from outrider.engine.state.slots import Slots
 from outrider.engine.validation import check_request
 
 PROMPTS = prompts([3, 21, 9], VOCAB, seed=4)
@@ -159,17 +160,18 @@ def test_unusable_edits_are_refused_by_name(field: str, change: dict[str, object
 
 
 def test_bfloat16_rounds_no_penalty_away() -> None:
-    token_ids = torch.tensor([[0, 0, 0], [3, 4, 4]], dtype=torch.int32)
-    edits = LogitEdits(token_ids, torch.tensor([0, 3]), VOCAB)
+    slots = Slots(1, 8, 0, 4, torch.device("cpu"), "token", VOCAB)
+    edits = LogitEdits(slots)
     params = replace(GREEDY, presence_penalty=0.05)
     new = NewRequest(request_id="0", prompt_token_ids=[3], params=params)
     request = Request(new)
     request.token_ids += [4, 4]
-    request.slot = 1
+    slots.seat(request)
+    slots.fill([request])
     edits.seat(request)
-    assert edits.asked_by(np.array([0, 1])).tolist() == [False, True]
+    assert edits.asked_by(np.array([0, slots.dummy])).tolist() == [True, False]
     logits = torch.full((3, VOCAB), 40.0, dtype=torch.bfloat16)
-    rows = RequestRows(*(np.array([n]) for n in (2, 1, 0)))
+    rows = RequestRows(*(np.array([n]) for n in (2, 0, 0)))
     found = edits.apply(logits, rows)  # only the last of three rows
     assert found.shape == (1, VOCAB)
     assert found[0, 3:5].tolist() == pytest.approx([40, 39.95])
