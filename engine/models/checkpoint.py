@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8, stack
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 
 from .narrow_weight import Narrow, Scaled, Stacked
 from .weights import Dense, Linear, RoundedInputs, Weight
@@ -27,6 +27,7 @@ Progress = Callable[[int, int], None]  # is called with (tensors read, tensors i
 # UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 
+EMBEDDING = "model.embed_tokens"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLE = "pytorch_model.bin"  # the format of some heads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,12 +55,12 @@ class AnyCheckpoint(ABC):
         """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
 
     @abstractmethod
-    def _weight(self, shapes: dict[str, tuple[int, int]], *, is_head: bool = False) -> Weight:
-        """The weights of layers, by name, stacked. Raises as `linear` does."""
+    def tied(self, embedding: Tensor) -> Linear:
+        """The output layer that shares the matrix of the embedding."""
 
     @abstractmethod
-    def _tied(self, embedding: Tensor) -> Weight:
-        """The weight of a head that shares the matrix of the embedding."""
+    def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
+        """The weights of layers, by name, stacked. Raises as `linear` does."""
 
     def linear(self, num_inputs: int, **num_outputs: int) -> Linear:
         """Linear layers that read the same input, as one; `num_outputs` of each, by its name.
@@ -68,24 +69,12 @@ class AnyCheckpoint(ABC):
         UnsupportedModelError if a layer is in a format that is not served.
         """
         shapes = {name: (size, num_inputs) for name, size in num_outputs.items()}
-        return Linear(self._weight(shapes), self._bias(shapes))
-
-    def head(self, name: str, shape: tuple[int, int], tied: Tensor | None = None) -> Linear:
-        """The layer that computes the logits; `tied` is the embedding if it shares its matrix.
-
-        Raises as `linear` does.
-        """
-        if tied is not None:
-            return Linear(self._tied(tied), None)
-        return Linear(self._weight({name: shape}, is_head=True), self._bias({name: shape}))
-
-    def _bias(self, shapes: dict[str, tuple[int, int]]) -> Tensor | None:
-        biases = [f"{name}.bias" for name in shapes]
+        weight, biases = self._weight(shapes), [f"{name}.bias" for name in shapes]
         if biases[0] not in self:
-            return None
+            return Linear(weight, None)
         bias = self.tensor(*biases)
-        check_shape(" + ".join(biases), bias.shape, (sum(size for size, _ in shapes.values()),))
-        return bias
+        check_shape(" + ".join(biases), bias.shape, (sum(num_outputs.values()),))
+        return Linear(weight, bias)
 
     def _count(self, name: str) -> None:
         if name not in self._names_read:
@@ -94,7 +83,7 @@ class AnyCheckpoint(ABC):
 
 
 class Checkpoint(AnyCheckpoint):
-    """Tensors are read straight to the device. Layers may be quantised, or rounded here."""
+    """Tensors are read straight to the device. Layers may be quantised."""
 
     def __init__(
         self,
@@ -104,16 +93,10 @@ class Checkpoint(AnyCheckpoint):
         progress: Progress,
         *,
         read: Read | None = None,
-        rounds: bool = False,
-        is_draft: bool = False,
     ) -> None:
-        """`read` reads quantised layers. `rounds` rounds the others to FP8: of a draft model their
-        weights; of other models their inputs too, but nothing that `head` reads.
-
-        Raises FileNotFoundError if the folder holds no weights.
-        """
+        """`read` reads quantised layers. Raises FileNotFoundError if the folder has no weights."""
         super().__init__(dtype, device, progress)
-        self._read, self._rounds, self._is_draft = read, rounds, is_draft
+        self._read = read
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self.keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False  # whether any layer read so far was quantised
@@ -180,15 +163,23 @@ class Checkpoint(AnyCheckpoint):
             raise ValueError(f"{name} is of dtype {view.dtype}; it holds integers")
         return view.long()
 
-    def _weight(self, shapes: dict[str, tuple[int, int]], *, is_head: bool = False) -> Weight:
-        names = [f"{name}.weight" for name in shapes]
-        matrices = [self._read(self, name) if self._read else None for name in shapes]
-        for name, matrix, shape in zip(names, matrices, shapes.values(), strict=True):
-            check_shape(name, self.shape_of(name) if matrix is None else matrix.shape, shape)
+    def tied(self, embedding: Tensor) -> Linear:
+        matrix = self._read(self, EMBEDDING) if self._read else None
+        return Linear(Dense(embedding) if matrix is None else self._narrow(matrix), None)
+
+    def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
+        names = [f"{layer}.weight" for layer in shapes]
+        for name, shape in zip(names, shapes.values(), strict=True):
+            if name in self:
+                check_shape(name, self.shape_of(name), shape)
+        matrices = [self._read(self, layer) if self._read else None for layer in shapes]
         narrow = [matrix for matrix in matrices if matrix is not None]
         if not narrow:
-            return self._plain(self.tensor(*names), is_head=is_head)
+            return Dense(self.tensor(*names))
         self.has_quantised = True
+        for name, matrix, shape in zip(names, matrices, shapes.values(), strict=True):
+            if matrix is not None:
+                check_shape(name, matrix.shape, shape)
         if len(narrow) == len(names):
             stacked = stack(narrow)
             if stacked is not None:
@@ -200,15 +191,6 @@ class Checkpoint(AnyCheckpoint):
         if self.keeps_narrow or not all(isinstance(weight, Dense) for weight in weights):
             return Stacked(weights)
         return Dense(torch.cat([weight.dequantised() for weight in weights]))
-
-    def _tied(self, embedding: Tensor) -> Weight:
-        return self._plain(embedding, is_head=True)
-
-    def _plain(self, matrix: Tensor, *, is_head: bool) -> Weight:
-        if not self._rounds or (is_head and not self._is_draft):
-            return Dense(matrix)
-        # A draft model's layers are small: rounding inputs costs more than it gains.
-        return self._narrow(round_to_fp8(matrix, rounds_inputs=not self._is_draft))
 
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
         if self.keeps_narrow:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from .architectures import STATIC_ROPE
 from .attention import Rope
-from .checkpoint import AnyCheckpoint, check_shape
+from .checkpoint import EMBEDDING, AnyCheckpoint, check_shape
 from .decoder import Decoder
 from .gpt_oss import GptOssReader
 from .llama import LlamaReader
@@ -89,11 +89,14 @@ def build(config: Any, checkpoint: AnyCheckpoint) -> Decoder:
         for i in range(config.num_hidden_layers)
     ]
     shape = config.vocab_size, config.hidden_size
-    embedding = checkpoint.tensor("model.embed_tokens.weight")
-    check_shape("model.embed_tokens.weight", embedding.shape, shape)
+    embedding = checkpoint.tensor(f"{EMBEDDING}.weight")
+    check_shape(f"{EMBEDDING}.weight", embedding.shape, shape)
     if config.tie_word_embeddings and "lm_head.weight" in checkpoint:
         config.tie_word_embeddings = torch.equal(checkpoint.tensor("lm_head.weight"), embedding)
-    head = checkpoint.head("lm_head", shape, embedding if config.tie_word_embeddings else None)
+    if config.tie_word_embeddings:
+        head = checkpoint.tied(embedding)
+    else:
+        head = checkpoint.linear(config.hidden_size, lm_head=config.vocab_size)
     return Decoder(embedding, blocks, reader.norm("model.norm"), head)
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import AnyCheckpoint, Progress, check_shape
+from .checkpoint import EMBEDDING, AnyCheckpoint, Progress, check_shape
 from .gguf_file import FILE_NAME, GgufFile
-from .weights import Dense, Tiles, Weight
+from .weights import Dense, Linear, Tiles, Weight
 
 # Names in the architecture `llama`, the only one that is read here.
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OUTER = {EMBEDDING: "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -108,13 +108,13 @@ class GgufCheckpoint(AnyCheckpoint):
     def tensor(self, *names: str) -> Tensor:
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
-    def _tied(self, embedding: Tensor) -> Weight:
+    def tied(self, embedding: Tensor) -> Linear:
         if not self._keeps_width:
-            return Dense(embedding)
+            return Linear(Dense(embedding), None)
         num_tokens, width = embedding.shape
-        return self._weight({"model.embed_tokens": (num_tokens, width)})
+        return self.linear(width, **{EMBEDDING: num_tokens})
 
-    def _weight(self, shapes: dict[str, tuple[int, int]], *, is_head: bool = False) -> Weight:
+    def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
         names = [f"{name}.weight" for name in shapes]
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
         for name, shape in zip(names, shapes.values(), strict=True):

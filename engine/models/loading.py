@@ -22,11 +22,12 @@ from .admission import (
 )
 from .architectures import load_config
 from .batch_invariance import make_batch_invariant
-from .checkpoint import AnyCheckpoint, Checkpoint, Progress, Read
+from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
 from .formats import FORMATS, take_format
+from .formats.fp8 import rounding
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
@@ -149,15 +150,12 @@ class _Loader:
                     return None, "it is a GGUF file, whose weights are rounded already"
                 checkpoint = GgufCheckpoint(folder, self.dtype, self.device, self.progress)
             else:
-                checkpoint = Checkpoint(
-                    folder,
-                    self.dtype,
-                    self.device,
-                    self.progress,
-                    read=quantised[1] if quantised else None,
-                    rounds=rounds,
-                    is_draft=self.is_draft,
-                )
+                read = quantised[1] if quantised else None
+                if rounds and self.is_draft:  # its layers are small: rounding inputs costs too much
+                    read = rounding(rounds_inputs=False)
+                elif rounds:
+                    read = rounding(rounds_inputs=True, leaves_out=("lm_head", EMBEDDING))
+                checkpoint = Checkpoint(folder, self.dtype, self.device, self.progress, read=read)
             decoder = build(self.hf_config, checkpoint)
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"

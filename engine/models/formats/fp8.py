@@ -1,10 +1,14 @@
-"""FP8 (e4m3), with one scale for the whole matrix, for each output, or for each block."""
+"""FP8 (e4m3), with one scale for the whole matrix, for each output, or for each block.
 
+Plain layers may also be rounded to it here.
+"""
+
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from outrider.kernels.model.narrow_matrix import STEP, NarrowMatrix, narrow_matrix
+from outrider.kernels.model.narrow_matrix import STEP, NarrowMatrix, narrow_matrix, round_to_fp8
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
@@ -21,6 +25,17 @@ def reader(config: dict[str, Any]) -> Read:
     block = config.get("weight_block_size")
     is_dynamic = config.get("activation_scheme") == "dynamic"
     return lambda tensors, layer: read(tensors, layer, block, rounds_inputs=is_dynamic)
+
+
+def rounding(*, rounds_inputs: bool, leaves_out: Collection[str] = ()) -> Read:
+    """Rounds plain layers to FP8 when they are read, all but those that are left out."""
+
+    def read(tensors: Checkpoint, layer: str) -> NarrowMatrix | None:
+        if layer in leaves_out:
+            return None
+        return round_to_fp8(tensors.tensor(f"{layer}.weight"), rounds_inputs=rounds_inputs)
+
+    return read
 
 
 def read(

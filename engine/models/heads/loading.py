@@ -20,6 +20,7 @@ from ..architectures import load_config
 from ..blocks import Block
 from ..checkpoint import Checkpoint, Progress, Read, check_shape
 from ..families import window_of
+from ..formats.fp8 import rounding
 from ..llama import LlamaReader
 from ..loading import quantised_format, rounds_weights
 from ..network import Network
@@ -88,12 +89,11 @@ def _read_head(config: ModelConfig, target: Network, progress: Progress) -> tupl
 
 
 def _checkpoint(
-    config: ModelConfig, target: Network, progress: Progress, *, read: Read | None = None
+    config: ModelConfig, target: Network, progress: Progress, quantised: Read | None = None
 ) -> Checkpoint:
-    """The checkpoint of a head, which computes in its target's dtype; `read` as in Checkpoint."""
-    rounds = config.quantization is not None
-    folder = Path(config.path)
-    return Checkpoint(folder, target.dtype, target.device, progress, read=read, rounds=rounds)
+    """The checkpoint of a head, which computes in its target's dtype."""
+    read = quantised if config.quantization is None else rounding(rounds_inputs=True)
+    return Checkpoint(Path(config.path), target.dtype, target.device, progress, read=read)
 
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
@@ -240,7 +240,7 @@ def _read_mtp_head(
     check_mtp_head(folder)
     hf_config: Any = load_config(folder)
     quantised = quantised_format(config, hf_config)
-    checkpoint = _checkpoint(config, target, progress, read=quantised[1] if quantised else None)
+    checkpoint = _checkpoint(config, target, progress, quantised[1] if quantised else None)
     reader, width = LlamaReader(checkpoint, hf_config), hf_config.hidden_size
     head = MtpHead(
         embedding_norm=reader.norm(f"{MTP_LAYER}.token_layernorm"),
