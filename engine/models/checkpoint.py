@@ -115,7 +115,7 @@ class Checkpoint(AnyCheckpoint):
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def _view(self, name: str) -> Tensor:
+    def view(self, name: str) -> Tensor:
         """A tensor as it is stored: a view of its file, on the CPU, so that no copy is left behind.
 
         Raises KeyError naming the tensor if there is none.
@@ -124,24 +124,17 @@ class Checkpoint(AnyCheckpoint):
         view: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
         return view
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in."""
-        return self._view(name).dtype
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._view(name).shape)
-
     def part(self, name: str, index: int) -> Tensor:
         """One entry of the first dimension, in its stored dtype, on the device."""
         self._count(name)
-        return self._view(name)[index].to(self.device)
+        return self.view(name)[index].to(self.device)
 
     def stored(self, name: str) -> Tensor:
         self._count(name)
-        return self._view(name).to(self.device)
+        return self.view(name).to(self.device)
 
     def tensor(self, *names: str) -> Tensor:
-        views = [self._view(name) for name in names]
+        views = [self.view(name) for name in names]
         for name, view in zip(names, views, strict=True):
             if view.dtype not in _FLOATS:
                 raise ValueError(
@@ -158,7 +151,7 @@ class Checkpoint(AnyCheckpoint):
 
     def integers(self, name: str) -> Tensor:
         """A tensor of integers or booleans, on the CPU."""
-        view = self._view(name)
+        view = self.view(name)
         if view.is_floating_point():
             raise ValueError(f"{name} is of dtype {view.dtype}; it holds integers")
         return view.long()
@@ -171,7 +164,7 @@ class Checkpoint(AnyCheckpoint):
         names = [f"{layer}.weight" for layer in shapes]
         for name, shape in zip(names, shapes.values(), strict=True):
             if name in self:
-                check_shape(name, self.shape_of(name), shape)
+                check_shape(name, self.view(name).shape, shape)
         matrices = [self._read(self, layer) if self._read else None for layer in shapes]
         narrow = [matrix for matrix in matrices if matrix is not None]
         if not narrow:

@@ -65,10 +65,10 @@ def _read(
     tensors: Checkpoint, layer: str, block: list[int] | None, rounded: set[str]
 ) -> NarrowMatrix | None:
     if f"{layer}.weight_packed" in tensors:
-        if tensors.dtype_of(f"{layer}.weight_packed") == torch.uint8:
+        if tensors.view(f"{layer}.weight_packed").dtype == torch.uint8:
             return _read_mxfp4(tensors, layer)
         return _read_packed(tensors, layer)
-    if tensors.dtype_of(f"{layer}.weight") == torch.int8:
+    if tensors.view(f"{layer}.weight").dtype == torch.int8:
         return _read_int8(tensors, layer, rounds_inputs="int" in rounded)
     return fp8.read(tensors, layer, block, rounds_inputs="float" in rounded)
 

@@ -42,7 +42,7 @@ def read(
     tensors: Checkpoint, layer: str, block: list[int] | None, *, rounds_inputs: bool = False
 ) -> NarrowMatrix | None:
     """`block`: how many outputs and inputs share a scale; None if scales are not for blocks."""
-    if tensors.dtype_of(f"{layer}.weight") != torch.float8_e4m3fn:
+    if tensors.view(f"{layer}.weight").dtype != torch.float8_e4m3fn:
         return None
     name = next((f"{layer}.{name}" for name in _SCALES if f"{layer}.{name}" in tensors), None)
     if name is None:

@@ -45,8 +45,8 @@ def read_experts(
     ):
         if tensor not in tensors:
             raise UnsupportedModelError(f"there is no {tensor}")
-        check_shape(tensor, tensors.shape_of(tensor), expected)
-        if tensor != bias and tensors.dtype_of(tensor) != torch.uint8:
+        check_shape(tensor, tensors.view(tensor).shape, expected)
+        if tensor != bias and tensors.view(tensor).dtype != torch.uint8:
             raise UnsupportedModelError(f"{tensor} is not of dtype uint8")
     codes, scale = None, None
     for expert in range(num_experts):

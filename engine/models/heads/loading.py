@@ -98,7 +98,7 @@ def _checkpoint(
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
     width, target_width = config.layers.hidden_size, target.input_embedding.shape[1]
-    found, num_inputs = checkpoint.shape_of("fc.weight"), num_taps * target_width
+    found, num_inputs = checkpoint.view("fc.weight").shape, num_taps * target_width
     if found != (width, num_inputs):
         raise HeadError(
             f"fc.weight is {' x '.join(map(str, found))}; for {num_taps} hidden states of this "
