@@ -26,7 +26,7 @@ from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
-from .formats import FORMATS, take_format
+from .formats import refused_format, take_format
 from .formats.fp8 import rounding
 from .gguf_checkpoint import GgufCheckpoint
 from .gguf_file import transformers_arguments
@@ -74,7 +74,7 @@ def load_network(
         if decoder is not None:
             return decoder
         if quantised is not None:
-            raise UnsupportedModelError(_refused(f"{quantised[0]}: {reason}"))
+            raise refused_format(f"{quantised[0]}: {reason}")
         if config.quantization is not None:
             raise UnsupportedModelError(
                 f"quantization is set, but its weights stay plain: {reason}"
@@ -101,22 +101,12 @@ def quantised_format(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[
     """
     if config.quantization not in (None, "fp8"):
         raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")
-    try:
-        quantised = take_format(hf_config)
-    except UnsupportedModelError as reason:
-        raise UnsupportedModelError(_refused(str(reason))) from None
+    quantised = take_format(hf_config)
     if quantised is not None and config.quantization is not None:
         raise UnsupportedModelError(
             f"its weights are quantised already ({quantised[0]}); leave quantization out"
         )
     return quantised
-
-
-def _refused(reason: str) -> str:
-    return (
-        f"its weights are quantised in a way that is not served ({reason}); take the checkpoint "
-        f"that it was quantised from, a GGUF file of it, or one in {', '.join(FORMATS)}"
-    )
 
 
 def rounds_weights(config: ModelConfig, is_draft: bool) -> bool:

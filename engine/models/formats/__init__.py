@@ -44,8 +44,15 @@ def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
     key, settings = found
     name = str(settings.get("quant_method") or key)
     if name not in FORMATS:
-        raise UnsupportedModelError(f"{name} is none of {', '.join(FORMATS)}")
+        raise refused_format(f"{name} is none of {', '.join(FORMATS)}")
     try:
         return name, FORMATS[name](settings)
     except UnsupportedModelError as reason:
-        raise UnsupportedModelError(f"{name}: {reason}") from None
+        raise refused_format(f"{name}: {reason}") from None
+
+
+def refused_format(reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"its weights are quantised in a way that is not served ({reason}); take the checkpoint "
+        f"that it was quantised from, a GGUF file of it, or one in {', '.join(FORMATS)}"
+    )
