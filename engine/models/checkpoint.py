@@ -181,9 +181,9 @@ class Checkpoint(AnyCheckpoint):
             Dense(self.tensor(name)) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
-        if self.keeps_narrow or not all(isinstance(weight, Dense) for weight in weights):
-            return Stacked(weights)
-        return Dense(torch.cat([weight.dequantised() for weight in weights]))
+        if all(isinstance(weight, Dense) for weight in weights):  # unpacked
+            return Dense(torch.cat([weight.dequantised() for weight in weights]))
+        return Stacked(weights)
 
     def _narrow(self, matrix: NarrowMatrix) -> Weight:
         if self.keeps_narrow:
