@@ -1,5 +1,6 @@
 """What tests of several packages share."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -22,6 +23,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             file = item.nodeid.partition("::")[0]
             group = "default_server" if "default_server" in fixtures else file
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay. The garbage collector need not look at them, nor so often
+    at what FastAPI keeps of each application.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 50)  # the last is how seldom it looks at everything
 
 
 @pytest.fixture(scope="session")
