@@ -95,6 +95,7 @@ async def test_kill_9_in_mid_stream_costs_only_what_was_running(client: Any) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.deep  # of a scripted engine in test_process_engine.py, a command's in test_serving.py
 async def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     client = ProcessEngine(engine_config(tmp_path / "nothing"))
     with pytest.raises(EngineUnavailableError, match=r"could not start: .*nothing"):

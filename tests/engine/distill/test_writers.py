@@ -52,10 +52,9 @@ def test_a_large_target_shares_its_gpu_among_few_writers(
     assert writers.num_writers(str(tmp_path), "cpu") == 1
 
 
-@pytest.mark.slow  # processes that load torch
-@pytest.mark.parametrize(
-    "sig", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)]
-)
+@pytest.mark.slow
+@pytest.mark.deep  # three processes that load torch
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_no_writer_outlives_its_run(sig: signal.Signals, tmp_path: Path) -> None:
     recipe = Recipe(
         target=str(save_tiny_model_with_tokenizer(tmp_path / "target")),
