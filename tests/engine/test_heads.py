@@ -300,7 +300,10 @@ def test_a_bad_row_of_the_head_is_no_draft(
     assert all(len(tokens(o)) == 24 for o in run(engine, mixed, sampled))
 
 
-@pytest.mark.parametrize("variant", ["in-turn", "ahead", "no-cache"])
+# With a cache the first answer finds nothing in it, and the others do.
+@pytest.mark.parametrize(
+    "variant", ["in-turn", "ahead", pytest.param("no-cache", marks=pytest.mark.deep)]
+)
 def test_match_gives_the_same_tokens_with_any_k(variant: str, any_pair: Pair) -> None:
     config = engine_config(*any_pair, k=K, prefix_caching=variant != "no-cache")
     engine = Engine(config)

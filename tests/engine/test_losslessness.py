@@ -34,8 +34,8 @@ PARAMS = {
 # the 12,000 of the sweep of those off by 5 %.
 SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "ngram", 2400)]
-SOME += [("token", "head", 2400), ("block", "head", 2400), ("token", "dflash", 2400)]
-SOME += [("block", "dspark", 2400), ("block", "peagle", 2400), ("token", "mtp", 2400)]
+SOME += [("token", "head", 2400), ("block", "peagle", 2400), ("token", "dflash", 2400)]
+SOME += [("block", "dspark", 2400), ("token", "mtp", 2400)]
 PROPOSERS = ("draft_model", "ngram", "head", "peagle", "dflash", "dspark", "mtp")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 CASES: list[Any] = [*SOME]
