@@ -91,7 +91,7 @@ class Engine:
             page_size_tokens=pair.page_size,
             cache_bytes=kv_cache.num_pages * pair.page_bytes,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            num_speculative_tokens=worker.max_drafts,
+            num_speculative_tokens=worker.slots.max_drafts,
             proposer=None if worker.proposer_name == "none" else worker.proposer_name,
             load_s=self._load_s,
             warm_up_s=self._warm_up_s,
@@ -108,7 +108,7 @@ class Engine:
 
     def _begin(self, num_pages: int, max_model_len: int, **learning: Any) -> None:
         """Schedule from nothing, over empty pages; `learning` as in AdaptiveSpeculation."""
-        config, k, pair = self._config, self.worker.max_drafts, self.worker.pair
+        config, k, pair = self._config, self.worker.slots.max_drafts, self.worker.pair
         self._in_flight = None
         kv_cache = KVCacheManager(
             num_pages,
@@ -117,14 +117,13 @@ class Engine:
             lookahead=pair.head.lookahead if pair.head else 0,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
-        stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
-        self._adaptive: AdaptiveSpeculation | None = None
+        adaptive = None
         if k > 0 and config.speculation.adaptive:
             stops_early = self.worker.proposer.stops_early
-            self._adaptive = AdaptiveSpeculation(k, stops_early=stops_early, **learning)
-        self.sequences = Sequences(config.scheduler, kv_cache, self.worker, stats, max_model_len)
-        self.scheduler = Scheduler(self.sequences, self._adaptive)
-        self.committer = Committer(self.sequences, self._adaptive)
+            adaptive = AdaptiveSpeculation(k, stops_early=stops_early, **learning)
+        self.sequences = Sequences(config.scheduler, kv_cache, self.worker, max_model_len, adaptive)
+        self.scheduler = Scheduler(self.sequences)
+        self.committer = Committer(self.sequences)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
 
@@ -135,10 +134,10 @@ class Engine:
         statistics hold is forgotten.
         """
         # A proposer that reads the text may find nothing to propose in this one.
-        if self._adaptive is None or self.worker.proposer.needs_host:
+        if self.sequences.adaptive is None or self.worker.proposer.needs_host:
             return
         num_pages, max_model_len = self.sequences.kv_cache.num_pages, self.sequences.max_model_len
-        self._begin(num_pages, max_model_len, first_ks=range(self.worker.max_drafts + 1))
+        self._begin(num_pages, max_model_len, first_ks=range(self.worker.slots.max_drafts + 1))
         start_s = time.perf_counter()
         end_s = start_s + _LEARNING_S
         sizes = batch_sizes(self._config.scheduler.max_num_seqs)
@@ -150,11 +149,11 @@ class Engine:
                 [NewRequest(request_id=name, prompt_token_ids=[0], params=params) for name in names]
             )
             while self.has_work() and time.perf_counter() < end_s:
-                if self._adaptive.knows(num_seqs):
+                if self.sequences.adaptive.knows(num_seqs):
                     break
                 self.step()
             self.abort(names)
-        self._begin(num_pages, max_model_len, known=self._adaptive)
+        self._begin(num_pages, max_model_len, known=self.sequences.adaptive)
         spent_s = time.perf_counter() - start_s
         self._load_s, self._warm_up_s = self._load_s + spent_s, self._warm_up_s + spent_s
 

@@ -64,14 +64,14 @@ class Worker:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
         k = config.speculation.num_speculative_tokens
         self.proposer_name = config.speculation.proposer if k > 0 else "none"
-        self.max_drafts = 0 if self.proposer_name == "none" else k
-        if self.max_drafts > MAX_DRAFTS:
+        max_drafts = 0 if self.proposer_name == "none" else k
+        if max_drafts > MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
         self.pair = ModelPair(config, self.proposer_name, report)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
             self.pair.max_model_len,
-            self.max_drafts,
+            max_drafts,
             self.pair.page_size,
             self.device,
             config.speculation.verification,
@@ -96,7 +96,7 @@ class Worker:
     def compile(self) -> None:
         """Compile the kernels of steps over the dummy page, so that no request waits for one."""
         target = self.pair.target
-        num_rows = 2 * (self.max_drafts + 1)
+        num_rows = 2 * (self.slots.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
         warm_ups = (*self.verifier.warm_ups(logits), *self.proposer.warm_ups())
         compile_together((*warm_ups, self.rehearse, *self.short_steps()), self.device)
@@ -122,7 +122,7 @@ class Worker:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Run the largest step on dummy sequences, to measure its memory."""
-        num_seqs, k = self.slots.max_num_seqs, self.max_drafts
+        num_seqs, k = self.slots.max_num_seqs, self.slots.max_drafts
         num_logits = num_seqs * (k + 1)
         scored = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
         self.proposer.rehearse(scored)
@@ -132,7 +132,9 @@ class Worker:
         """Capture the phases of a step as CUDA graphs."""
         gc.collect()  # frees the memory of an engine that was used before
         progress = partial(report, "capturing the target's graphs")
-        logits = self.pair.target.capture(self.max_drafts + 1, self._most_rows, True, progress)
+        logits = self.pair.target.capture(
+            self.slots.max_drafts + 1, self._most_rows, True, progress
+        )
         self.proposer.capture(report)  # after the target: a head's graphs read the target's taps
         self.verifier.capture(logits)
 

@@ -2,7 +2,7 @@
 
 from ..api import RequestOutput
 from ..request import Request
-from .adaptive_speculation import AdaptiveSpeculation, times_decoding
+from .adaptive_speculation import times_decoding
 from .plan import Plan, ScheduledRequest
 from .sequences import Sequences
 
@@ -15,8 +15,8 @@ class Committer:
     that was preempted after its launch is void: it is skipped.
     """
 
-    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None) -> None:
-        self._sequences, self._adaptive = sequences, adaptive
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
         self._kv_cache, self._stats = sequences.kv_cache, sequences.stats
         self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
 
@@ -57,12 +57,12 @@ class Committer:
 
     def _observe(self, plan: Plan, elapsed_s: float) -> None:
         """Report to the choice of k how many drafts stood, and how long the step took."""
-        sampled = plan.sampled
-        if self._adaptive is None or not sampled:
+        sampled, adaptive = plan.sampled, self._sequences.adaptive
+        if adaptive is None or not sampled:
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
         is_timed = plan.is_timed and times_decoding(num_prefill_rows, len(sampled))
-        self._adaptive.observe(
+        adaptive.observe(
             [s.num_drafts for s in sampled],
             [len(s.token_ids) - 1 for s in sampled],
             elapsed_s if is_timed else None,

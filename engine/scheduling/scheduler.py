@@ -1,7 +1,7 @@
 """Plans the next step: which sequences run, for how many tokens, with how many drafts."""
 
 from ..request import Request
-from .adaptive_speculation import AdaptiveSpeculation, times_decoding
+from .adaptive_speculation import times_decoding
 from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest
 from .sequences import Sequences
 
@@ -18,12 +18,12 @@ class Scheduler:
     preempted: it loses slot and pages, waits again, and is computed again later from its tokens.
     """
 
-    def __init__(self, sequences: Sequences, adaptive: AdaptiveSpeculation | None) -> None:
-        self._sequences, self._adaptive = sequences, adaptive
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
         self._kv_cache, self._worker = sequences.kv_cache, sequences.worker
         self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
         # For requests that leave k open.
-        self._num_speculative_tokens, self._least_chance = self._worker.max_drafts, 0.0
+        self._num_speculative_tokens, self._least_chance = self._slots.max_drafts, 0.0
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
         # Sequences with new pages, and the first of these; the device does not know them yet.
         self._grown: list[tuple[Request, int]] = []
@@ -79,15 +79,16 @@ class Scheduler:
 
     def _choose_k(self, num_decoding: int, prompts: list[Request]) -> None:
         """Choose the number of drafts for a step that also computes these prompts."""
-        if self._adaptive is None:
+        adaptive = self._sequences.adaptive
+        if adaptive is None:
             return
         if not self._sequences.running:
-            self._adaptive.expect_change()
+            adaptive.expect_change()
         num_prompt_tokens = sum(r.num_uncomputed_tokens for r in prompts)
-        self._num_speculative_tokens = self._adaptive.choose(
+        self._num_speculative_tokens = adaptive.choose(
             num_decoding, is_timed=times_decoding(num_prompt_tokens, num_decoding)
         )
-        self._least_chance = self._adaptive.least_chance(num_decoding)
+        self._least_chance = adaptive.least_chance(num_decoding)
 
     def _schedule_running(self, request: Request, budget: int, plan: Plan) -> int:
         """Give a running sequence its share of the step; returns its number of rows, or 0."""
@@ -197,7 +198,7 @@ class Scheduler:
         if not request.speculates:
             return 0
         k = request.params.num_speculative_tokens
-        return self._num_speculative_tokens if k is None else min(k, self._worker.max_drafts)
+        return self._num_speculative_tokens if k is None else min(k, self._slots.max_drafts)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         first = len(request.pages)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutput
 from ..config import SchedulerConfig
 from ..request import Request
+from .adaptive_speculation import AdaptiveSpeculation
 from .kv_cache import KVCacheManager
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class Sequences:
     """The waiting sequences, in the order of their turns, and the running ones.
 
     A running sequence has a slot and pages; a waiting one has neither. Ended ones are removed.
-    This also holds what scheduler and committer share: cache, worker, limits and statistics.
+    This also holds what scheduler and committer share: cache, worker, limits, statistics, and the
+    choice of k.
     """
 
     def __init__(
@@ -30,14 +32,16 @@ class Sequences:
         config: SchedulerConfig,
         kv_cache: KVCacheManager,
         worker: "Worker",
-        stats: EngineStats,
         max_model_len: int,
+        adaptive: AdaptiveSpeculation | None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
         self.worker = worker
-        self.stats = stats
         self.max_model_len = max_model_len
+        self.adaptive = adaptive  # None: k is what the configuration says
+        k = worker.slots.max_drafts
+        self.stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
         self.by_id: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order: the first is next
         self.running: list[Request] = []
