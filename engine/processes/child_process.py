@@ -1,8 +1,8 @@
 """A child process at the other end of a private socket. It never outlives its parent.
 
-It is started as COMMAND ENDPOINT ARGUMENTS, and binds a socket to that endpoint. It reads one line
-from its stdin, which stays open as long as the parent lives. The line may come later than the
-process starts: the process can import its libraries meanwhile.
+Its last argument is the endpoint that it binds its socket to. It reads one line from its stdin,
+which stays open as long as the parent lives. The line may come later than the process starts: the
+process can import its libraries meanwhile.
 """
 
 import asyncio
@@ -38,19 +38,18 @@ class ChildProcess(Generic[T]):
         self,
         context: Context,
         command: Sequence[str],
-        arguments: Sequence[str],
         *,
         line: bytes | Callable[[], Awaitable[bytes]],
         decoder: "msgspec.msgpack.Decoder[T]",
         hear: Callable[[T], None],
-        environment: Mapping[str, str],
+        environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         is_shared: bool = False,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="outrider-")
         endpoint = f"ipc://{self._directory.name}/socket"
         self.connection = Connection(context, endpoint, decoder, self._hear_first)
-        self._command, self._arguments = command, arguments
+        self._command = command
         self._line = line
         self._hear = hear
         self._environment = environment
@@ -65,7 +64,6 @@ class ChildProcess(Generic[T]):
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 self.connection.endpoint,
-                *self._arguments,
                 env=self._environment,
                 stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child that we died
                 start_new_session=True,  # signals to our group must not reach it: we may drain

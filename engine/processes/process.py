@@ -3,7 +3,7 @@
 It answers every process that sends Hello. The first one is the process that started it.
 
 Started by `ProcessEngine` as
-`python -P -m outrider.engine.processes.process ENDPOINT LOG_LEVEL LOG_FORMAT`,
+`python -P -m outrider.engine.processes.process LOG_LEVEL LOG_FORMAT ENDPOINT`,
 with the `EngineConfig` as one line of JSON on its stdin.
 """
 
@@ -241,7 +241,7 @@ class Clients:
 
 def main(make_engine: MakeEngine, meanwhile: Callable[[], object] = lambda: None) -> int:
     """Run the engine process; `meanwhile` is called before its config has come."""
-    endpoint, log_level, log_format = sys.argv[1:]
+    log_level, log_format, endpoint = sys.argv[1:]
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if log_format == "json" else LineFormatter(TEXT_LINE))
     logging.basicConfig(level=int(log_level), handlers=[handler])

@@ -105,8 +105,7 @@ class ProcessEngine(EngineClient):
         self._last_words = ""
         child = ChildProcess(
             self._context,
-            self._command,
-            [str(log.getEffectiveLevel()), self._log_format],
+            (*self._command, str(log.getEffectiveLevel()), self._log_format),
             line=self._config_line,
             decoder=msgspec.msgpack.Decoder(FromEngine),
             hear=self._hear,

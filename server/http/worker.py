@@ -1,6 +1,6 @@
 """One of several HTTP processes: answers requests with an engine that its parent owns.
 
-Started by `Workers` as `python -P -m outrider.server.http.worker ENDPOINT LISTENER_FD...`, with
+Started by `Workers` as `python -P -m outrider.server.http.worker LISTENER_FD... ENDPOINT`, with
 what `Prepared` says as one line of JSON on its stdin.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger("outrider.server")
 
 
 def main() -> None:
-    endpoint, *listener_fds = sys.argv[1:]
+    *listener_fds, endpoint = sys.argv[1:]
     prepared = Prepared.from_json(leave_with_parent())
     settings = prepared.settings.server
     configure_logging(settings.log_level, settings.log_format, Console(file=sys.stderr))

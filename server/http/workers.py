@@ -106,15 +106,15 @@ class Workers:
             self._living[child] = True
             up.set()
 
+        fds = [listener.fileno() for listener in listeners]
         child = ChildProcess(
             self._context,
-            (sys.executable, "-P", "-m", "outrider.server.http.worker"),
-            [str(listener.fileno()) for listener in listeners],
+            (sys.executable, "-P", "-m", "outrider.server.http.worker", *map(str, fds)),
             line=self._line,
             decoder=msgspec.msgpack.Decoder(Up),
             hear=hear,
             environment=environment,
-            pass_fds=[listener.fileno() for listener in listeners],
+            pass_fds=fds,
         )
         self._living[child] = False
         child.connection.send(self._engine.status)

@@ -6,7 +6,6 @@ line of JSON on its stdin.
 
 import asyncio
 import logging
-import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -82,11 +81,9 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
     child = ChildProcess(
         context,
         (sys.executable, "-P", "-m", "outrider.server.models.prepare"),
-        [],
         line=settings.to_json(),
         decoder=msgspec.msgpack.Decoder(_Told),
         hear=hear,
-        environment=dict(os.environ),
     )
     running = asyncio.create_task(child.run())
     try:

@@ -191,7 +191,10 @@ async def test_stop_leaves_nothing(socket_root: Path) -> None:
 
 
 async def test_the_socket_directory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    show_mode = "import os, sys; sys.exit(os.stat(os.path.dirname(sys.argv[1][6:])).st_mode & 0o77)"
+    show_mode = (
+        "import os, sys; folder = os.path.dirname(sys.argv[-1][6:]); "
+        "sys.exit(os.stat(folder).st_mode & 0o77)"
+    )
     monkeypatch.setattr(ScriptedProcessEngine, "_command", (sys.executable, "-c", show_mode))
     client = ScriptedProcessEngine(scripted_config())
     with pytest.raises(EngineUnavailableError, match="exit code 0"):
@@ -366,11 +369,9 @@ async def test_a_child_that_is_killed_while_it_is_started_ends() -> None:
     child = child_process.ChildProcess(
         context,
         (sys.executable, "-c", "import time; time.sleep(60)"),
-        (),
         line=b"",
         decoder=msgspec.msgpack.Decoder(int),
         hear=lambda message: None,
-        environment=os.environ,
     )
     running = asyncio.create_task(child.run())
     await asyncio.sleep(0)
