@@ -62,10 +62,10 @@ class ModelPair:
                 _check_num_drafts(self.head, config)
                 self._layers["head"] = self.head
             else:
-                self.draft = load_network(config.draft, device, progress, is_draft=True)
+                self.draft = load_network(
+                    config.draft, device, progress, is_draft=True, cache_dtype=cache_dtype
+                )
                 self._layers["draft"] = self.draft
-        for layers in self._layers.values():
-            layers.cache_dtype = cache_dtype
         self.vocab_size = config.vocab_size or self.target.vocab_size
         for role, layers in self._layers.items():
             if layers.vocab_size < self.vocab_size:

@@ -45,6 +45,7 @@ def load_head(
         _check_settings(config, target)
         head, tapped = read(config, target, progress)
         target.tap(tapped)
+    head.cache_dtype = target.cache_dtype
     if target.device.type == "cpu":
         head.change_linears(partial(packed, rounds=rounds_weights(config, is_draft=True)))
     return head
