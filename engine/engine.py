@@ -221,7 +221,6 @@ class Engine:
         queued = [Request(new, self._config.eos_token_ids) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
-        was_idle = not self.has_work()
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:
@@ -233,8 +232,6 @@ class Engine:
             for request in queued:
                 self.sequences.finish(request)
             raise
-        if was_idle:
-            self.worker.begin()
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop sequences and free their pages now, with no further output. Ignores unknown ids."""

@@ -164,14 +164,13 @@ class Worker:
         """Whether the host must know all of a sequence's tokens before anything is drafted."""
         return self.proposer.needs_host or self.edits.need_host(request.slot)
 
-    def begin(self) -> None:
-        """Work arrives after an idle time."""
-        self._cpu_share.begin()
-
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
         """Draft and score, counting from the tokens that the device knows when this runs there."""
-        self._cpu_share.adapt()
+        if plan.follows_another:
+            self._cpu_share.adapt()
+        else:
+            self._cpu_share.begin()
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
             predicted = self._predictions.look_up(plan)

@@ -61,7 +61,7 @@ class Committer:
         if adaptive is None or not sampled:
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
-        is_timed = plan.is_timed and times_decoding(num_prefill_rows, len(sampled))
+        is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(sampled))
         adaptive.observe(
             [s.num_drafts for s in sampled],
             [len(s.token_ids) - 1 for s in sampled],

@@ -77,7 +77,7 @@ class Plan:
     """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
-    is_timed: bool = False  # it follows directly after another step
+    follows_another: bool = False  # directly, with no idle time between
     num_decoding: int = 0  # sequences behind their prompt, for which k was chosen
 
     def __bool__(self) -> bool:

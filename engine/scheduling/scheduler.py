@@ -35,7 +35,7 @@ class Scheduler:
         so its pages are allocated for the most.
         """
         waiting, running = self._sequences.waiting, self._sequences.running
-        plan = Plan(is_timed=bool(running))
+        plan = Plan(follows_another=bool(running))
         decoding = [r for r in running if r.decodes]
         prefilling = [r for r in running if not r.decodes]
         startable = [r for r in waiting if r.can_start]
