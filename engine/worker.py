@@ -84,7 +84,7 @@ class Worker:
         if self.pair.head is not None:
             self.proposer_name = self.pair.head.kind
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
-        self._predictions = Predictions(self.slots, self.proposer.distributions)
+        self._predictions = Predictions(self.slots, self.proposer)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
         target = self.pair.target
         counts = alike_thread_counts(target) if self.device.type == "cpu" else ()
@@ -173,9 +173,7 @@ class Worker:
             self._cpu_share.begin()
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
-            predicted = self._predictions.look_up(plan)
-            self.proposer.propose(plan)
-            self._predictions.write(predicted)
+            self._predictions.propose(plan)
             scored = self.scorer.score(plan)
         return LaunchedStep(plan, scored, time.perf_counter() - start_s, begin)
 

@@ -11,7 +11,7 @@ from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, slots_of
 from ..state.host_copy import uploaded
 from ..state.slots import Slots
-from .base import DraftDistributions
+from .base import Proposer
 from .ngram import ends_of_longest_suffix
 
 MIN_TOKENS, MAX_TOKENS = 2, 32  # of an answer, by which its place in the prediction is found
@@ -72,33 +72,29 @@ class Prediction:
 
 class Predictions:
     """Drafts from requests' predictions, one-hot, for the sequences whose last tokens are found
-    there. For these the proposer drafts nothing, as if they decoded plainly.
+    there, and the proposer's for all others.
     """
 
-    def __init__(self, slots: Slots, distributions: DraftDistributions | None) -> None:
-        """`distributions` are the proposer's."""
+    def __init__(self, slots: Slots, proposer: Proposer) -> None:
         self._slots = slots
-        self._distributions = distributions
+        self._proposer = proposer
         self._prediction_of: WeakKeyDictionary[Request, Prediction] = WeakKeyDictionary()
 
-    def look_up(self, plan: Plan) -> list[tuple[ScheduledRequest, list[int]]]:
-        """Drafts to `write` once the proposer has drafted for the others."""
+    def propose(self, plan: Plan) -> None:
+        """Draft for a plan. To the proposer, predicted sequences decode plainly."""
         predicted = []
         for scheduled in plan.sampled:
             if (drafts := self._drafts_for(scheduled)) is not None:
                 predicted.append((scheduled, drafts))
                 scheduled.num_drafts = 0
-        return predicted
-
-    def write(self, predicted: list[tuple[ScheduledRequest, list[int]]]) -> None:
-        """Enter the drafts in the slots and in the plan."""
+        self._proposer.propose(plan)
         for scheduled, drafts in predicted:
             scheduled.num_drafts, scheduled.is_predicted = len(drafts), bool(drafts)
         self._slots.write_drafts([(scheduled.request, drafts) for scheduled, drafts in predicted])
         one_hot = [scheduled for scheduled, drafts in predicted if drafts]
-        if one_hot and self._distributions is not None:
+        if one_hot and self._proposer.distributions is not None:
             slots = uploaded(slots_of(one_hot), self._slots.device)
-            log_z = self._distributions.state[..., STATE_LOG_Z]
+            log_z = self._proposer.distributions.state[..., STATE_LOG_Z]
             log_z.index_fill_(0, slots, torch.nan)  # these drafts are one-hot
 
     def _drafts_for(self, scheduled: ScheduledRequest) -> list[int] | None:
