@@ -4,7 +4,7 @@ The drafts of a step start from the row of the sequence's last accepted token, w
 finds by itself.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from ..state.ragged import aligned
 from .draws import LogitsOf
 from .head import HeadProposer
 
-AnyAutoregressiveHead = TypeVar("AnyAutoregressiveHead", bound=AutoregressiveHead)
 
-
-class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
+class AutoregressiveReading(HeadProposer):
     """What the head makes of the target's passes, however it drafts after them."""
+
+    _head: AutoregressiveHead
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -51,7 +51,7 @@ class AutoregressiveReading(HeadProposer[AnyAutoregressiveHead]):
         return batch
 
 
-class AutoregressiveProposer(AutoregressiveReading[AutoregressiveHead]):
+class AutoregressiveProposer(AutoregressiveReading):
     """Computes one row for each sequence and draft."""
 
     def _draft(self, integers: Tensor, shape: Shape) -> Tensor:

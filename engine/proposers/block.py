@@ -24,14 +24,14 @@ from ..state.phase import Shape
 from ..state.ragged import aligned
 from .autoregressive import AutoregressiveReading
 from .draws import LogitsOf
-from .head import AnyHead, HeadProposer
+from .head import HeadProposer
 
 # On a GPU: verifying fewer rows takes the target just as long, so it would not pay for the host to
 # wait and look at confidences.
 MIN_ROWS_TO_CUT = 128
 
 
-class BlockDrafting(HeadProposer[AnyHead]):
+class BlockDrafting(HeadProposer):
     """Computes the logits of a whole block at once, and then draws drafts from them.
 
     Drafts that a confidence head finds unlikely are not proposed.
@@ -156,12 +156,14 @@ class _Block:
         self.state = None if self.state is None else self.state[kept]
 
 
-class BlockProposer(BlockDrafting[BlockHead]):
+class BlockProposer(BlockDrafting):
     """DFlash and DSpark.
 
     A sequence of n + 1 known tokens gets the rows n to n + k_i, or one fewer if its head predicts
     from the anchor.
     """
+
+    _head: BlockHead
 
     def __init__(self, head: BlockHead, *args: Any, **options: Any) -> None:
         self._markov, self._confidence = head.markov, head.confidence
@@ -192,11 +194,13 @@ class BlockProposer(BlockDrafting[BlockHead]):
         return _Block(batch.rows.slots, logits, h.view(*rows.shape, -1))
 
 
-class ParallelEagleProposer(BlockDrafting[Eagle3Head], AutoregressiveReading[Eagle3Head]):
+class ParallelEagleProposer(BlockDrafting, AutoregressiveReading):
     """P-EAGLE: the row of the last accepted token predicts the first draft, masks the others.
 
     With n known tokens this is row n - 2, which is computed already; masks take rows n - 1 and on.
     """
+
+    _head: Eagle3Head
 
     def _shape(self, size: int, k: int) -> Shape:
         return size, size * max(1, k - 1), 0

@@ -10,7 +10,6 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 """
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,10 +27,8 @@ from ..state.slots import Slots
 from .base import SAMPLING_KINDS, sampling_kind
 from .draws import DrawingProposer, LogitsOf
 
-AnyHead = TypeVar("AnyHead", bound=Head)
 
-
-class HeadProposer(DrawingProposer, ABC, Generic[AnyHead]):
+class HeadProposer(DrawingProposer, ABC):
     """Drafts with a head.
 
     Positions count from the tokens that the device knows, so drafts can be launched before the host
@@ -39,7 +36,7 @@ class HeadProposer(DrawingProposer, ABC, Generic[AnyHead]):
     exceptions: the host edits logits, or (on a CPU) it looks at how likely each draft is to stand.
     """
 
-    def __init__(self, head: AnyHead, target: Network, slots: Slots, edits: LogitEdits) -> None:
+    def __init__(self, head: Head, target: Network, slots: Slots, edits: LogitEdits) -> None:
         super().__init__(slots, edits, head)
         self._head = head
         self._target = target
