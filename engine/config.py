@@ -39,6 +39,11 @@ class SpeculationConfig:
     ngram_min_tokens: int = 1  # shortest suffix the ngram proposer looks up
     ngram_max_tokens: int = 4  # longest suffix it tries first
 
+    @property
+    def max_drafts(self) -> int:
+        """Of a sequence in one step."""
+        return 0 if self.proposer == "none" else self.num_speculative_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:

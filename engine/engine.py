@@ -79,6 +79,8 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         worker, pair, kv_cache = self.worker, self.worker.pair, self.sequences.kv_cache
+        k = worker.slots.max_drafts
+        proposer = pair.head.kind if pair.head else self._config.speculation.proposer
         draft = pair.draft or pair.head
         return EngineInfo(
             device=self._config.device,
@@ -91,8 +93,8 @@ class Engine:
             page_size_tokens=pair.page_size,
             cache_bytes=kv_cache.num_pages * pair.page_bytes,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            num_speculative_tokens=worker.slots.max_drafts,
-            proposer=None if worker.proposer_name == "none" else worker.proposer_name,
+            num_speculative_tokens=k,
+            proposer=proposer if k > 0 else None,
             load_s=self._load_s,
             warm_up_s=self._warm_up_s,
             pid=os.getpid(),

@@ -62,27 +62,21 @@ class Worker:
         self.device = torch.device(config.device)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
-        k = config.speculation.num_speculative_tokens
-        self.proposer_name = config.speculation.proposer if k > 0 else "none"
-        max_drafts = 0 if self.proposer_name == "none" else k
-        if max_drafts > MAX_DRAFTS:
+        k = config.speculation.max_drafts
+        if k > MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
-        self.pair = ModelPair(config, self.proposer_name, report)
+        self.pair = ModelPair(config, report)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
             self.pair.max_model_len,
-            max_drafts,
+            k,
             self.pair.page_size,
             self.device,
             config.speculation.verification,
             self.pair.vocab_size,
         )
         self.edits = LogitEdits(self.slots)
-        self.proposer = build_proposer(
-            self.proposer_name, config, self.slots, self.edits, self.pair
-        )
-        if self.pair.head is not None:
-            self.proposer_name = self.pair.head.kind
+        self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
         self._predictions = Predictions(self.slots, self.proposer)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)

@@ -42,7 +42,7 @@ class ModelPair:
     The draft is a model of its own, or a head that reads hidden states of the target.
     """
 
-    def __init__(self, config: EngineConfig, proposer: str, report: ReportProgress) -> None:
+    def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
         device = torch.device(config.device)
         cache_dtype = _cache_dtype(config.cache.dtype, device)
         self.target = load_network(
@@ -55,7 +55,9 @@ class ModelPair:
         self.draft: Network | None = None
         self.head: Head | None = None
         self._layers: dict[str, PagedLayers] = {"target": self.target}
-        if proposer == "draft_model" and config.draft is not None:
+        speculation = config.speculation
+        drafts = speculation.proposer == "draft_model" and speculation.max_drafts > 0
+        if drafts and config.draft is not None:
             progress = partial(report, "loading the draft")
             if config.draft.is_mtp or head_kind(config.draft.path):
                 self.head = load_head(config.draft, self.target, config.target.path, progress)

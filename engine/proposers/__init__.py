@@ -17,20 +17,16 @@ __all__ = ["Proposer", "build_proposer"]
 
 
 def build_proposer(
-    name: str, config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
+    config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
 ) -> Proposer:
-    """The proposer of that name; raises ValueError naming the known ones."""
-    match name:
-        case "draft_model":
-            return _of_draft(config, slots, edits, pair)
-        case "ngram":
-            return NgramProposer(config.speculation, slots)
-        case "none":
-            return Proposer()
-    raise ValueError(f"unknown proposer {name!r}; known: draft_model, ngram, none")
-
-
-def _of_draft(config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair) -> Proposer:
+    """The configured proposer; raises ValueError naming the known ones."""
+    if slots.max_drafts == 0:
+        return Proposer()
+    name = config.speculation.proposer
+    if name == "ngram":
+        return NgramProposer(config.speculation, slots)
+    if name != "draft_model":
+        raise ValueError(f"unknown proposer {name!r}; known: draft_model, ngram, none")
     head = pair.head
     others = pair.target, slots, edits
     if isinstance(head, BlockHead):
