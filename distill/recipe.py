@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .whole_file import whole_file
+
 Kind = Literal["draft", "eagle3"]  # a model of its own, or a head that reads the target's states
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
@@ -70,6 +72,10 @@ class Extent:
 
     num_shards: int
     num_steps: int | None = None  # None until it has been measured how long a step takes
+
+    def save(self, path: Path) -> None:
+        with whole_file(path) as scratch:
+            scratch.write_text(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.engine.api import ReportProgress, ignore_progress
+from outrider.engine.api import ReportProgress
 from outrider.engine.models.admission import resolve_dtype
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.gguf_file import transformers_arguments
@@ -31,6 +31,7 @@ from .train import HeldOut, Trainer, time_step, train
 from .train_head import HeadTrainer, kept_states
 from .writers import devices_of
 
+EXTENT_FILE = "plan.json"  # in the work folder
 _REPORT_STEPS = 10
 _POLL_S = 0.2
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations
@@ -43,22 +44,21 @@ def train_draft(
     work: Path,
     extent: Extent,
     until_s: float | None,
-    keep: Callable[[Extent], None],
     report: ReportProgress,
 ) -> tuple[HeldOut, Extent]:
     """Train on the recipe's text on every device, and save the draft to `work / "draft"`.
 
     If the extent has no number of steps yet, as many are taken as fit until `until_s`
-    (`time.time`), but no more than `recipe.passes` over the text; `keep` saves the extent then.
+    (`time.time`), but no more than `recipe.passes` over the text; the extent is saved then.
     Returns how the draft does on held-out text, and the extent.
     """
     devices = devices_of(recipe.device)
     if len(devices) == 1:
-        return _train_replica(recipe, work, extent, until_s, keep, report, devices, 0)
+        return _train_replica(recipe, work, extent, until_s, report, devices, 0)
     (work / "meeting").unlink(missing_ok=True)
     args = (recipe, work, extent, until_s, devices)
     trained: tuple[HeldOut, Extent] = run_replicas(
-        _train_in_process, len(devices), args, {"keep": keep, "report": report}
+        _train_in_process, len(devices), args, {"report": report}
     )
     return trained
 
@@ -114,16 +114,15 @@ def _train_in_process(
     until_s: float | None,
     devices: list[str],
 ) -> None:
-    """One of several replicas: the first of them keeps the extent, reports and has the result."""
+    """One of several replicas: the first of them reports and has the result."""
     os.setsid()  # Ctrl-C must not reach us: the first could not save without the others
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    def say(name: str) -> Callable[..., None] | None:
-        return (lambda *values: said.put((name, *values))) if rank == 0 else None
+    def report(*progress: object) -> None:
+        if rank == 0:
+            said.put(("report", *progress))
 
-    trained = _train_replica(
-        recipe, work, extent, until_s, say("keep"), say("report"), devices, rank
-    )
+    trained = _train_replica(recipe, work, extent, until_s, report, devices, rank)
     if rank == 0:
         said.put(("done", trained))
 
@@ -133,13 +132,11 @@ def _train_replica(
     work: Path,
     extent: Extent,
     until_s: float | None,
-    keep: Callable[[Extent], None] | None,
-    report: ReportProgress | None,
+    report: ReportProgress,
     devices: list[str],
     rank: int,
 ) -> tuple[HeldOut, Extent]:
     device, world = torch.device(devices[rank]), len(devices)
-    report = report or ignore_progress
     if world > 1:
         torch.cuda.set_device(device)
         dist.init_process_group(
@@ -180,8 +177,8 @@ def _train_replica(
         most = recipe.passes * rows.num_tokens // (rows_per_step * recipe.row_tokens)
         num_steps = _agreed(max(1, min(fitting, most)), device)
         extent = replace(extent, num_steps=num_steps)
-        if keep:
-            keep(extent)
+        if rank == 0:
+            extent.save(work / EXTENT_FILE)
     trainer = new_trainer()
     checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():

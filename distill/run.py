@@ -25,7 +25,7 @@ from .draft import load_start
 from .eagle3 import check_target
 from .prompts import frame, load_tokenizer, user_turns
 from .recipe import Budget, DistillError, Extent, Recipe, Size
-from .replicas import train_draft
+from .replicas import EXTENT_FILE, train_draft
 from .text import longest_conversation, text_folder
 from .train import HeldOut
 from .whole_file import whole_file
@@ -48,7 +48,7 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
     Size.parse(recipe.size)
     _check(recipe, out)
     with _ended_as_by_ctrl_c(), _disk_errors_told(out), _alone(work):
-        extent_path = work / "plan.json"
+        extent_path = work / EXTENT_FILE
         _keep(
             asdict(recipe) | {"version": _VERSION},
             work / "recipe.json",
@@ -68,19 +68,12 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
                     what = f"text: {text} holds text"
                     _keep(recipe.of_text(), text / "text.json", what, "name another folder")
                     extent = write_text(recipe, text, num_tokens, until_s, report)
-                _save_extent(extent, extent_path)
+                extent.save(extent_path)
             if extent.num_steps is None and budget.tokens:
                 num_steps = max(1, budget.tokens // recipe.batch_tokens)
                 extent = replace(extent, num_steps=num_steps)
             until_s = start_s + budget.seconds if budget.seconds else None
-            held_out, extent = train_draft(
-                recipe,
-                work,
-                extent,
-                until_s,
-                lambda extent: _save_extent(extent, extent_path),
-                report,
-            )
+            held_out, extent = train_draft(recipe, work, extent, until_s, report)
         _finish(recipe, extent, work / "draft", held_out)
         (work / "draft").rename(out)
         shutil.rmtree(work)
@@ -184,11 +177,6 @@ def _clock(path: Path) -> Iterator[float]:
     finally:
         with whole_file(path) as scratch:
             scratch.write_text(json.dumps(time.time() - start_s))
-
-
-def _save_extent(extent: Extent, path: Path) -> None:
-    with whole_file(path) as scratch:
-        scratch.write_text(json.dumps(asdict(extent)))
 
 
 def _finish(recipe: Recipe, extent: Extent, folder: Path, held_out: HeldOut) -> None:
