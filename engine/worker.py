@@ -136,16 +136,9 @@ class Worker:
         """Give a sequence a slot; `fill` must come before the next launch."""
         self.slots.seat(request)
 
-    def fill(self, grown: list[tuple[Request, int]]) -> None:
-        """Tell the device of the sequences seated since, and of new pages: for each sequence those
-        from the given index on.
-        """
-        # Only those seated since have a new first page: a running sequence keeps its own. They may
-        # be listed twice, with pages of a prefix that they share and with others.
-        seated = list(dict.fromkeys(request for request, first in grown if first == 0))
-        self.slots.fill(seated)
-        self.slots.write_pages(grown)
-        for request in seated:
+    def fill(self) -> None:
+        """Tell the device of the sequences seated since the last call, and of all new pages."""
+        for request in self.slots.fill():
             self.edits.seat(request)
 
     def unseat(self, request: Request) -> None:

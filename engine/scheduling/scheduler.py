@@ -25,8 +25,6 @@ class Scheduler:
         # For requests that leave k open.
         self._num_speculative_tokens, self._least_chance = self._slots.max_drafts, 0.0
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
-        # Sequences with new pages, and the first of these; the device does not know them yet.
-        self._grown: list[tuple[Request, int]] = []
 
     def schedule(self) -> Plan:
         """Choose the sequences of the next step, and give each the pages that it may need.
@@ -64,8 +62,7 @@ class Scheduler:
                 break
             prefilling.append(request)
             budget -= num_rows
-        self._worker.fill(self._grown)
-        self._grown.clear()
+        self._worker.fill()
         return plan
 
     def must_know(self) -> bool:
@@ -97,7 +94,7 @@ class Scheduler:
         scheduled = self._share(request, budget, plan)
         if scheduled.num_new_tokens == 0:
             return 0
-        while not self._grow(request, scheduled.end + scheduled.num_drafts):
+        while not self._kv_cache.allocate(request, scheduled.end + scheduled.num_drafts):
             if scheduled.num_drafts:
                 scheduled.num_drafts = 0  # drafts are not worth preempting another sequence
                 continue
@@ -154,11 +151,10 @@ class Scheduler:
         if not self._fits(request):
             return 0
         self._sequences.admit(request, self._kv_cache.attach_prefix(request))
-        self._grown.append((request, 0))
         scheduled = self._share(request, budget, plan)
-        if not self._grow(request, scheduled.end + scheduled.num_drafts):
+        if not self._kv_cache.allocate(request, scheduled.end + scheduled.num_drafts):
             scheduled.num_drafts = 0
-            self._grow(request, scheduled.end)
+            self._kv_cache.allocate(request, scheduled.end)
         plan.scheduled.append(scheduled)
         return scheduled.num_rows
 
@@ -199,12 +195,3 @@ class Scheduler:
             return 0
         k = request.params.num_speculative_tokens
         return self._num_speculative_tokens if k is None else min(k, self._slots.max_drafts)
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        first = len(request.pages)
-        if num_tokens <= first * self._kv_cache.page_size:
-            return True
-        if not self._kv_cache.allocate(request, num_tokens):
-            return False
-        self._grown.append((request, first))
-        return True

@@ -67,6 +67,7 @@ class Slots:
         self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
         self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
         self.requests: dict[int, Request] = {}  # by slot
+        self._num_pages = [0] * max_num_seqs  # of each slot's request; those that the device knows
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -81,11 +82,29 @@ class Slots:
         """Give the request a slot; `fill` comes before the next step is launched."""
         request.slot = self._free.pop()
         self.requests[request.slot] = request
+        self._num_pages[request.slot] = 0
 
-    def fill(self, seated: list[Request]) -> None:
-        """Copy tokens and sampling parameters of seated requests to their slots, all in one go."""
-        if not seated:
-            return
+    def fill(self) -> list[Request]:
+        """Tell the device of the requests seated since the last call, which are returned, and of
+        all new pages.
+        """
+        seated, entries = [], []
+        for slot, request in self.requests.items():
+            num_known, num_pages = self._num_pages[slot], len(request.pages)
+            if num_known == 0:
+                seated.append(request)
+            if num_known < num_pages:
+                columns = range(num_known, num_pages)
+                entries += [(slot, column, request.pages[column]) for column in columns]
+                self._num_pages[slot] = num_pages
+        if seated:
+            self._write_requests(seated)
+        if entries:
+            self._scatter(self.block_table, *np.array(entries).T)
+        return seated
+
+    def _write_requests(self, seated: list[Request]) -> None:
+        """Copy tokens and sampling parameters of requests to their slots, all in one go."""
         params = [request.params for request in seated]
         slots_np = np.array([request.slot for request in seated])
         lens_np = np.array([request.num_tokens for request in seated])
@@ -120,17 +139,6 @@ class Slots:
         if entries:
             slots, offsets, values = uploaded(np.array(entries).T.copy(), self.device)
             self.token_ids[slots, self.num_tokens[slots] + offsets] = values.int()
-
-    def write_pages(self, grown: list[tuple[Request, int]]) -> None:
-        """Copy each seated request's pages, from the given index on, into its block table."""
-        entries = [
-            (request.slot, column, request.pages[column])
-            for request, first in grown
-            if request.slot is not None
-            for column in range(first, len(request.pages))
-        ]
-        if entries:
-            self._scatter(self.block_table, *np.array(entries).T)
 
     def _scatter(
         self, table: Tensor, slots_np: np.ndarray, columns_np: np.ndarray, values_np: np.ndarray

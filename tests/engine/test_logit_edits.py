@@ -167,7 +167,7 @@ def test_bfloat16_rounds_no_penalty_away() -> None:
     request = Request(new)
     request.token_ids += [4, 4]
     slots.seat(request)
-    slots.fill([request])
+    assert slots.fill() == [request]
     edits.seat(request)
     assert edits.asked_by(np.array([0, slots.dummy])).tolist() == [True, False]
     logits = torch.full((3, VOCAB), 40.0, dtype=torch.bfloat16)
