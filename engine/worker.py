@@ -133,13 +133,8 @@ class Worker:
         self.verifier.capture(logits)
 
     def seat(self, request: Request) -> None:
-        """Give a sequence a slot; `fill` must come before the next launch."""
+        """Give a sequence a slot, which the next launch fills."""
         self.slots.seat(request)
-
-    def fill(self) -> None:
-        """Tell the device of the sequences seated since the last call, and of all new pages."""
-        for request in self.slots.fill():
-            self.edits.seat(request)
 
     def unseat(self, request: Request) -> None:
         """Take a sequence's slot away. Steps in flight still write there; the results are void."""
@@ -158,6 +153,8 @@ class Worker:
             self._cpu_share.adapt()
         else:
             self._cpu_share.begin()
+        for request in self.slots.fill():
+            self.edits.seat(request)
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
             self._predictions.propose(plan)

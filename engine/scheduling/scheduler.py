@@ -62,7 +62,6 @@ class Scheduler:
                 break
             prefilling.append(request)
             budget -= num_rows
-        self._worker.fill()
         return plan
 
     def must_know(self) -> bool:

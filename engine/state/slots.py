@@ -79,7 +79,7 @@ class Slots:
         return params.temperature <= 0 or (params.verification or self._verification) == "match"
 
     def seat(self, request: Request) -> None:
-        """Give the request a slot; `fill` comes before the next step is launched."""
+        """Give the request a slot; `fill` comes before the next step."""
         request.slot = self._free.pop()
         self.requests[request.slot] = request
         self._num_pages[request.slot] = 0
