@@ -120,20 +120,10 @@ class Writer:
             turns = [turn[: rng.integers(max(1, len(turn)))] for turn in turns[num_whole:]]
         begun = self._complete(
             [self._frame.before + turn for turn in turns],
-            [
-                SamplingParams(
-                    max_tokens=max(1, recipe.max_prompt_tokens - len(turn)),
-                    temperature=float(temperature),
-                    min_p=_USER_MIN_P,
-                    seed=int(seed),
-                )
-                for turn, temperature, seed in zip(
-                    turns,
-                    rng.uniform(_COOLEST_USER, _WARMEST, len(turns)),
-                    _seeds(rng, len(turns)),
-                    strict=True,
-                )
-            ],
+            [max(1, recipe.max_prompt_tokens - len(turn)) for turn in turns],
+            rng.uniform(_COOLEST_USER, _WARMEST, len(turns)),
+            rng,
+            min_p=_USER_MIN_P,
         )
         eos = self._frame.eos_token_ids
         begun = [turn[:-1] if turn[-1] in eos else turn for turn in begun]
@@ -164,21 +154,25 @@ class Writer:
             0.0,
             rng.uniform(_COOLEST, _WARMEST, len(prompts)),
         )
-        return self._complete(
-            prompts,
-            [
-                SamplingParams(
-                    max_tokens=self._recipe.max_answer_tokens,
-                    temperature=float(temperature),
-                    seed=int(seed),
-                )
-                for temperature, seed in zip(temperatures, _seeds(rng, len(prompts)), strict=True)
-            ],
-        )
+        max_tokens = [self._recipe.max_answer_tokens] * len(prompts)
+        return self._complete(prompts, max_tokens, temperatures, rng)
 
-    def _complete(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-        """Each prompt, with the target's continuation."""
+    def _complete(
+        self,
+        prompts: list[list[int]],
+        max_tokens: list[int],
+        temperatures: np.ndarray,
+        rng: np.random.Generator,
+        min_p: float = 0.0,
+    ) -> list[list[int]]:
+        """Each prompt, with the target's continuation of so many tokens at most."""
         completed = [list(prompt) for prompt in prompts]
+        seeds = rng.integers(2**63, size=len(prompts)).tolist()
+        settings = zip(max_tokens, temperatures.tolist(), seeds, strict=True)
+        params = [
+            SamplingParams(max_tokens=most, temperature=temperature, min_p=min_p, seed=seed)
+            for most, temperature, seed in settings
+        ]
         self._engine.submit(
             [
                 NewRequest(request_id=str(i), prompt_token_ids=prompt, params=p)
@@ -189,10 +183,6 @@ class Writer:
             for output in self._engine.step():
                 completed[int(output.request_id)] += output.token_ids
         return completed
-
-
-def _seeds(rng: np.random.Generator, count: int) -> list[int]:
-    return [int(seed) for seed in rng.integers(2**63, size=count)]
 
 
 def save_shard(conversations: list[list[int]], prompts: list[list[int]], path: Path) -> None:
