@@ -162,11 +162,6 @@ class EngineClient(ABC):
         if self.state != "ready":
             raise EngineUnavailableError(self.status_reason or "the engine is still starting")
         ids = [request.request_id for request in requests]
-        if not ids or len(set(ids)) < len(ids):
-            raise InvalidRequestError(f"a submission needs sequences with distinct ids, not {ids}")
-        submitted = {i for stream in self._submitted.values() for i in stream.unfinished}
-        if taken := (submitted | self._running.keys()).intersection(ids):
-            raise InvalidRequestError(f"sequences with these ids are running already: {taken}")
         submission_id, stream = next(self._submission_ids), OutputStream(self._drop, ids)
         try:
             self._send(Submit(submission_id, requests))

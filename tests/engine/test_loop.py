@@ -411,6 +411,16 @@ def test_a_full_queue_turns_a_group_away_whole(target: Path) -> None:
     assert engine.stats().generation_tokens == 5 * GREEDY.max_tokens
 
 
+def test_ids_in_use_are_refused(target: Path) -> None:
+    engine = Engine(engine_config(target))
+    a, b = (NewRequest(request_id=i, prompt_token_ids=[1], params=GREEDY) for i in "ab")
+    engine.submit([a])
+    for taken in ([b, a], [b, b]):
+        with pytest.raises(InvalidRequestError, match="in use already"):
+            engine.submit(taken)
+    assert engine.stats().num_waiting == 1
+
+
 @pytest.mark.parametrize(
     ("prompt", "change", "field"),
     [

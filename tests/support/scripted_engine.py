@@ -66,6 +66,8 @@ class ScriptedEngine:
         scripts = [request.prompt_token_ids[0] for request in requests]
         if SCRIPT["invalid"] in scripts:
             raise InvalidRequestError("an invalid prompt")
+        if not self._live.keys().isdisjoint(request.request_id for request in requests):
+            raise InvalidRequestError("an id is in use")
         if len(self._live) + len(requests) > self._capacity:
             raise QueueFullError("the queue is full")
         self._live |= {request.request_id: (request, 0) for request in requests}
