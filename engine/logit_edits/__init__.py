@@ -43,8 +43,6 @@ class LogitEdits:
         self._chain: tuple[LogitEdit, ...] = tuple(edit(slots) for edit in edits)
         # [edits, num_slots] which edits each slot's request asks for
         self._asked_np = np.zeros((len(self._chain), num_slots), dtype=bool)
-        # [num_slots] whether it asks for any; kept, because every step looks at it, and each draft
-        self._any_asked_np = np.zeros(num_slots, dtype=bool)
 
     def need_host(self, slot: int | None) -> bool:
         """Whether the host must know all tokens of a slot's request before it can edit logits."""
@@ -55,7 +53,7 @@ class LogitEdits:
 
     def asked_by(self, slots_np: np.ndarray) -> np.ndarray:
         """Which of these slots' requests ask for any edit. Shape: [B] -> [B] bool."""
-        asked_np: np.ndarray = self._any_asked_np[slots_np]
+        asked_np: np.ndarray = np.logical_or.reduce(self._asked_np)[slots_np]
         return asked_np
 
     def seat(self, request: Request) -> None:
@@ -63,11 +61,11 @@ class LogitEdits:
         assert request.slot is not None
         for i, edit in enumerate(self._chain):
             if edit.is_asked_by(request.params):
-                self._asked_np[i, request.slot] = self._any_asked_np[request.slot] = True
+                self._asked_np[i, request.slot] = True
                 edit.seat(request)
 
     def unseat(self, slot: int) -> None:
-        self._asked_np[:, slot] = self._any_asked_np[slot] = False
+        self._asked_np[:, slot] = False
 
     def rehearse(self, logits: Tensor) -> Tensor:
         """Run every edit's kernel on rows of the dummy slot, which no edit changes."""
