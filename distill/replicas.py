@@ -57,22 +57,17 @@ def train_draft(
         return _train_replica(recipe, work, extent, until_s, report, devices, 0)
     (work / "meeting").unlink(missing_ok=True)
     args = (recipe, work, extent, until_s, devices)
-    trained: tuple[HeldOut, Extent] = run_replicas(
-        _train_in_process, len(devices), args, {"report": report}
-    )
+    trained: tuple[HeldOut, Extent] = run_replicas(_train_in_process, len(devices), args, report)
     return trained
 
 
 def run_replicas(
-    replica: Callable[..., None],
-    world: int,
-    args: tuple[object, ...],
-    handlers: dict[str, Callable[..., object]],
+    replica: Callable[..., None], world: int, args: tuple[object, ...], report: ReportProgress
 ) -> Any:
     """Run `replica(rank, said, *args)` in a process for each rank, until all are done.
 
-    If a replica puts (name, *values) into the queue `said`, the handler of that name is called with
-    the values. The result of ("done", result) is returned.
+    What a replica puts into the queue `said` is progress to report or, as ("done", result), what is
+    returned.
 
     If a replica fails, the others would wait for it on their GPUs for ever. So none runs in this
     process, and all are ended when the first fails. Raises ProcessRaisedException, which has its
@@ -88,11 +83,11 @@ def run_replicas(
             is_over = replicas.join(_POLL_S)
             try:
                 while True:
-                    name, *values = said.get(timeout=_POLL_S if is_over else 0)
-                    if name == "done":
-                        result = values[0]
-                    else:
-                        handlers[name](*values)
+                    match said.get(timeout=_POLL_S if is_over else 0):
+                        case ("done", result):
+                            pass
+                        case progress:
+                            report(*progress)
             except Empty:
                 pass
     except KeyboardInterrupt:
@@ -120,7 +115,7 @@ def _train_in_process(
 
     def report(*progress: object) -> None:
         if rank == 0:
-            said.put(("report", *progress))
+            said.put(progress)
 
     trained = _train_replica(recipe, work, extent, until_s, report, devices, rank)
     if rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 def talk(rank: int, said: "Queue[tuple[Any, ...]]", name: str) -> None:
     if rank == 0:
         for i in range(3):
-            said.put(("report", name, i))
+            said.put((name, i, 3))
         said.put(("done", "a draft"))
 
 
@@ -26,7 +26,7 @@ def save_in_the_end(rank: int, said: "Queue[tuple[Any, ...]]", path: Path) -> No
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if rank == 0:
-            said.put(("begun",))
+            said.put(("it works", 0, 1))
         time.sleep(600)
     except KeyboardInterrupt:
         path.write_text("saved")

@@ -8,30 +8,33 @@ from replicas_for_tests import one_fails, save_in_the_end, talk
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from outrider.distill.replicas import run_replicas
+from outrider.engine.api import ignore_progress
 
 pytestmark = pytest.mark.slow  # processes that load torch
 
 
 def test_the_first_replica_reports_and_has_the_result() -> None:
-    reported: list[tuple[str, int]] = []
-    handlers = {"report": lambda *values: reported.append(values)}
-    assert run_replicas(talk, 2, ("it trains",), handlers) == "a draft"
-    assert reported == [("it trains", 0), ("it trains", 1), ("it trains", 2)]
+    reported: list[tuple[str, int, int]] = []
+    result = run_replicas(talk, 2, ("it trains",), lambda *progress: reported.append(progress))
+    assert result == "a draft"
+    assert reported == [("it trains", 0, 3), ("it trains", 1, 3), ("it trains", 2, 3)]
 
 
 def test_a_replica_that_fails_ends_all_and_is_told() -> None:
     with pytest.raises(ProcessRaisedException, match="out of luck"):
-        run_replicas(one_fails, 2, ("raises",), {})
+        run_replicas(one_fails, 2, ("raises",), ignore_progress)
 
 
 def test_the_first_replica_saves_its_work_when_the_run_is_interrupted(tmp_path: Path) -> None:
-    handlers = {"begun": lambda: signal.raise_signal(signal.SIGINT)}
+    def interrupt(*progress: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
     with pytest.raises(KeyboardInterrupt):
-        run_replicas(save_in_the_end, 2, (tmp_path / "checkpoint",), handlers)
+        run_replicas(save_in_the_end, 2, (tmp_path / "checkpoint",), interrupt)
     assert (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.deep
 def test_a_replica_that_is_gone_ends_all() -> None:
     with pytest.raises(ProcessExitedException, match="exit code 3"):
-        run_replicas(one_fails, 2, ("exits",), {})
+        run_replicas(one_fails, 2, ("exits",), ignore_progress)
