@@ -92,18 +92,18 @@ class AdaptiveSpeculation:
 
     def observe(
         self,
+        k: int | None,
+        num_seqs: int,
         wanted: Sequence[int],
         accepted: Sequence[int],
         elapsed_s: float | None,
-        is_open: Sequence[bool] | None = None,
-        *,
-        num_seqs: int | None = None,
     ) -> None:
         """Learn from a step that drafted `wanted[i]` tokens for sequence i; `accepted[i]` stood.
 
-        `elapsed_s` is None if the step did more than decode, which makes its time useless.
-        `is_open[i]` says whether sequence i left the choice of k to us (None: all did). k was
-        chosen for `num_seqs` sequences (None: all); others in the step have just read their prompt.
+        k is the most drafts of a sequence that left the choice to us: one may get fewer, near its
+        end or without room. None: every request named its own, and the time says nothing about our
+        choice. k was chosen for `num_seqs` sequences; others in the step have just read their
+        prompt. `elapsed_s` is None if the step did more than decode, which makes its time useless.
         """
         for j in range(max(wanted)):
             reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
@@ -112,16 +112,12 @@ class AdaptiveSpeculation:
                 self._num_seen[j] += 1
                 weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
                 self._acceptance[j] += weight * (share - self._acceptance[j])
-        # The chosen k is the largest: a sequence may get fewer drafts, near its end or without
-        # room. If every request named its own k, the time says nothing about our choice.
-        is_open = [True] * len(wanted) if is_open is None else is_open
-        k = max((w for w, follows in zip(wanted, is_open, strict=True) if follows), default=None)
         if k is None:
             return
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
         self._previous_k = k
         if elapsed_s is not None and not catches_up:
-            costs = self._costs_of(len(wanted) if num_seqs is None else num_seqs)
+            costs = self._costs_of(num_seqs)
             usual_k = min(self._chosen, 1) if self._stops_early else self._chosen
             costs.observe(k, elapsed_s, sets_pace=k == usual_k)
             costs.recent.append((k, sum(wanted) / len(wanted), 1 + sum(accepted) / len(wanted)))

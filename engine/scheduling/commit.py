@@ -62,12 +62,13 @@ class Committer:
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
         is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(sampled))
+        are_open = [s for s in sampled if s.request.params.num_speculative_tokens is None]
         adaptive.observe(
+            max((s.num_drafts for s in are_open), default=None),
+            plan.num_decoding,
             [s.num_drafts for s in sampled],
             [len(s.token_ids) - 1 for s in sampled],
             elapsed_s if is_timed else None,
-            [s.request.params.num_speculative_tokens is None for s in sampled],
-            num_seqs=plan.num_decoding,
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:

@@ -34,10 +34,20 @@ def decode(
         k = adaptive.choose(num_seqs)
         accepted = [stood(rng, k, acceptance) for _ in range(num_seqs)]
         elapsed_s = step_s(num_seqs, k) * rng.uniform(0.97, 1.03)
-        adaptive.observe([k] * num_seqs, accepted, elapsed_s)
+        observe(adaptive, [k] * num_seqs, accepted, elapsed_s)
         num_tokens += sum(accepted) + num_seqs
         total_s += elapsed_s
     return num_tokens / num_seqs / total_s
+
+
+def observe(
+    adaptive: AdaptiveSpeculation,
+    wanted: list[int],
+    accepted: list[int],
+    elapsed_s: float | None,
+) -> None:
+    """Tell of a step of sequences that all leave the choice of k open."""
+    adaptive.observe(max(wanted), len(wanted), wanted, accepted, elapsed_s)
 
 
 def stood(rng: random.Random, k: int, acceptance: float) -> int:
@@ -82,7 +92,7 @@ def test_to_be_allowed_more_drafts_costs_next_to_nothing(base: float, least_gain
             fell = (j for j in range(k) if rng.random() >= base - 0.03 * j)
             accepted = next(fell, k)
             elapsed_s = (0.030 + 0.0015 * k) * rng.uniform(0.99, 1.01)
-            adaptive.observe([k], [accepted], elapsed_s)
+            observe(adaptive, [k], [accepted], elapsed_s)
             num_tokens, total_s = num_tokens + 1 + accepted, total_s + elapsed_s
         rates.append(num_tokens / total_s)
     assert rates[1] > least_gain * rates[0]
@@ -108,7 +118,7 @@ def test_drafts_go_on_while_they_pay(step_s: StepTime, num_seqs: int) -> None:
             fell = (j for j, chance in enumerate(chances) if rng.random() >= chance)
             accepted.append(next(fell, len(chances)))
         elapsed_s = step_s(num_seqs, 0) + sum(drafted) * (step_s(1, 1) - step_s(1, 0))
-        adaptive.observe(drafted, accepted, elapsed_s * rng.uniform(0.97, 1.03))
+        observe(adaptive, drafted, accepted, elapsed_s * rng.uniform(0.97, 1.03))
         num_tokens += sum(accepted) + num_seqs
         total_s += elapsed_s
     a_draft_s, acceptance = step_s(1, 1) - step_s(1, 0), (SURE + UNSURE) / 2
@@ -151,7 +161,7 @@ def test_a_step_that_was_held_up_does_not_move_the_choice() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     decode(adaptive, memory_bound, 0.8)
     k = adaptive.choose(1)
-    adaptive.observe([k], [k], 5.0)
+    observe(adaptive, [k], [k], 5.0)
     assert adaptive.choose(1) == k
 
 
@@ -160,7 +170,7 @@ def test_a_machine_that_slows_down_does_not_move_the_choice() -> None:
     decode(adaptive, memory_bound, 0.8)
     k = adaptive.choose(1)
     for _ in range(20):
-        adaptive.observe([k], [k], 2 * memory_bound(1, k))
+        observe(adaptive, [k], [k], 2 * memory_bound(1, k))
         assert adaptive.choose(1) == k
 
 
@@ -168,7 +178,7 @@ def test_where_no_step_can_be_timed_nothing_is_drafted() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     for step in range(50):
         assert adaptive.choose(32, is_timed=False) == 0
-        adaptive.observe([0] * 32, [0] * 32, 0.1 if step % 2 else None)
+        observe(adaptive, [0] * 32, [0] * 32, 0.1 if step % 2 else None)
 
 
 def test_k_is_found_though_some_sequences_always_draft_fewer() -> None:
@@ -176,7 +186,7 @@ def test_k_is_found_though_some_sequences_always_draft_fewer() -> None:
     chosen = []
     for _ in range(200):
         chosen.append(adaptive.choose(4))
-        adaptive.observe([chosen[-1]] * 3 + [0], [0] * 4, compute_bound(3, chosen[-1]))
+        observe(adaptive, [chosen[-1]] * 3 + [0], [0] * 4, compute_bound(3, chosen[-1]))
     assert chosen[100:].count(0) >= 90
 
 
@@ -185,7 +195,7 @@ def test_a_new_batch_size_takes_few_steps_to_know() -> None:
     chosen = []
     for _ in range(50):
         chosen.append(adaptive.choose(1))
-        adaptive.observe([chosen[-1]], [chosen[-1]], memory_bound(1, chosen[-1]))
+        observe(adaptive, [chosen[-1]], [chosen[-1]], memory_bound(1, chosen[-1]))
     assert set(chosen[:11]) == {0, 1}
     assert set(chosen[25:]) == {MAX_K}
 
@@ -198,7 +208,7 @@ def test_costs_that_are_known_already_outlive_the_text_they_were_learned_with(
     assert not before.knows(1)
     for _ in range(50):
         k = before.choose(1)
-        before.observe([k], [0], memory_bound(1, k))
+        observe(before, [k], [0], memory_bound(1, k))
     assert before.knows(1)
     adaptive = AdaptiveSpeculation(MAX_K, stops_early=stops_early, known=before)
     assert adaptive.choose(1) >= MAX_K - 1  # best by the acceptance that is assumed at first
@@ -229,7 +239,7 @@ def test_a_sequence_with_a_k_of_its_own_keeps_nobody_from_drafting(pinned_k: int
         wanted = [pinned_k, k, k, k]
         accepted = [stood(rng, w, 0.9) for w in wanted]
         elapsed_s = memory_bound(4, 0) + 0.001 * sum(wanted)
-        adaptive.observe(wanted, accepted, elapsed_s, [False, True, True, True])
+        adaptive.observe(k, 4, wanted, accepted, elapsed_s)
         chosen.append(k)
     assert chosen[100:].count(MAX_K) >= 150
 
@@ -238,18 +248,18 @@ def test_sequences_that_all_have_a_k_of_their_own_teach_no_cost() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     for _ in range(300):  # all take the same time, whatever is chosen
         adaptive.choose(4)
-        adaptive.observe([2] * 4, [0] * 4, 0.1, [False] * 4)
+        adaptive.observe(None, 4, [2] * 4, [0] * 4, 0.1)
     chosen = []
     for _ in range(100):
         chosen.append(adaptive.choose(4))
-        adaptive.observe([chosen[-1]] * 4, [0] * 4, compute_bound(4, chosen[-1]))
+        observe(adaptive, [chosen[-1]] * 4, [0] * 4, compute_bound(4, chosen[-1]))
     assert chosen[20:].count(0) >= 70
 
 
 def test_a_size_whose_plain_steps_are_unknown_can_be_asked_about() -> None:
     adaptive = AdaptiveSpeculation(4, stops_early=True)
     for _ in range(2 * MIN_TIMES):
-        adaptive.observe([1, 0], [0, 0], 0.01)
+        observe(adaptive, [1, 0], [0, 0], 0.01)
     assert adaptive.choose(2) == 0
     assert adaptive.least_chance(2) > 0
 
@@ -261,5 +271,5 @@ def test_newcomers_do_not_hide_what_a_step_costs() -> None:
     for _ in range(60):
         k = adaptive.choose(1)
         chosen.append(k)
-        adaptive.observe([k, 0], [k, 0], memory_bound(1, k), num_seqs=1)
+        adaptive.observe(k, 1, [k, 0], [k, 0], memory_bound(1, k))
     assert chosen[-1] > 0

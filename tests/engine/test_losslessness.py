@@ -89,12 +89,11 @@ class FollowsTheLastStep(AdaptiveSpeculation):
 
     def observe(
         self,
+        k: int | None,
+        num_seqs: int,
         wanted: Sequence[int],
         accepted: Sequence[int],
         elapsed_s: float | None,
-        is_open: Sequence[bool] | None = None,
-        *,
-        num_seqs: int | None = None,
     ) -> None:
         self._last = 1 + sum(wanted) + 2 * sum(accepted)
 
