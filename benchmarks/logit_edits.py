@@ -80,7 +80,7 @@ def edit_calls(
     calls: dict[str, Callable[[], object]] = {}
     for name, asked in FEATURES.items():
         for kind, num_asking in (("all", batch), ("one", 1)):
-            slots = Slots(batch, width, k, 16, DEVICE, "token", vocab)
+            slots = Slots(batch, width, k, 16, DEVICE, vocab)
             slots.token_ids[:, :width] = torch.from_numpy(tokens_np)
             slots.num_tokens.fill_(prompt_len + OUTPUT_TOKENS)
             edits = LogitEdits(slots)

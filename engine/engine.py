@@ -213,14 +213,16 @@ class Engine:
         if len(ids) < len(requests) or not ids.isdisjoint(self.sequences.by_id):
             raise InvalidRequestError("request_id: it is in use already")
         max_model_len, vocab_size = self.sequences.max_model_len, self.worker.pair.vocab_size
+        eos_token_ids = self._config.eos_token_ids
         for new in requests:
-            check_request(new, max_model_len, vocab_size, self._config.eos_token_ids)
+            check_request(new, max_model_len, vocab_size, eos_token_ids)
             if new.params.grammar is not None and self._grammars is None:
                 raise InvalidRequestError(
                     "grammar: the engine was given no token table or no eos token ids"
                 )
         self.sequences.check_room(len(requests))  # before a process is started for a grammar
-        queued = [Request(new, self._config.eos_token_ids) for new in requests]
+        rule = self._config.speculation.verification
+        queued = [Request(new, eos_token_ids, rule) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
         try:

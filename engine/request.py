@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from .api import FinishReason, NewRequest, RequestOutput, SamplingParams
+from .api import FinishReason, NewRequest, RequestOutput, SamplingParams, Verification
 
 if TYPE_CHECKING:
     from .grammars.grammar import Grammar
@@ -18,9 +18,16 @@ class Request:
     plainly; the proposer computes what it missed before it drafts again.
     """
 
-    def __init__(self, new: NewRequest, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        new: NewRequest,
+        eos_token_ids: tuple[int, ...] = (),
+        verification: Verification = "block",
+    ) -> None:
+        """`verification` is the rule if the request names none."""
         self.request_id = new.request_id
         self.params: SamplingParams = new.params
+        self.verification: Verification = new.params.verification or verification
         self.stop_token_ids = frozenset(new.params.stop_token_ids)
         # The tokens that min_tokens bans: eos too, even if ignore_eos is set.
         self.end_token_ids = self.stop_token_ids | frozenset(eos_token_ids)
@@ -94,6 +101,11 @@ class Request:
         names = ("allowed_token_ids", "bad_words", "logits_processors", "min_tokens", "grammar")
         bans = [name for name in names if getattr(self.params, name)]
         return [] if bans == ["min_tokens"] else bans
+
+    @property
+    def draws_are_fixed(self) -> bool:
+        """Whether its tokens are the same whatever is drafted for it."""
+        return self.params.temperature <= 0 or self.verification == "match"
 
     @property
     def can_start(self) -> bool:

@@ -72,7 +72,6 @@ class Worker:
             k,
             self.pair.page_size,
             self.device,
-            config.speculation.verification,
             self.pair.vocab_size,
         )
         self.edits = LogitEdits(self.slots)

@@ -18,7 +18,7 @@ class Committer:
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
         self._kv_cache, self._stats = sequences.kv_cache, sequences.stats
-        self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
+        self._max_model_len = sequences.max_model_len
 
     def launched(self, plan: Plan) -> None:
         """Record what a step computes, as soon as it is launched; what it draws is recorded by
@@ -92,8 +92,7 @@ class Committer:
             may_be_its_edits = bool(request.bans) and not scheduled.has_nan
             if num_drafts == 0 and (may_be_its_edits or not request.speculates):
                 return self._commit_bad(request, may_be_its_edits=may_be_its_edits)
-            fixed = self._slots.draws_are_fixed(request.params)
-            if num_accepted == 0 or fixed or scheduled.has_nan:
+            if num_accepted == 0 or request.draws_are_fixed or scheduled.has_nan:
                 self._start_over(request)
                 return request.output([])
             # The accepted drafts lead to a dead end. They stand, as they would without speculation:

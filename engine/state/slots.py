@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.kernels.verify.sampling import Rule, Sampling
 from outrider.kernels.verify.step import SlotState
 
-from ..api import SamplingParams, Verification
+from ..api import Verification
 from ..request import Request
 from .host_copy import uploaded
 from .ragged import aligned, ragged_arange
@@ -30,10 +30,9 @@ class Slots:
         max_drafts: int,
         page_size: int,
         device: torch.device,
-        verification: Verification,
         vocab_size: int,
     ) -> None:
-        """`verification` is for requests that name none. Token ids are below `vocab_size`."""
+        """Token ids are below `vocab_size`."""
         num_slots = max_num_seqs + 1
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_drafts = max_drafts
@@ -43,7 +42,6 @@ class Slots:
         width = max_model_len + 2 * (max_drafts + 1)
         self.page_size = page_size
         self.vocab_size = vocab_size
-        self._verification: Verification = verification
         self.device = device
         # [num_slots, width]
         self.token_ids = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
@@ -73,10 +71,6 @@ class Slots:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    def draws_are_fixed(self, params: SamplingParams) -> bool:
-        """Whether a sequence's tokens are the same whatever is drafted for it."""
-        return params.temperature <= 0 or (params.verification or self._verification) == "match"
 
     def seat(self, request: Request) -> None:
         """Give the request a slot; `fill` comes before the next step."""
@@ -108,7 +102,7 @@ class Slots:
         params = [request.params for request in seated]
         slots_np = np.array([request.slot for request in seated])
         lens_np = np.array([request.num_tokens for request in seated])
-        rules = [RULES[each.verification or self._verification] for each in params]
+        rules = [RULES[request.verification] for request in seated]
         floats_np = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
         words_np = np.column_stack(
             (floats_np.view(np.int32), np.array([p.top_k for p in params]), np.array(rules))

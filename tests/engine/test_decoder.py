@@ -339,7 +339,7 @@ def test_a_compiled_pass_looks_its_rows_up_as_others_do(tiny_model: Tiny) -> Non
     for attention in model.attentions:
         for pages in attention.bound_pages:
             pages.normal_()
-    slots = Slots(3, 48, 6, 4, DEVICE, "block", VOCAB)
+    slots = Slots(3, 48, 6, 4, DEVICE, VOCAB)
     generator = torch.Generator().manual_seed(0)
     slots.token_ids.random_(0, VOCAB, generator=generator)
     slots.block_table[:3] = torch.randperm(63, generator=generator)[:48].view(3, 16).int() + 1

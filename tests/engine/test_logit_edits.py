@@ -160,7 +160,7 @@ def test_unusable_edits_are_refused_by_name(field: str, change: dict[str, object
 
 
 def test_bfloat16_rounds_no_penalty_away() -> None:
-    slots = Slots(1, 8, 0, 4, torch.device("cpu"), "token", VOCAB)
+    slots = Slots(1, 8, 0, 4, torch.device("cpu"), VOCAB)
     edits = LogitEdits(slots)
     params = replace(GREEDY, presence_penalty=0.05)
     new = NewRequest(request_id="0", prompt_token_ids=[3], params=params)

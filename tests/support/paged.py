@@ -36,7 +36,7 @@ def paged_logits(
     graphs: bool,
 ) -> list[torch.Tensor]:
     """Run the steps, each a (start, length) range per sequence; all rows' logits of each step."""
-    slots = Slots(len(sequences), 128, 8, PAGE, DEVICE, "block", model.vocab_size)
+    slots = Slots(len(sequences), 128, 8, PAGE, DEVICE, model.vocab_size)
     model.bind_slots(slots)
     if graphs:
         model.capture(5, 2048, True, lambda done, total: None)
