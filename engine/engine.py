@@ -41,7 +41,7 @@ from .worker import LaunchedStep, Worker
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
 
-_LEARNING_S = 3.0
+_LEARNING_S = 3.0  # of every start on a GPU, at most
 _IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
 
 
