@@ -63,9 +63,8 @@ class AdaptiveSpeculation:
         no moment to try another k.
         """
         costs = self._costs_of(num_seqs)
-        for k in self._first_ks:
-            if not costs.is_known(k):
-                return k if is_timed else 0
+        if (k := self._first_unknown(costs)) is not None:
+            return k if is_timed else 0
         if is_timed and self._trial:
             return self._trial.pop()
         rates = self._rates(costs)
@@ -78,7 +77,7 @@ class AdaptiveSpeculation:
 
     def knows(self, num_seqs: int) -> bool:
         """Whether this batch size is no new one."""
-        return all(map(self._costs_of(num_seqs).is_known, self._first_ks))
+        return self._first_unknown(self._costs_of(num_seqs)) is None
 
     def least_chance(self, num_seqs: int) -> float:
         """How likely a sequence's drafts so far must stand for another one to pay; above 1, none
@@ -127,6 +126,9 @@ class AdaptiveSpeculation:
         if self._chosen < self._max_k:
             self._tries_more = False  # _start_trial flips it
             self._steps_until_trial = min(self._steps_until_trial, SHORTEST_INTERVAL_STEPS)
+
+    def _first_unknown(self, costs: "_StepCosts") -> int | None:
+        return next((k for k in self._first_ks if not costs.is_known(k)), None)
 
     def _update_choice(self, rates: dict[int, float]) -> None:
         best = max(rates, key=rates.__getitem__)
