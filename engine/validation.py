@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from .api import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
+    MAX_TOP_K,
     InvalidRequestError,
     NewRequest,
     SamplingParams,
@@ -31,7 +32,7 @@ def check_request(
     _check("max_tokens", params.max_tokens, params.max_tokens >= 0, "at least 0")
     in_range = 0 <= params.temperature <= _MAX_FLOAT32
     _check("temperature", params.temperature, in_range, f"0 to {_MAX_FLOAT32:g}")
-    _check("top_k", params.top_k, 0 <= params.top_k < 2**31, "0 (off) or a positive number")
+    _check("top_k", params.top_k, 0 <= params.top_k <= MAX_TOP_K, "0 (off) or a positive number")
     _check("top_p", params.top_p, 0 < params.top_p <= 1, "above 0, at most 1")
     _check("min_p", params.min_p, 0 <= params.min_p <= 1, "0 to 1")
     _check("seed", params.seed, 0 <= params.seed < 2**64, "an unsigned 64-bit number")

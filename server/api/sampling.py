@@ -2,7 +2,12 @@
 
 import secrets
 
-from outrider.engine.api import MAX_REPETITION_PENALTY, ProcessorChoice, SamplingParams
+from outrider.engine.api import (
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_K,
+    ProcessorChoice,
+    SamplingParams,
+)
 
 from ..http.errors import cut, invalid_value
 from ..text.tokenizer import Tokenizer
@@ -13,7 +18,6 @@ _MASK = 2**64 - 1
 # A smaller top_p still means the best token alone, and no vocabulary is so large and flat that
 # this one lets in a second.
 MIN_TOP_P = 1e-7
-MAX_TOP_K = 2**31 - 1  # the engine's; larger than any vocabulary, so it keeps every token
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range; enough to ban or force a token
 
 
@@ -44,7 +48,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=fields.temperature,
-        top_k=min(max(fields.top_k, 0), MAX_TOP_K),
+        top_k=min(max(fields.top_k, 0), MAX_TOP_K),  # the most keeps every token, too
         top_p=max(fields.top_p, MIN_TOP_P),
         min_p=fields.min_p,
         seed=seed,
