@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from engines import GREEDY, engine_config, prompts
 from tiny_models import VOCAB, Tiny
 
 from outrider.engine import engine as engine_module
-from outrider.engine.api import NewRequest
+from outrider.engine.api import NewRequest, ignore_progress
+from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.processes import process
 from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
 
@@ -86,6 +89,20 @@ def test_nothing_is_learned_if_no_draft_can_be_made_at_will(
     engine = Engine(engine_config(target, k=MAX_K, proposer=proposer, adaptive=True))
     monkeypatch.setattr(engine, "step", pytest.fail)
     engine.learn_costs()
+
+
+@pytest.mark.parametrize(("device", "learned"), [("cuda:1", ["learned"]), ("cpu", [])])
+def test_a_server_learns_costs_at_its_start_if_it_has_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, learned: list[str]
+) -> None:
+    calls: list[str] = []
+    engine = SimpleNamespace(
+        learn_costs=lambda progress: calls.append("learned"), warm_up_grammars=lambda: None
+    )
+    monkeypatch.setattr(process, "load_libraries", lambda: lambda config, progress: engine)
+    config = EngineConfig(target=ModelConfig(path="target"), device=device)
+    assert process.load_engine(config, ignore_progress) is engine
+    assert calls == learned
 
 
 def test_learning_costs_ends_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
