@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ..http.errors import APIError
+from ..observe.acceptance import speculation_metrics
 from .generation import Delta, Generation, Sample
 from .protocol import ChoiceFields, RequestMetrics, TracedStep
 from .service import Service
@@ -105,11 +106,11 @@ class Answer(ABC):
 
     @property
     def _metrics(self) -> RequestMetrics | None:
-        """How many drafts were accepted; None if nobody asked, or if it has several sequences."""
-        if not self._include_metrics or len(self._samples) != 1:
+        """How many drafts of all its sequences were accepted; None if nobody asked."""
+        if not self._include_metrics:
             return None
         k = self._service.engine_info.num_speculative_tokens
-        metrics = self._samples[0].acceptance.metrics(k)
+        metrics = speculation_metrics([sample.acceptance for sample in self._samples], k)
         return RequestMetrics(speculative_decoding=metrics) if metrics else None
 
     def _trace(self, delta: Delta) -> list[TracedStep]:

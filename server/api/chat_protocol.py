@@ -29,7 +29,7 @@ class Message(APIRequest):
                     "required": ["tool_calls"],
                     "properties": {
                         "role": {"const": "assistant"},
-                        "tool_calls": {"type": "array", "minItems": 1},
+                        "tool_calls": {"type": "array"},
                     },
                 },
                 {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
@@ -45,8 +45,9 @@ class Message(APIRequest):
     def _says_something(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role!r} needs content")
-        said = self.tool_calls or (self.model_extra or {}).keys() & SAYING
-        if self.content is None and not said:
+        # An empty list of calls is an answer of nothing, as some servers report it.
+        says = self.tool_calls is not None or (self.model_extra or {}).keys() & SAYING
+        if self.content is None and not says:
             raise ValueError("a message of role 'assistant' needs content or tool_calls")
         return self
 

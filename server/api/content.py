@@ -75,11 +75,14 @@ OrRefusal = Annotated[
 
 
 class TextPart(APIRequest):
-    """The only kind of content part that a text model can read, besides refusals."""
+    """The only kind of content part that a text model can read, besides refusals.
 
-    ignored_fields: ClassVar = frozenset({"prompt_cache_breakpoint"})
+    Chats call it `text`, responses by several names; clients mix them.
+    """
 
-    type: Literal["text"]
+    ignored_fields: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
     text: str
 
 

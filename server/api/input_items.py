@@ -6,20 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from .content import OrRefusal, TextOr, text_of, type_of
+from .content import TextOr, TextParts, text_of, type_of
 from .fields import APIRequest
 
 MAX_ITEMS = 65_536  # of one request
-
-
-class TextPart(APIRequest):
-    ignored_fields: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
-
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: str
-
-
-ContentParts = TypeAliasType("ContentParts", Annotated[list[OrRefusal[TextPart]], FailFast()])
 
 
 class Item(APIRequest):
@@ -35,13 +25,13 @@ class Item(APIRequest):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextOr[ContentParts]
+    content: TextOr[TextParts]
 
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: ContentParts = Field(default_factory=list)
-    content: ContentParts = Field(default_factory=list)
+    summary: TextParts = Field(default_factory=list)
+    content: TextParts = Field(default_factory=list)
 
 
 class FunctionCallItem(Item):
@@ -61,7 +51,7 @@ class CustomCallItem(Item):
 class CallOutputItem(Item):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: TextOr[ContentParts]
+    output: TextOr[TextParts]
 
 
 _ITEM_TYPES = {

@@ -198,6 +198,7 @@ class ConversationFields(Body):
     tool_choice: AnthropicToolChoice = AnthropicToolChoice(type="auto")
     thinking: Thinking = Thinking(type="disabled")
     output_config: OutputConfig = OutputConfig()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         yield from super()._unknown_inside(path)
@@ -220,7 +221,7 @@ class ConversationFields(Body):
             "tool_choice": self.tool_choice.as_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "include_reasoning": self.thinks,
-            "chat_template_kwargs": {"enable_thinking": self.thinks},
+            "chat_template_kwargs": {"enable_thinking": self.thinks} | self.chat_template_kwargs,
             "reasoning_effort": self.output_config.effort,
             # The answer continues a turn that has begun.
             "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,

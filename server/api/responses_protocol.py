@@ -112,6 +112,7 @@ class ResponsesRequest(SamplingFields):
     store: bool = True
     previous_response_id: str | None = None
     metadata: Metadata = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         yield from super()._unknown_inside(path)
@@ -144,6 +145,7 @@ class ResponsesRequest(SamplingFields):
             "tool_choice": _chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
         }

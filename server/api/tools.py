@@ -18,6 +18,8 @@ FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "ret
 
 def checked_tool(value: dict[str, Any]) -> dict[str, Any]:
     """Check a tool, and leave it as it is: templates print tools with their keys in order."""
+    if value.get("type") is None:  # older clients leave it out
+        value = {"type": "function"} | {key: each for key, each in value.items() if key != "type"}
     match value:
         case {"type": "function", "function": {"name": str(name)} as function} if name:
             # Null stands for what is left out.
@@ -87,7 +89,7 @@ def _schema(kind: str, *, required: list[str], name: dict[str, Any], **more: Any
         "type": "object",
         "required": required,
         "properties": {
-            "type": {"const": kind},
+            "type": {"const": kind} if "type" in required else {"enum": [kind, None]},
             kind: {
                 "type": "object",
                 "required": ["name", *(["input"] if "input" in more else [])],
@@ -127,7 +129,7 @@ Tool = Annotated[
             "anyOf": [
                 _schema(
                     "function",
-                    required=["type", "function"],
+                    required=["function"],
                     name=_NAME,
                     parameters={"type": ["object", "null"]},
                 ),

@@ -34,7 +34,8 @@ def run_batch_command(
 
     Each line of the output has the custom_id of its request; lines come in
     the order in which answers finish. If the engine dies, it is started again
-    and requests wait for it; if it cannot start, the exit status is 1.
+    and requests wait for it. The exit status is 1 if it cannot start, or if
+    all requests failed.
     """
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
@@ -42,6 +43,8 @@ def run_batch_command(
         _check_output(output_file, given)
         num_done, num_failed = asyncio.run(_run(settings, given, output_file))
     typer.echo(f"{num_done} requests, {num_failed} of them failed", err=True)
+    if num_done and num_failed == num_done:
+        raise typer.Exit(1)
 
 
 def _opened(flag: str, name: str) -> IO[bytes]:

@@ -31,7 +31,7 @@ class NamedTool(APIRequest):
 
 
 class NamedFunctionTool(NamedTool):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: NamedFunction
 
     @property

@@ -1,6 +1,7 @@
 """How many drafts of a sequence were accepted, step by step."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from outrider.engine.api import RequestOutput
 
@@ -15,7 +16,7 @@ class Acceptance:
         self.num_accepted_tokens = 0
         # Of the drafts from the request's prediction:
         self.num_predicted_accepted = self.num_predicted_rejected = 0
-        self._steps_by_accepted: Counter[int] = Counter()
+        self.steps_by_accepted: Counter[int] = Counter()
 
     def observe(self, output: RequestOutput) -> None:
         """Take in one step."""
@@ -25,22 +26,26 @@ class Acceptance:
             if output.is_predicted:
                 self.num_predicted_accepted += num_accepted
                 self.num_predicted_rejected += num_drafts - num_accepted
-            self._steps_by_accepted[num_accepted] += 1
+            self.steps_by_accepted[num_accepted] += 1
         self.num_draft_tokens = output.num_draft_tokens
         self.num_accepted_tokens = output.num_accepted_tokens
 
-    def metrics(self, num_speculative_tokens: int) -> SpeculationMetrics | None:
-        """The metrics in vLLM's terms; None if nothing was drafted."""
-        if not (num_steps := self._steps_by_accepted.total()):
-            return None
-        return SpeculationMetrics(
-            mean_acceptance_length=1 + self.num_accepted_tokens / num_steps,
-            draft_acceptance_rate=self.num_accepted_tokens / self.num_draft_tokens,
-            acceptance_histogram=[
-                self._steps_by_accepted[j] for j in range(num_speculative_tokens + 1)
-            ],
-            num_spec_steps=num_steps,
-            num_accepted_draft_tokens=self.num_accepted_tokens,
-            num_draft_tokens=self.num_draft_tokens,
-            num_spec_tokens=num_speculative_tokens,
-        )
+
+def speculation_metrics(
+    each: Sequence[Acceptance], num_speculative_tokens: int
+) -> SpeculationMetrics | None:
+    """How the drafts of these sequences fared, in vLLM's terms; None if there were none."""
+    steps_by_accepted = sum((one.steps_by_accepted for one in each), Counter[int]())
+    if not (num_steps := steps_by_accepted.total()):
+        return None
+    num_drafted = sum(one.num_draft_tokens for one in each)
+    num_accepted = sum(one.num_accepted_tokens for one in each)
+    return SpeculationMetrics(
+        mean_acceptance_length=1 + num_accepted / num_steps,
+        draft_acceptance_rate=num_accepted / num_drafted,
+        acceptance_histogram=[steps_by_accepted[j] for j in range(num_speculative_tokens + 1)],
+        num_spec_steps=num_steps,
+        num_accepted_draft_tokens=num_accepted,
+        num_draft_tokens=num_drafted,
+        num_spec_tokens=num_speculative_tokens,
+    )

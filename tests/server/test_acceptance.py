@@ -37,10 +37,22 @@ def test_stream_tells_them_with_its_usage(serve: Serve) -> None:
     assert all("metrics" not in chunk for chunk in chunks)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"speculation": {}}, {"n": 2}, {"prompt": ["a", "b"]}, {"speculation": None}]
-)
-def test_nothing_is_told_unasked_or_of_several_sequences(serve: Serve, fields: Any) -> None:
+@pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["a", "b", "c"]}, {"best_of": 3}])
+def test_several_sequences_are_counted_together(serve: Serve, fields: Any) -> None:
+    metrics = post(serve(play).app, ASK | fields).json()["metrics"]["speculative_decoding"]
+    assert metrics == {
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [3, 0, 3, 0, 3],
+        "num_spec_steps": 9,
+        "num_accepted_draft_tokens": 18,
+        "num_draft_tokens": 36,
+        "num_spec_tokens": 4,
+    }
+
+
+@pytest.mark.parametrize("fields", [{"speculation": {}}, {"speculation": None}])
+def test_nothing_is_told_unasked(serve: Serve, fields: Any) -> None:
     assert "metrics" not in post(serve(play).app, ASK | fields).json()
 
 

@@ -210,6 +210,18 @@ def test_command_answers_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
+def test_command_fails_if_every_line_failed(tmp_path: Path) -> None:
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text(line("a", {"prompt": "Hi", "max_tokens": 0}) + "{\n")
+    run = run_batch(given, output)
+    assert run.exit_code == 1, run.output
+    assert "2 requests, 2 of them failed" in run.output
+    assert len(output.read_text().splitlines()) == 2
+    given.write_text("")
+    assert run_batch(given, output).exit_code == 0
+
+
+@pytest.mark.deep
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_output_that_takes_no_more_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -194,6 +194,14 @@ def test_text_parts_are_lines(serve: Serve) -> None:
     assert prompt == "<user>one\ntwo<eos>\n<assistant>"
 
 
+@pytest.mark.parametrize("kind", ["input_text", "output_text"])
+def test_text_parts_may_have_the_names_that_responses_give_them(serve: Serve, kind: str) -> None:
+    part = {"type": kind, "text": "one", "annotations": [], "logprobs": []}
+    served = serve(unknown_fields="refuse")
+    prompt = prompt_of(served, messages=[{"role": "user", "content": [part]}])
+    assert prompt == "<user>one<eos>\n<assistant>"
+
+
 def test_refusal_that_is_sent_back_is_what_the_assistant_said(serve: Serve) -> None:
     parts = [{"type": "text", "text": "Well,"}, {"type": "refusal", "refusal": "no."}]
     turn = {"role": "assistant", "content": parts}
@@ -222,7 +230,18 @@ def test_last_message_can_be_continued(serve: Serve) -> None:
 
 
 def test_variables_reach_the_template(serve: Serve) -> None:
-    assert prompt_of(serve(), chat_template_kwargs={"mood": "glad"}) == PROMPT + "glad"
+    served = serve(unknown_fields="refuse")
+    glad = {"chat_template_kwargs": {"mood": "glad"}}
+    assert prompt_of(served, **glad) == PROMPT + "glad"
+    for path, body in (
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+    ):
+        assert post(served.app, body | glad, path=path).status == 200
+    first, *others = (requests[0].prompt_token_ids for requests in served.client.submitted)
+    assert others == [first] * 2
+    counted = post(served.app, {"messages": HI} | glad, path="/v1/messages/count_tokens")
+    assert counted.json() == {"input_tokens": len(first)}
 
 
 @pytest.mark.parametrize(
@@ -286,6 +305,30 @@ def test_call_without_arguments_is_one(serve: Serve, arguments: str | None) -> N
     messages = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
     prompt = prompt_of(serve(), messages=messages)
     assert prompt == "<user>Hi<eos>\n<assistant><eos>\n<assistant>"
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": None}])
+def test_a_call_or_a_tool_without_a_type_is_of_a_function(
+    serve: Serve, kind: dict[str, Any]
+) -> None:
+    served = serve()
+    function = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    turn = {"role": "assistant", "content": None}
+    typed = {"tool_calls": [function | {"type": "function"}]}
+    untyped = {"tool_calls": [function | kind]}
+    prompt = prompt_of(served, messages=[*HI, turn | typed])
+    assert prompt_of(served, messages=[*HI, turn | untyped]) == prompt
+    tool = {**kind, "function": TOOL["function"]}
+    assert prompt_of(served, tools=[tool]) == prompt_of(served, tools=[TOOL])
+    named = {**kind, "function": {"name": "weather"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    assert chat(served, tools=[tool], tool_choice=allowed).status == 200
+
+
+def test_an_answer_of_no_content_and_no_calls_is_empty(serve: Serve) -> None:
+    turn = {"role": "assistant", "content": None, "tool_calls": []}
+    prompt = prompt_of(serve(), messages=[*HI, turn, *HI])
+    assert prompt == "<user>Hi<eos>\n<assistant><eos>\n" + PROMPT
 
 
 def test_no_calls_are_no_list_of_calls_to_the_template() -> None:

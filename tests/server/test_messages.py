@@ -255,6 +255,12 @@ def test_template_learns_whether_to_think(
     assert [block["type"] for block in answer["content"]] == ["thinking"] * thinks + ["text"]
 
 
+def test_what_is_said_to_the_template_itself_goes_before() -> None:
+    fields = {"max_tokens": 1, "messages": HI, "chat_template_kwargs": {"enable_thinking": True}}
+    chat = MessagesRequest.model_validate(fields).as_chat()
+    assert chat.template_variables == {"enable_thinking": True}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

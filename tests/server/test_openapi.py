@@ -103,7 +103,9 @@ def test_document_allows_what_is_served_and_nothing_else(serve: Serve) -> None:
         ("completions", {"prompt": "Hi", "truncate_prompt_tokens": -1}, True),
         ("completions", {"prompt": [70.0], "allowed_token_ids": [70.0]}, True),
         ("chat/completions", turn(content=None), False),
+        ("chat/completions", turn(content=None, tool_calls=[]), True),
         ("chat/completions", turn(tool_calls=[call | {"type": "function"}]), True),
+        ("chat/completions", turn(tool_calls=[call | {"type": None}]), True),
         ("chat/completions", turn(tool_calls=[call | {"type": "tool"}]), False),
     ):
         operation = document["paths"][f"/v1/{path}"]["post"]
