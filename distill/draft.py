@@ -1,16 +1,14 @@
 """The untrained draft: an ordinary small Llama with the target's vocabulary and embedding."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.engine.models.admission import max_positions
+from outrider.engine.models.architectures import load_config
+from outrider.engine.models.pretrained import load_pretrained
 
 from .recipe import DistillError, Recipe, Size
 
@@ -32,8 +30,8 @@ def load_start(
 ) -> PreTrainedModel:
     """The draft to go on from; raises DistillError if it cannot be trained for the target."""
     try:
-        draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            start, dtype=torch.float32, device_map={"": device}, local_files_only=True
+        draft = load_pretrained(
+            Path(start), load_config(start), dtype=torch.float32, device_map={"": device}
         )
     except (OSError, ValueError, KeyError) as error:
         raise DistillError(f"start: cannot load {start}: {error}") from error

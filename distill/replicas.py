@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outrider.engine.api import ReportProgress
 from outrider.engine.models.admission import resolve_dtype
 from outrider.engine.models.architectures import load_config
-from outrider.engine.models.gguf_file import transformers_arguments
+from outrider.engine.models.pretrained import load_pretrained
 
 from .draft import draft_to_train
 from .lessons import read
@@ -211,12 +211,7 @@ def _agreed(number: int, device: torch.device) -> int:
 
 def _load_target(path: str, device: torch.device) -> PreTrainedModel:
     hf_config = load_config(path)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=resolve_dtype("auto", hf_config, device),
-        device_map={"": device},
-        local_files_only=True,
-        **transformers_arguments(Path(path)),
-    )
+    dtype = resolve_dtype("auto", hf_config, device)
+    model = load_pretrained(Path(path), hf_config, dtype=dtype, device_map={"": device})
     model.eval().requires_grad_(False)
     return model

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from ..config import ConfigError
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -21,7 +23,7 @@ REFUSED_MODEL_TYPES = {
 }
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(ConfigError):
     """The model, or the format of its weights, would not run correctly; the message says why."""
 
 

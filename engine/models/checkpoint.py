@@ -3,7 +3,6 @@
 `gguf_checkpoint.py` reads the same from a GGUF file.
 """
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 
 from .narrow_weight import Narrow, Scaled, Stacked
+from .weight_files import stored_tensors
 from .weights import Dense, Linear, RoundedInputs, Weight
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ Progress = Callable[[int, int], None]  # is called with (tensors read, tensors i
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 
 EMBEDDING = "model.embed_tokens"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLE = "pytorch_model.bin"  # the format of some heads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -94,22 +93,14 @@ class Checkpoint(AnyCheckpoint):
         *,
         read: Read | None = None,
     ) -> None:
-        """`read` reads quantised layers. Raises FileNotFoundError if the folder has no weights."""
+        """`read` reads quantised layers. Raises WeightFileError if files are missing or damaged."""
         super().__init__(dtype, device, progress)
         self._read = read
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self.keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False  # whether any layer read so far was quantised
         self._warned = False
-        index = folder / _INDEX
-        if index.is_file():
-            file_name_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            files = {name: _open(folder / name) for name in set(file_name_of.values())}
-            self._file_of = {tensor: files[name] for tensor, name in file_name_of.items()}
-        else:
-            is_pickled = (folder / _PICKLE).exists() and not (folder / _SINGLE).exists()
-            file = _open(folder / (_PICKLE if is_pickled else _SINGLE))
-            self._file_of = dict.fromkeys(file.keys(), file)
+        self._file_of = open_files(folder)
         self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:
@@ -211,9 +202,16 @@ def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> No
         )
 
 
-def _open(path: Path) -> Any:
-    """A file of safetensors or, if it is a .bin, of torch.save; loading it runs no code."""
-    if path.suffix != ".bin":
-        return safe_open(path, "pt")
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return loaded.get("state_dict", loaded)
+def open_files(folder: Path) -> dict[str, Any]:
+    """By the name of each tensor, its opened file: of safetensors, or a dictionary of torch.save.
+
+    Loading it runs no code. Raises WeightFileError if files are missing or damaged.
+    """
+    pickled = folder / _PICKLE
+    if pickled.exists() and not any(folder.glob("*.safetensors")):
+        loaded = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
+        loaded = loaded.get("state_dict", loaded)
+        return dict.fromkeys(loaded, loaded)
+    stored = stored_tensors(folder)
+    opened = {path: safe_open(path, "pt") for path in {each.path for each in stored.values()}}
+    return {name: opened[each.path] for name, each in stored.items()}

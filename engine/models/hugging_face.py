@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from outrider.kernels.model.rope import store
@@ -24,8 +24,8 @@ from ..config import ModelConfig
 from .admission import UnsupportedModelError
 from .attention import ForwardBatch, PagedAttention
 from .checkpoint import Progress
-from .gguf_file import transformers_arguments
 from .network import Network, Pass
+from .pretrained import load_pretrained
 from .weights import Dense, Linear, packed
 
 # Must not contain "flash", "sdpa", "flex", "paged|" or "/", which mean something to transformers.
@@ -56,21 +56,15 @@ class HuggingFaceModel(Network):
         name = _NAME.format(next(_numbers))
         AttentionInterface.register(name, self._attend)
         with _weights_counted(progress):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                config=hf_config,
+            model = load_pretrained(
+                Path(config.path),
+                hf_config,
                 dtype=dtype,
                 device_map={"": device},
                 attn_implementation=name,
                 trust_remote_code=config.trust_remote_code,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # its own error does not name them
-                **transformers_arguments(Path(config.path)),
             )
-        model, told = loaded
-        _check_loaded(told)
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(False)
         self.dtype, self.device = self.model.dtype, self.model.device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self._dry_run()
@@ -205,29 +199,6 @@ class HuggingFaceModel(Network):
                 f"of its {num_layers} layers, {len(self._attention_of)} called our attention, "
                 f"{self._num_calls} times in all"
             )
-
-
-def _check_loaded(told: dict[str, Any]) -> None:
-    """Refuse a model whose tensors transformers did not read as they are meant.
-
-    `told` is its account of them. Raises UnsupportedModelError.
-    """
-    if missing := sorted(told["missing_keys"]):
-        raise UnsupportedModelError(
-            f"its files lack {', '.join(missing[:3])}, which transformers would draw at random; "
-            "get the model again"
-        )
-    if wrong := sorted(told["mismatched_keys"]):
-        name, found, wanted = wrong[0]
-        raise UnsupportedModelError(
-            f"{name} is {' x '.join(map(str, found))}; by its config it must be "
-            f"{' x '.join(map(str, wanted))}"
-        )
-    if scales := sorted(name for name in told["unexpected_keys"] if ".weight_scale" in name):
-        raise UnsupportedModelError(
-            f"its weights are quantised ({scales[0]}), but its config.json does not say how "
-            "(quantization_config); take the checkpoint that it was quantised from"
-        )
 
 
 class PackedLinear(nn.Module):

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from outrider.engine.models.weight_files import WeightFileError, stored_tensors
 
 from ..config.settings import DEFAULT_K, Settings
 from .known_drafts import Target, known_draft
@@ -55,21 +55,21 @@ def without_draft(settings: Settings, why: str) -> tuple[Settings, str]:
 def count_parameters(directory: Path) -> int:
     """How many numbers the weight files of a model hold, according to their headers."""
     count = 0
-    for path in directory.glob("*.gguf"):
+    for path in directory.glob("model.gguf"):
         from outrider.engine.models.gguf_file import GgufFile  # imports torch: seconds
 
         gguf = GgufFile(path)
         count += sum(math.prod(gguf.shape_of(name)) for name in gguf.names)
     packed_bits = _packed_bits(directory)
-    for path in directory.glob("*.safetensors"):
-        try:
-            with safe_open(path, "np") as file:
-                for name in file.keys():  # noqa: SIM118
-                    stored = file.get_slice(name)
-                    bits = _STORED_BITS.get(stored.get_dtype()) if name.endswith(_PACKED) else None
-                    count += math.prod(stored.get_shape()) * (bits or packed_bits) // packed_bits
-        except SafetensorError as error:
-            raise ModelError(f"{path} is damaged: {error}") from error
+    if not any(directory.glob("*.safetensors")):
+        return count
+    try:
+        tensors = stored_tensors(directory)
+    except WeightFileError as error:
+        raise ModelError(f"{directory}: {error}") from error
+    for name, stored in tensors.items():
+        bits = _STORED_BITS.get(stored.dtype) if name.endswith(_PACKED) else None
+        count += math.prod(stored.shape) * (bits or packed_bits) // packed_bits
     return count
 
 

@@ -11,6 +11,7 @@ from huggingface_hub.errors import (
 )
 
 from outrider.engine.models.heads.config import head_kind
+from outrider.engine.models.weight_files import WeightFileError, indexed_files
 
 from .store import ModelError
 
@@ -30,13 +31,13 @@ def snapshot(
     """
     where = f"{hub_id} at revision {revision}" if revision else hub_id
 
-    def download(patterns: list[str]) -> Path:
+    def download(patterns: list[str], but_not: list[str] = _NO_WEIGHTS) -> Path:
         return Path(
             snapshot_download(
                 hub_id,
                 revision=revision,
                 allow_patterns=patterns,
-                ignore_patterns=_NO_WEIGHTS,
+                ignore_patterns=but_not,
                 local_files_only=cached_only,
             )
         )
@@ -45,7 +46,11 @@ def snapshot(
         directory = download(_DATA_FILES + (_CODE_FILES if with_code else []))
         if head_kind(directory) and not any(directory.glob("*.safetensors")):
             directory = download(_DATA_FILES + _HEAD_FILES)
+        if in_folders := [file for file in indexed_files(directory) if "/" in file]:
+            directory = download(in_folders, but_not=[])
         return directory
+    except WeightFileError as error:
+        raise ModelError(f"{where} cannot be used: {error}") from error
     except GatedRepoError as error:
         raise ModelError(
             f"access to {hub_id} is restricted: ask for it on the model's page, then log in with "

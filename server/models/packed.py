@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from outrider.engine.models.loading import DRAFTED_TOKENS
+from outrider.engine.models.weight_files import stored_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 _PACKED_EMBEDDING, _LAYERS = "embedding.safetensors", "layers.safetensors"
@@ -27,7 +28,7 @@ _KEPT_FILES = (
 def pack(directory: Path, folder: Path) -> None:
     """Fill `folder` from a model directory with a tied embedding."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in {stored.path for stored in stored_tensors(directory).values()}:
         tensors |= safetensors.torch.load_file(file)
     rows = tensors.pop(EMBEDDING).float()
     scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127

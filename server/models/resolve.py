@@ -2,16 +2,25 @@
 
 import difflib
 import hashlib
+import logging
 import re
 from pathlib import Path
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.models.heads.config import head_kind
+from outrider.engine.models.weight_files import (
+    INDEX,
+    WeightFileError,
+    stored_tensors,
+    unread_files,
+)
 
 from ..config.settings import looks_like_path
 from . import builtin, hub, store
 from .convert import gguf_to_directory
 from .store import ModelError
+
+log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Increase when the conversion of GGUF files changes its output, or refuses more of them.
@@ -122,19 +131,24 @@ def _checked(directory: Path, model: str) -> Path:
     is_pickled = is_head and "pytorch_model.bin" in names
     # The store keeps a GGUF file by this name beside its config.
     is_kept = "model.gguf" in names
-    if not is_pickled and not is_kept and not any(n.endswith(".safetensors") for n in names):
+    has_safetensors = any(name.endswith(".safetensors") for name in names) or INDEX in names
+    if not is_pickled and not is_kept and not has_safetensors:
         raise ModelError(
             f"{model!r} has no .safetensors weights; pickle checkpoints (.bin, .pt) are not "
             "loaded, since opening one can run code: convert it with transformers' save_pretrained"
         )
     for file in directory.iterdir():
         _refuse_pointer(file)
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        wanted = set(store.read_json(index).get("weight_map", {}).values())
-        if missing := sorted(wanted - names):
+    if has_safetensors:
+        if is_kept:
             raise ModelError(
-                f"{model!r} is incomplete: {len(missing)} of {len(wanted)} weight files are "
-                f"missing, {missing[0]} the first"
+                f"{model!r} has weights as model.gguf and as .safetensors files, which may be two "
+                "models: move one of them out of the directory"
             )
+        try:
+            stored_tensors(directory)
+        except WeightFileError as error:
+            raise ModelError(f"{model!r} cannot be used: {error}") from error
+        if unread := unread_files(directory):
+            log.warning("%s: its index does not name %s: not read", model, ", ".join(unread))
     return directory

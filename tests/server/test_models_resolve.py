@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from tiny_pairs import write_tiny_gguf
@@ -20,10 +22,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+WEIGHTS = safetensors.numpy.save({"a": np.zeros(1)})
+
+
 def model_directory(path: Path, *names: str) -> Path:
     path.mkdir()
     for name in names or ("config.json", "tokenizer.json", "model.safetensors"):
-        (path / name).write_text("{}")
+        (path / name).write_bytes(WEIGHTS if name.endswith(".safetensors") else b"{}")
     return path
 
 
@@ -69,6 +74,28 @@ def test_missing_weight_files_are_noticed(home: Path) -> None:
     weights = {"a": "model.safetensors", "b": "model-2.safetensors"}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     with pytest.raises(ModelError, match=r"1 of 2 weight files are missing, model-2\.safetensors"):
+        resolve.resolve("m")
+
+
+@pytest.mark.parametrize("name", ["./model-1.safetensors", "sub/model-1.safetensors"])
+def test_paths_in_an_index_are_followed(
+    name: str, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = model_directory(home / "m")  # whose model.safetensors is in vain
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).write_bytes(WEIGHTS)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    assert resolve.resolve("m") == directory
+    assert "m: its index does not name model.safetensors: not read" in caplog.text
+    (directory / "model.safetensors").unlink()
+    assert resolve.resolve("m") == directory
+
+
+def test_weights_in_two_formats_are_refused(home: Path) -> None:
+    names = ("config.json", "tokenizer.json", "model.gguf", "model.safetensors")
+    model_directory(home / "m", *names)
+    with pytest.raises(ModelError, match=r"model\.gguf and as \.safetensors files, .* move one"):
         resolve.resolve("m")
 
 
@@ -149,6 +176,10 @@ def test_weights_in_folders_are_not_fetched(home: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
     hub.snapshot("a/b", None)
     assert fetched == set(in_repository[:3])
+    weight_map = {"a": "original/m.safetensors"}  # but if the index names them, they are the model
+    (home / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    hub.snapshot("a/b", None)
+    assert fetched == set(in_repository)
 
 
 def test_a_hub_id_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

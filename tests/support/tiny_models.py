@@ -1,7 +1,7 @@
 """Tiny random models, saved as real model directories."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -112,3 +112,26 @@ def change_tensor(
     if value is not None:
         tensors[name] = value
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def split_weights(model: Path, *, stale: Mapping[str, Tensor] = {}, has_index: bool = True) -> None:
+    """Keep the weights in two files, of which the second also has the `stale` tensors."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {
+        f"model-0000{i}-of-00002.safetensors": {name: tensors[name] for name in half}
+        for i, half in ((1, names[::2]), (2, names[1::2]))
+    }
+    if has_index:
+        weight_map = {name: file for file, part in files.items() for name in part}
+        write_index(model, weight_map)
+    files["model-00002-of-00002.safetensors"] |= stale
+    for file, part in files.items():
+        save_file(part, model / file, metadata={"format": "pt"})
+
+
+def write_index(model: Path, weight_map: Mapping[str, str]) -> None:
+    """As some tools write it: without metadata."""
+    path = model / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": dict(weight_map)}))

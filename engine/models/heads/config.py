@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from ...config import ConfigError
+from ..weight_files import WeightFileError, stored_tensors
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -32,7 +33,7 @@ MTP_TARGET, MTP_LAYER = "mimo", "model.mtp_layers.0"
 _LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
 
-class HeadError(ValueError):
+class HeadError(ConfigError):
     """The head is damaged, unknown, or made for another target; the message says which and why."""
 
 
@@ -224,22 +225,12 @@ def check_mtp_head(folder: Path) -> None:
             f"no MTP head is known for models of type {model_type}; known are those of {MTP_TARGET}"
         )
     name = f"{MTP_LAYER}.input_proj.weight"
-    if name not in _tensor_names(folder):
+    try:
+        names = stored_tensors(folder).keys()
+    except WeightFileError as error:
+        raise HeadError(str(error)) from None
+    if name not in names:
         raise HeadError(
             f"its files hold no MTP head ({name}), which quantised and fine-tuned checkpoints "
             "often leave out"
         )
-
-
-def _tensor_names(folder: Path) -> set[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return set(json.loads(index.read_text())["weight_map"])
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        return set()  # a GGUF file, say
-    try:
-        with safe_open(single, "np") as file:
-            return set(file.keys())
-    except SafetensorError as error:
-        raise HeadError(f"{single.name} is damaged or cut short ({error})") from None

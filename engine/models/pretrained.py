@@ -1,0 +1,85 @@
+"""Models as transformers has them, with every parameter read from their files."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .admission import UnsupportedModelError
+from .checkpoint import open_files
+from .gguf_file import FILE_NAME
+
+
+def load_pretrained(
+    path: Path, config: PreTrainedConfig | None, *, trust_remote_code: bool = False, **options: Any
+) -> PreTrainedModel:
+    """The model of a directory, or of a GGUF file whose `config` may be None: the file has one.
+
+    `options` are those of transformers' `from_pretrained`. Raises UnsupportedModelError if files
+    are missing or damaged, or do not have each of the model's tensors in its shape.
+    """
+    gguf = path if path.is_file() else path / FILE_NAME
+    model_class: Any = AutoModelForCausalLM
+    source: dict[str, Any]
+    if gguf.is_file():
+        source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    else:
+        # Not the folder: transformers reads model.safetensors though there is an index, and of two
+        # tensors of one name the last. Without a folder it must be told the class.
+        source = {"pretrained_model_name_or_path": None, "state_dict": _tensors(path)}
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
+            )
+        model_class, config = type(empty), empty.config  # for a multimodal one, that of its text
+    loaded = model_class.from_pretrained(
+        config=config,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # its own error does not name them
+        **source,
+        **options,
+    )
+    model: PreTrainedModel = loaded[0]
+    _check_loaded(loaded[1])
+    return model
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    """The tensors of a directory, by name; those of safetensors files are read when they are used.
+
+    Raises UnsupportedModelError.
+    """
+    try:
+        files = open_files(folder)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
+    return {
+        name: file[name] if isinstance(file, dict) else file.get_slice(name)
+        for name, file in files.items()
+    }
+
+
+def _check_loaded(told: dict[str, Any]) -> None:
+    """Refuse a model whose tensors transformers did not read as they are meant.
+
+    `told` is its account of them. Raises UnsupportedModelError.
+    """
+    if missing := sorted(told["missing_keys"]):
+        raise UnsupportedModelError(
+            f"its files lack {', '.join(missing[:3])}, which transformers would draw at random; "
+            "get the model again"
+        )
+    if wrong := sorted(told["mismatched_keys"]):
+        name, found, wanted = wrong[0]
+        raise UnsupportedModelError(
+            f"{name} is {' x '.join(map(str, found))}; by its config it must be "
+            f"{' x '.join(map(str, wanted))}"
+        )
+    if scales := sorted(name for name in told["unexpected_keys"] if ".weight_scale" in name):
+        raise UnsupportedModelError(
+            f"its weights are quantised ({scales[0]}), but its config.json does not say how "
+            "(quantization_config); take the checkpoint that it was quantised from"
+        )
