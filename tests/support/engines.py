@@ -83,6 +83,13 @@ def sampling_config(target: Path, draft: Path, proposer: str) -> EngineConfig:
     )
 
 
+def lagging(config: EngineConfig) -> Engine:
+    """An engine that launches each step before it has read the last one, as on a GPU."""
+    engine = Engine(config)
+    engine.scheduler.lag = 1
+    return engine
+
+
 def run(
     engine: Engine,
     prompts: Sequence[list[int]],

@@ -1,0 +1,223 @@
+"""Any mixture of sequences is answered as by plain decoding, one sequence at a time: the same
+tokens and logprobs, to the bit.
+
+The engine that is compared launches a step ahead, and drafts from every source. It is short of
+pages all the time, computes prompts in chunks, finds prefixes, and loses sequences under way.
+A failure shows the seed, the request and both answers.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from block_heads import save_tiny_block_head
+from engines import engine_config, lagging
+from gguf import GGMLQuantizationType as Gguf
+from heads import save_tiny_head
+from mtp import save_tiny_mtp_model
+from random_sequences import offers, random_request
+from tiny_gguf import VOCAB as GGUF_VOCAB
+from tiny_gguf import llama_directory
+from tiny_models import VOCAB, save_tiny_model
+from verification import HAS_KERNELS
+
+from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput
+from outrider.engine.config import EngineConfig, ModelConfig
+from outrider.engine.engine import Engine
+from outrider.kernels.cpu.layers import compiled
+
+pytestmark = pytest.mark.skipif(HAS_KERNELS, reason="of many small steps on a CPU")
+
+MAX_TOKENS, MAX_MODEL_LEN = 12, 68  # the context ends some answers
+KINDS = ("draft_model", "compiled", "eagle3", "peagle", "mtp", "dflash", "dspark", "ngram")
+# Of 8 kinds: 104 requests, and 2,000 more.
+CASES: list[Any] = [(kind, 0, 13) for kind in KINDS]
+CASES += [
+    pytest.param(kind, seed, 50, marks=pytest.mark.deep) for kind in KINDS for seed in range(1, 6)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Where drafts come from, and plain decoding with the same target."""
+
+    config: EngineConfig
+    plain: Engine
+
+
+def save_pair(kind: str, folder: Path) -> tuple[Path, Path | None]:
+    """A target and what drafts for it."""
+    if kind == "mtp":
+        path = save_tiny_mtp_model(folder, num_hidden_layers=2)
+        return path, path
+    if kind == "compiled":  # a draft that is the target, but rounded to fewer bits
+        saved = [
+            llama_directory(folder / name, format_, Gguf.Q8_0)
+            for name, format_ in (("target", Gguf.Q8_0), ("draft", Gguf.Q4_0))
+        ]
+        return saved[0], saved[1]
+    target = save_tiny_model(folder / "target")
+    path = folder / "draft"
+    if kind == "draft_model":  # shares most of the target's weights
+        return target, save_tiny_model(path, num_hidden_layers=1)
+    if kind in ("eagle3", "peagle"):
+        options = {"boundaries": (0, 1, 2), "draft_vocab": 60, "parallel": kind == "peagle"}
+        return target, save_tiny_head(path, target, **options)
+    if kind in ("dflash", "dspark"):
+        markov = {"markov": "vanilla", "confidence": "token"} if kind == "dspark" else {}
+        return target, save_tiny_block_head(path, target, boundaries=(0, 1, 2), **markov)
+    return target, None
+
+
+@pytest.fixture(scope="module")
+def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kind]:
+    made: dict[str, Kind] = {}
+
+    def get(name: str) -> Kind:
+        if name not in made:
+            target, draft = save_pair(name, tmp_path_factory.mktemp(name))
+            proposer = "ngram" if draft is None else "draft_model"
+            config = engine_config(target, draft, proposer=proposer)
+            vocab = VOCAB
+            if name == "compiled":
+                vocab = GGUF_VOCAB
+                config = replace(
+                    config,
+                    target=ModelConfig(path=str(target)),
+                    draft=ModelConfig(path=str(draft)),
+                )
+            config = replace(
+                offers(config, vocab), max_model_len=MAX_MODEL_LEN, batch_invariant=True
+            )
+            alone = replace(
+                config,
+                draft=None,
+                speculation=replace(config.speculation, proposer="none"),
+                cache=replace(config.cache, prefix_caching=False),
+                scheduler=replace(config.scheduler, max_num_seqs=1, max_num_batched_tokens=128),
+            )
+            made[name] = Kind(config, Engine(alone))
+        return made[name]
+
+    return get
+
+
+def short_of_everything(config: EngineConfig, rng: random.Random) -> EngineConfig:
+    """Pages for one of the longest sequences, and few rows a step."""
+    pick, page_size = rng.choice, rng.choice([1, 4, 5])
+    num_pages = 2 + -(-MAX_MODEL_LEN // page_size)
+    return replace(
+        config,
+        speculation=replace(
+            config.speculation,
+            num_speculative_tokens=pick([1, 3, 4]),
+            # Then the choice of k hangs on the clock. Answers must not.
+            adaptive=rng.random() < 0.2,
+        ),
+        cache=replace(config.cache, page_size_tokens=page_size, num_pages=num_pages),
+        scheduler=replace(
+            config.scheduler,
+            max_num_seqs=pick([4, 6, 8]),
+            max_num_batched_tokens=pick([7, 16, 40]),
+        ),
+    )
+
+
+def whole(outputs: list[RequestOutput]) -> tuple[Any, ...]:
+    """All that an answer says of its text, however it was cut into steps."""
+    last = outputs[-1]
+    fields = ["token_ids", "logprobs"]
+    if last.finish_reason != "error":  # an error loses the prompt's logprobs of its own step
+        fields.append("prompt_logprobs")
+    texts = [
+        [entry for output in outputs for entry in getattr(output, field) or ()] for field in fields
+    ]
+    return *texts, last.finish_reason, last.stop_token_id, last.error, last.is_dead_end
+
+
+def asked_and_answered(
+    plain: Engine, rng: random.Random, num_requests: int
+) -> list[tuple[NewRequest, tuple[Any, ...]]]:
+    """Random requests whose drafts cannot change their tokens, and what is answered without."""
+    found: list[tuple[NewRequest, tuple[Any, ...]]] = []
+    while len(found) < num_requests:
+        new = random_request(rng, len(found))
+        params = replace(
+            new.params,
+            max_tokens=min(new.params.max_tokens, MAX_TOKENS),
+            temperature=0.0 if rng.random() < 0.4 else new.params.temperature,
+            seed=new.params.seed or len(found),
+            verification="match",
+            logprobs=2 if new.params.logprobs is None else new.params.logprobs,
+        )
+        new = replace(new, params=params)
+        try:
+            plain.submit([new])
+        except InvalidRequestError:
+            continue
+        outputs = []
+        while plain.has_work():
+            outputs += plain.step()
+        answer = whole(outputs)
+        new = replace(
+            new, tells_drafts=rng.random() < 0.2, predicted_token_ids=predicted(rng, answer[0])
+        )
+        found.append((new, answer))
+    return found
+
+
+def predicted(rng: random.Random, token_ids: list[int]) -> list[int]:
+    """Half of all requests predict: their whole answer, most of it, or something else."""
+    text = list(token_ids)
+    cut, to = sorted(rng.randint(0, len(text)) for _ in range(2))
+    odd = [rng.randrange(VOCAB) for _ in range(3)]
+    return rng.choice([[], [], [], text, text[:cut] + odd + text[to:], text[:cut] + text[to:]])
+
+
+def served(engine: Engine, asked: list[NewRequest], rng: random.Random) -> dict[str, Any]:
+    """What is answered to requests that come, and sometimes go, under way; by their ids."""
+    waiting, live = list(reversed(asked)), set[str]()
+    outputs: dict[str, list[RequestOutput]] = {}
+    while waiting or live:
+        while waiting and len(live) < 12 and rng.random() < 0.7:
+            new = waiting.pop()
+            engine.submit([new])
+            live.add(new.request_id)
+            outputs[new.request_id] = []
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+            if output.finish_reason is not None:
+                live.remove(output.request_id)
+        if live and rng.random() < 0.02:
+            gone = rng.choice(sorted(live))
+            engine.abort([gone])
+            live.remove(gone)
+            del outputs[gone]
+        engine.check_integrity()
+    assert engine.stats().pages_used == 0
+    return {name: whole(each) for name, each in outputs.items()}
+
+
+@pytest.mark.parametrize(("kind", "seed", "num_requests"), CASES)
+def test_answers_are_those_of_plain_decoding(
+    kind: str, seed: int, num_requests: int, kind_of: Callable[[str], Kind]
+) -> None:
+    if kind == "compiled" and compiled() is None:
+        pytest.skip("the CPU's layers are not compiled")
+    rng = random.Random(f"{kind} {seed}")
+    found = kind_of(kind)
+    asked = asked_and_answered(found.plain, rng, num_requests)
+    engine = lagging(short_of_everything(found.config, rng))
+    got = served(engine, [new for new, _ in asked], rng)
+    for new, expected in asked:
+        if new.request_id in got:
+            answer = got[new.request_id]
+            assert answer == expected, f"seed {seed} of {kind}, {engine.info}: {new}"
+    assert len(got) > 0.7 * num_requests
+    stats = engine.stats()
+    if num_requests >= 50:
+        assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
+        assert stats.preemptions > 0 < stats.cached_tokens
