@@ -160,10 +160,10 @@ def timed_masks() -> list[float]:
 
 def mask_drafts(engine: Engine, masked: bool) -> None:
     """Let drafts leave the grammar, as if only the target knew it; or do not, as usual."""
-    of_proposer = vars(engine.worker.proposer)
-    of_proposer.pop("_edited", None)
+    of_draws = vars(engine.worker.proposer.sources[-1].draws)
+    of_draws.pop("_edited", None)
     if not masked:
-        of_proposer["_edited"] = lambda logits, slots_np, j: logits
+        of_draws["_edited"] = lambda logits, slots_np, j: logits
 
 
 def report_masks(config: EngineConfig, tokenizer: Tokenizer) -> None:

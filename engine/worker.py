@@ -23,7 +23,6 @@ from .models.compiled_decoder import CompiledDecoder
 from .models.network import Pass
 from .models.pair import ModelPair
 from .proposers import build_proposer
-from .proposers.predictions import Predictions
 from .request import Request
 from .scheduling.plan import Plan
 from .scoring.scorer import Scorer
@@ -77,7 +76,6 @@ class Worker:
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
-        self._predictions = Predictions(self.slots, self.proposer)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
         target = self.pair.target
         counts = alike_thread_counts(target) if self.device.type == "cpu" else ()
@@ -156,7 +154,7 @@ class Worker:
             self.edits.seat(request)
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
-            self._predictions.propose(plan)
+            plan.set_drafts(self.proposer.propose(plan))
             scored = self.scorer.score(plan)
         return LaunchedStep(plan, scored, time.perf_counter() - start_s, begin)
 

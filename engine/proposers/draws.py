@@ -13,24 +13,24 @@ from outrider.kernels.verify.verify import draft_sample
 
 from ..logit_edits import LogitEdits, RequestRows
 from ..models.network import PagedLayers
-from ..scheduling.plan import ScheduledRequest, slots_of
+from ..scheduling.plan import SAMPLING_KINDS, ScheduledRequest, sampling_kind, slots_of
 from ..state.host_copy import uploaded
-from ..state.phase import Phase, Shape
+from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
-from ..state.slots import Slots
-from .base import SAMPLING_KINDS, DraftDistributions, Proposer, sampling_kind
+from ..state.slots import DraftDistributions, Slots
 
 # (j, slots, rows) -> logits of draft j for these slots and, from a confidence head, how likely it
-# stands if the drafts before it do: [N]. `rows` are those of the previous call that continue.
+# is accepted if the drafts before it are: [N]. `rows` are those of the previous call that continue.
 LogitsOf = Callable[[int, np.ndarray, np.ndarray], tuple[Tensor, Tensor | None]]
 
 
-class DrawingProposer(Proposer):
-    """Drafts one line of tokens for each sequence, with the request's own sampling parameters.
+class Draws:
+    """Draws one line of drafts for each sequence, with the request's own sampling parameters.
 
-    On a CPU a sequence gets no more drafts once those so far are too unlikely to stand, if the plan
-    says so. This depends only on the drafts so far, so every rule stays exact. The host must read
-    each draft, which costs nothing on a CPU, but a wait on a GPU.
+    With `stops_early`, as on a CPU, a sequence gets no more drafts once those so far are too
+    unlikely to be accepted, if the plan says so. This depends only on the drafts so far, so every
+    rule stays exact. The host must read each draft, which costs nothing on a CPU, but a wait on a
+    GPU.
     """
 
     def __init__(self, slots: Slots, edits: LogitEdits, source: PagedLayers) -> None:
@@ -39,14 +39,14 @@ class DrawingProposer(Proposer):
         self._edits = edits
         self.stops_early = slots.device.type == "cpu"
         shape, device = (slots.max_num_seqs + 1, slots.max_drafts), slots.device
-        self.distributions: DraftDistributions = DraftDistributions(
+        self.distributions = DraftDistributions(
             torch.empty(*shape, source.vocab_size, dtype=source.dtype, device=device),
             torch.empty(*shape, STATE_WIDTH, device=device),
         )
-        self._draws = Phase(self._draw, device)
+        self._phase = Phase(self.draw, device)
 
-    def _pack_draws(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
-        """The integers of `_draw` for draft `offset` of these slots, padded with dummy rows.
+    def pack(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
+        """The integers of `draw` for draft `offset` of these slots, padded with dummy rows.
 
         Shape: [B] -> [2, size or more].
         """
@@ -56,7 +56,7 @@ class DrawingProposer(Proposer):
         packed[1, : len(slots_np)] = offset
         return packed
 
-    def _draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
+    def draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """Draw one draft for each row, write it into its slot, and keep its distribution.
 
         `shape` is (rows, filters, samples). Shape: integers [2, N or more], for each row its slot
@@ -69,37 +69,40 @@ class DrawingProposer(Proposer):
             self._slots.state,
             slot,
             offset,
-            self._kept(samples),
+            self.kept(samples),
             self._slots.vocab_size,
             filters=bool(filters),
             samples=bool(samples),
         )
 
-    def _kept(self, samples: int) -> DraftDistributions | None:
+    def kept(self, samples: int) -> DraftDistributions | None:
         """Where distributions go; verifying greedy drafts does not need them."""
         return self.distributions if samples else None
 
-    def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:
-        """Draw draft j in these slots. Shape: logits [N, V'] -> [N]."""
-        size = self._draws.padded_size(len(slots_np))
-        integers_np = self._pack_draws(slots_np, j, size)
-        return self._draws(integers_np, (size, *kind), logits)[: len(slots_np)]
+    def capture(self, logits: Tensor) -> None:
+        """Capture draws of one draft for each sequence. Shape: logits [max_num_seqs, V']."""
+        for size in padded_sizes(self._slots.max_num_seqs):
+            for kind in SAMPLING_KINDS:
+                integers_np = self.pack(NONE_NP, 0, size)
+                self._phase.capture(integers_np, (size, *kind), (logits[:size],))
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""
         logits = torch.zeros_like(self.distributions.logits[:2, 0])
-        integers = uploaded(self._pack_draws(NONE_NP, 0, 2), logits.device)
+        integers = uploaded(self.pack(NONE_NP, 0, 2), logits.device)
         for kind in SAMPLING_KINDS:
-            yield partial(self._draw, integers, (2, *kind), logits)
+            yield partial(self.draw, integers, (2, *kind), logits)
 
-    def _draw_in_turn(self, scheduled: list[ScheduledRequest], logits_of: LogitsOf) -> None:
-        """Draw up to k_i drafts for each sequence, one after another; sets k_i to their number.
+    def in_turn(
+        self, scheduled: list[ScheduledRequest], wanted_np: np.ndarray, logits_of: LogitsOf
+    ) -> np.ndarray:
+        """Draw up to k_i drafts for each sequence, one after another; returns their number.
 
-        The host edits the logits of requests that want it. How likely a draft is to stand follows
-        from the head's confidence or else from the draft's own probabilities.
+        The host edits the logits of requests that want it. How likely a draft is to be accepted
+        follows from the head's confidence or else from the draft's own probabilities.
+        Shape: wanted_np [N] -> [N].
         """
         slots_np, kind = slots_of(scheduled), sampling_kind(scheduled)
-        wanted_np = np.array([s.num_drafts for s in scheduled])
         least_np = np.array([s.least_chance for s in scheduled])
         looks = self.stops_early and least_np.any()
         num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
@@ -123,8 +126,13 @@ class DrawingProposer(Proposer):
             if not goes_on_np.any():
                 break
             seqs_np, kept_np = seqs_np[goes_on_np], kept_np[goes_on_np]
-        for each, num_drawn in zip(scheduled, num_drawn_np.tolist(), strict=True):
-            each.num_drafts = num_drawn
+        return num_drawn_np
+
+    def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:
+        """Draw draft j in these slots. Shape: logits [N, V'] -> [N]."""
+        size = self._phase.padded_size(len(slots_np))
+        integers_np = self.pack(slots_np, j, size)
+        return self._phase(integers_np, (size, *kind), logits)[: len(slots_np)]
 
     def _edited(self, logits: Tensor, slots_np: np.ndarray, j: int) -> Tensor:
         """The logits of draft j, with the edits of the rows' requests. Shape: [N, V'].

@@ -10,6 +10,7 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,60 +21,86 @@ from ..logit_edits import LogitEdits
 from ..models.heads.head import Head
 from ..models.network import Network, Pass
 from ..request import Request
-from ..scheduling.plan import Plan, ScheduledRequest, slots_of
+from ..scheduling.plan import SAMPLING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS, sampling_kind
-from .draws import DrawingProposer, LogitsOf
+from .base import Counts, Source
+from .draws import Draws, LogitsOf
+
+# Computes the head's rows for a pass of the target: (integers, shape, taps, *BatchRows) -> any
+# tensor. Shape: taps [T, num_taps, target's hidden].
+Reader = Callable[..., Tensor]
 
 
-class HeadProposer(DrawingProposer, ABC):
+class Drafter(ABC):
+    """How a head drafts, once it has read what the target computed."""
+
+    @abstractmethod
+    def pack(
+        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
+    ) -> np.ndarray:
+        """The integers of `draft`; sequences with more drafts must come first."""
+
+    @abstractmethod
+    def draft(self, integers: Tensor, shape: Shape) -> Tensor:
+        """Draw up to k drafts for each sequence; shape is (sequences, k, filters, samples).
+
+        Shape: integers, see `pack`.
+        """
+
+    @abstractmethod
+    def line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
+        """A function that returns the logits of these sequences' drafts, one draft at a time."""
+
+    def likely(
+        self, drafted: Tensor, num_drafts_np: np.ndarray, least_np: np.ndarray
+    ) -> np.ndarray:
+        """How many of each sequence's drafts to keep; `least_np` as in the plan's `least_chance`.
+
+        Shape: drafted, what `draft` returned; num_drafts_np, least_np [N] -> [N].
+        """
+        return num_drafts_np
+
+
+class HeadSource(Source):
     """Drafts with a head.
 
     Positions count from the tokens that the device knows, so drafts can be launched before the host
     has read the tokens that they follow. All are drawn in one phase on the device, with two
-    exceptions: the host edits logits, or (on a CPU) it looks at how likely each draft is to stand.
+    exceptions: the host edits logits, or (on a CPU) it looks at how likely each draft is.
     """
 
-    def __init__(self, head: Head, target: Network, slots: Slots, edits: LogitEdits) -> None:
-        super().__init__(slots, edits, head)
+    name = "draft_model"
+    draws: Draws
+
+    def __init__(
+        self,
+        head: Head,
+        target: Network,
+        read: Reader,
+        drafter: Drafter,
+        draws: Draws,
+        slots: Slots,
+        edits: LogitEdits,
+    ) -> None:
+        self.draws = draws
+        self._slots = slots
+        self._edits = edits
         self._head = head
         self._target = target
+        self._drafter = drafter
         # Of each sequence that the head has read, the epoch in which it did.
         self._epochs: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-        self._reads = Phase(self._read, slots.device)
-        self._drafts = Phase(self._draft, slots.device)
-
-    @abstractmethod
-    def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
-        """Compute the head's rows for a pass of the target.
-
-        Shape: taps [T, num_taps, target's hidden], rows as in BatchRows.
-        """
-
-    @abstractmethod
-    def _pack(
-        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
-    ) -> np.ndarray:
-        """The integers of `_draft`; sequences with more drafts must come first."""
-
-    @abstractmethod
-    def _draft(self, integers: Tensor, shape: Shape) -> Tensor:
-        """Draw up to k drafts for each sequence; shape is (sequences, k, filters, samples).
-
-        Shape: integers, see `_pack`.
-        """
-
-    @abstractmethod
-    def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
-        """A function that returns the logits of these sequences' drafts, one draft at a time."""
+        self._reads = Phase(read, slots.device)
+        self._drafts = Phase(drafter.draft, slots.device)
 
     def rehearse(self, scored: Pass) -> None:
         self._read_pass(scored)
         size = self._slots.max_num_seqs
         self._draft_for_dummies(size)
-        self._edits.rehearse(self.distributions.logits.new_zeros(size, self._head.vocab_size))
+        logits = self.draws.distributions.logits
+        self._edits.rehearse(logits.new_zeros(size, self._head.vocab_size))
 
     def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
         self._read_pass(scored)
@@ -82,7 +109,8 @@ class HeadProposer(DrawingProposer, ABC):
 
     def _draft_for_dummies(self, size: int) -> None:
         k = self._slots.max_drafts
-        self._drafts(self._pack(NONE_NP, NONE_NP, size, k), (size, k, *SAMPLING_KINDS[0]))
+        packed = self._drafter.pack(NONE_NP, NONE_NP, size, k)
+        self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the head's pass for each captured pass of the target, and all drafting."""
@@ -95,27 +123,41 @@ class HeadProposer(DrawingProposer, ABC):
             report("capturing the head's drafts", done, len(sizes))
             for kind in SAMPLING_KINDS:
                 for k in range(self._slots.max_drafts, 0, -1):
-                    packed = self._pack(NONE_NP, NONE_NP, size, k)
+                    packed = self._drafter.pack(NONE_NP, NONE_NP, size, k)
                     self._drafts.capture(packed, (size, k, *kind))
 
-    def _propose(self, plan: Plan) -> None:
+    def propose(self, plan: Plan, wanted: Counts) -> Counts:
         together: list[ScheduledRequest] = []
         one_by_one: list[ScheduledRequest] = []
         edited_np = self._edits.asked_by(slots_of(plan.scheduled))
         for scheduled, is_edited in zip(plan.scheduled, edited_np.tolist(), strict=True):
             if self._epochs.get(scheduled.request) != scheduled.epoch:
-                scheduled.num_drafts = 0
-            if scheduled.num_drafts > 0:
-                alone = is_edited or (self.stops_early and scheduled.least_chance > 0)
+                continue
+            if wanted.get(scheduled.slot, 0) > 0:
+                alone = is_edited or (self.draws.stops_early and scheduled.least_chance > 0)
                 (one_by_one if alone else together).append(scheduled)
-        if together:
-            together.sort(key=lambda scheduled: -scheduled.num_drafts)  # longest first
-            self._draft_together(together)
-        if one_by_one:
-            num_drafts_np = np.array([s.num_drafts for s in one_by_one])
-            self._draw_in_turn(one_by_one, self._line(slots_of(one_by_one), num_drafts_np))
+        together.sort(key=lambda scheduled: -wanted[scheduled.slot])  # longest first
+        counts: Counts = {}
+        for drafting, draft in ((together, self._together), (one_by_one, self._in_turn)):
+            if drafting:
+                slots_np = slots_of(drafting)
+                wanted_np = np.array([wanted[slot] for slot in slots_np.tolist()])
+                counts |= zip(slots_np.tolist(), draft(drafting, wanted_np).tolist(), strict=True)
+        return counts
 
-    def _follow(self, plan: Plan, scored: Pass) -> None:
+    def _together(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
+        """Draw all drafts on the device; returns how many of them to keep. Shape: [N] -> [N]."""
+        size, k = self._drafts.padded_size(len(scheduled)), int(num_drafts_np[0])
+        packed = self._drafter.pack(slots_of(scheduled), num_drafts_np, size, k)
+        drafted = self._drafts(packed, (size, k, *sampling_kind(scheduled)))
+        least_np = np.array([s.least_chance for s in scheduled])
+        return self._drafter.likely(drafted, num_drafts_np, least_np)
+
+    def _in_turn(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
+        line = self._drafter.line(slots_of(scheduled), num_drafts_np)
+        return self.draws.in_turn(scheduled, num_drafts_np, line)
+
+    def follow(self, plan: Plan, scored: Pass) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""
         self._read_pass(scored)
         for scheduled in plan.sampled:
@@ -124,13 +166,6 @@ class HeadProposer(DrawingProposer, ABC):
     def _read_pass(self, scored: Pass) -> None:
         assert scored.shape is not None
         self._reads(NONE_NP, scored.shape, *_tensors(scored))
-
-    def _draft_together(self, scheduled: list[ScheduledRequest]) -> Tensor:
-        """Draw k_i drafts for each sequence on the device; returns the output of `_draft`."""
-        num_drafts_np = np.array([s.num_drafts for s in scheduled])
-        size, k = self._drafts.padded_size(len(scheduled)), int(num_drafts_np.max())
-        packed = self._pack(slots_of(scheduled), num_drafts_np, size, k)
-        return self._drafts(packed, (size, k, *sampling_kind(scheduled)))
 
 
 def _tensors(computed: Pass) -> tuple[Tensor, ...]:

@@ -1,14 +1,8 @@
 """Prompt lookup: propose what followed the last time that the same tokens occurred. No model."""
 
-from weakref import WeakKeyDictionary
-
 import numpy as np
 
-from ..config import SpeculationConfig
 from ..request import Request
-from ..scheduling.plan import Plan
-from ..state.slots import Slots
-from .base import Proposer
 
 
 def ends_of_longest_suffix(
@@ -43,6 +37,9 @@ class NgramLookup:
         self._tokens_np = np.zeros(0, dtype=np.int32)  # with room after the known tokens
         self._num_known = 0
 
+    def next_drafts(self, request: Request, num_drafts: int) -> list[int] | None:
+        return (self.lookup(request.token_ids, num_drafts) or None) if num_drafts else None
+
     def lookup(self, token_ids: list[int], num_drafts: int) -> list[int]:
         """The tokens that followed the latest earlier occurrence of the longest known suffix."""
         text_np = self._known_np(token_ids)
@@ -60,31 +57,3 @@ class NgramLookup:
         self._tokens_np[self._num_known : num_tokens] = token_ids[self._num_known :]
         self._num_known = num_tokens
         return self._tokens_np[:num_tokens]
-
-
-class NgramProposer(Proposer):
-    """One-hot drafts from each sequence's own text (prompt lookup decoding)."""
-
-    needs_host = True
-
-    def __init__(self, config: SpeculationConfig, slots: Slots) -> None:
-        self._config = config
-        self._slots = slots
-        self._text_of: WeakKeyDictionary[Request, NgramLookup] = WeakKeyDictionary()
-
-    def _propose(self, plan: Plan) -> None:
-        drafts = []
-        for scheduled in plan.sampled:
-            if scheduled.num_drafts == 0:
-                continue
-            request = scheduled.request
-            text = self._text_of.get(request)
-            if text is None:
-                text = NgramLookup(self._config.ngram_min_tokens, self._config.ngram_max_tokens)
-                self._text_of[request] = text
-            found = text.lookup(request.token_ids, scheduled.num_drafts)
-            if request.grammar is not None:
-                found = request.grammar.fitting(found)
-            drafts.append((request, found))
-            scheduled.num_drafts = len(found)
-        self._slots.write_drafts(drafts)

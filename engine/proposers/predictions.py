@@ -1,17 +1,8 @@
-"""Drafts from what clients predict of their answers, in place of the proposer's."""
-
-from weakref import WeakKeyDictionary
+"""Drafts from what clients predict of their answers."""
 
 import numpy as np
-import torch
-
-from outrider.kernels.verify.sampling import STATE_LOG_Z
 
 from ..request import Request
-from ..scheduling.plan import Plan, ScheduledRequest, slots_of
-from ..state.host_copy import uploaded
-from ..state.slots import Slots
-from .base import Proposer
 from .ngram import ends_of_longest_suffix
 
 MIN_TOKENS, MAX_TOKENS = 2, 32  # of an answer, by which its place in the prediction is found
@@ -68,42 +59,3 @@ class Prediction:
 
     def _from(self, place: int, num_tokens: int) -> list[int]:
         return self._text[place : place + num_tokens]
-
-
-class Predictions:
-    """Drafts from requests' predictions, one-hot, for the sequences whose last tokens are found
-    there, and the proposer's for all others.
-    """
-
-    def __init__(self, slots: Slots, proposer: Proposer) -> None:
-        self._slots = slots
-        self._proposer = proposer
-        self._prediction_of: WeakKeyDictionary[Request, Prediction] = WeakKeyDictionary()
-
-    def propose(self, plan: Plan) -> None:
-        """Draft for a plan. To the proposer, predicted sequences decode plainly."""
-        predicted = []
-        for scheduled in plan.sampled:
-            if (drafts := self._drafts_for(scheduled)) is not None:
-                predicted.append((scheduled, drafts))
-                scheduled.num_drafts = 0
-        self._proposer.propose(plan)
-        for scheduled, drafts in predicted:
-            scheduled.num_drafts, scheduled.is_predicted = len(drafts), bool(drafts)
-        self._slots.write_drafts([(scheduled.request, drafts) for scheduled, drafts in predicted])
-        one_hot = [scheduled for scheduled, drafts in predicted if drafts]
-        if one_hot and self._proposer.distributions is not None:
-            slots = uploaded(slots_of(one_hot), self._slots.device)
-            log_z = self._proposer.distributions.state[..., STATE_LOG_Z]
-            log_z.index_fill_(0, slots, torch.nan)  # these drafts are one-hot
-
-    def _drafts_for(self, scheduled: ScheduledRequest) -> list[int] | None:
-        request = scheduled.request
-        if not request.predicted_token_ids:
-            return None
-        if (prediction := self._prediction_of.get(request)) is None:
-            prediction = self._prediction_of[request] = Prediction(request)
-        drafts = prediction.next_drafts(request, scheduled.num_drafts)
-        if drafts and request.grammar is not None:
-            return request.grammar.fitting(drafts) or None
-        return drafts

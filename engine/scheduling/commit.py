@@ -102,7 +102,7 @@ class Committer:
             for j in range(num_drafts):
                 self._stats.drafted_per_position[j] += 1
                 self._stats.accepted_per_position[j] += j < num_accepted
-            if not scheduled.is_predicted:  # otherwise the draft has computed nothing
+            if scheduled.source == "draft_model":  # otherwise it has computed nothing
                 num_seen = request.num_tokens + min(num_accepted, num_drafts - 1)
                 request.num_draft_computed_tokens = num_seen
         request.num_draft_tokens += num_drafts
@@ -125,7 +125,7 @@ class Committer:
             logprobs=logprobs[: len(kept)] if logprobs is not None else None,
             prompt_logprobs=scheduled.prompt_logprobs,
             draft_token_ids=scheduled.draft_token_ids,
-            is_predicted=scheduled.is_predicted,
+            is_predicted=scheduled.source == "prediction",
         )
         if request.finish_reason is not None:
             self._sequences.finish(request)

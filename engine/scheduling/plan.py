@@ -1,12 +1,19 @@
 """One step as data: what to compute for each sequence, and what came out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isnan
+from typing import Literal
 
 import numpy as np
 
 from ..api import TokenLogprobs
 from ..request import Request
+
+SourceName = Literal["prediction", "ngram", "draft_model"]  # a head's drafts count as a model's
+
+# (whether any sequence filters, whether any samples): kernels leave out what is not needed.
+SAMPLING_KINDS = ((True, True), (False, True), (False, False))
 
 # Rows of one step that may go through the LM head for prompt logprobs. Logits take up to 150,000
 # numbers a row, too much for a whole chunk.
@@ -19,10 +26,11 @@ class ScheduledRequest:
 
     request: Request
     num_new_tokens: int  # known tokens that the target computes
-    num_drafts: int = 0  # the scheduler sets how many it wants; the proposer may lower it
-    # No draft follows drafts that are less likely than this to stand, all of them.
+    max_drafts: int = 0  # there are rows and pages for so many
+    num_drafts: int = 0  # how many were made
+    source: SourceName | None = None  # where they are from; None: there are none
+    # No draft follows drafts that are less likely than this to be accepted, all of them.
     least_chance: float = 0.0
-    is_predicted: bool = False  # its drafts are from the request's prediction
     is_drafted_for: bool = False  # drafted for in this step or, if its prompt goes on, later
     # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.
     prompt_scores: list[np.ndarray] | None = None
@@ -61,6 +69,10 @@ class ScheduledRequest:
         return self.num_new_tokens + self.num_drafts
 
     @property
+    def max_rows(self) -> int:
+        return self.num_new_tokens + self.max_drafts
+
+    @property
     def is_void(self) -> bool:
         """Whether the sequence has lost its slot since this was planned."""
         return self.epoch != self.request.epoch
@@ -83,6 +95,11 @@ class Plan:
     def __bool__(self) -> bool:
         return bool(self.scheduled)
 
+    def set_drafts(self, num_drafts: Sequence[int]) -> None:
+        """Set k_i of each sequence, once all drafts are made. Shape: [B]."""
+        for scheduled, count in zip(self.scheduled, num_drafts, strict=True):
+            scheduled.num_drafts = count
+
     @property
     def sampled(self) -> list[ScheduledRequest]:
         """The sequences that get new tokens in this step, in batch order."""
@@ -100,6 +117,12 @@ class Plan:
     @property
     def num_prompt_logits(self) -> int:
         return sum(s.num_prompt_logits for s in self.scheduled)
+
+
+def sampling_kind(sampled: list[ScheduledRequest]) -> tuple[bool, bool]:
+    """The SAMPLING_KINDS entry of these sequences."""
+    filters = any(s.request.params.is_filtered for s in sampled)
+    return filters, any(s.request.params.temperature > 0 for s in sampled)
 
 
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:

@@ -93,10 +93,7 @@ class Scheduler:
         scheduled = self._share(request, budget, plan)
         if scheduled.num_new_tokens == 0:
             return 0
-        while not self._kv_cache.allocate(request, scheduled.end + scheduled.num_drafts):
-            if scheduled.num_drafts:
-                scheduled.num_drafts = 0  # drafts are not worth preempting another sequence
-                continue
+        while not self._allocate(scheduled):
             if request.is_in_flight:
                 return 0  # once the step in flight is read, it may need fewer pages
             victim = self._sequences.preempt_last()
@@ -104,7 +101,15 @@ class Scheduler:
             if victim is request:
                 return 0
         plan.scheduled.append(scheduled)
-        return scheduled.num_rows
+        return scheduled.max_rows
+
+    def _allocate(self, scheduled: ScheduledRequest) -> bool:
+        """Get its pages; if there are too few, for no drafts: they are not worth a preemption."""
+        request, end = scheduled.request, scheduled.end
+        if self._kv_cache.allocate(request, end + scheduled.max_drafts):
+            return True
+        scheduled.max_drafts = 0
+        return self._kv_cache.allocate(request, end)
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether the sequence may be in the next step: not if the step in flight is sure to end
@@ -151,11 +156,9 @@ class Scheduler:
             return 0
         self._sequences.admit(request, self._kv_cache.attach_prefix(request))
         scheduled = self._share(request, budget, plan)
-        if not self._kv_cache.allocate(request, scheduled.end + scheduled.num_drafts):
-            scheduled.num_drafts = 0
-            self._kv_cache.allocate(request, scheduled.end)
+        self._allocate(scheduled)
         plan.scheduled.append(scheduled)
-        return scheduled.num_rows
+        return scheduled.max_rows
 
     def _fits(self, request: Request) -> bool:
         return self._kv_cache.fits(request, request.num_tokens + 1)
@@ -184,7 +187,7 @@ class Scheduler:
             # The first token does not wait until the draft has read the prompt: the next step does
             # that, in one pass with the drafts of others.
             if num_output_tokens > 0 or self.lag == 0:
-                scheduled.num_drafts = max(0, min(num_wanted, room))
+                scheduled.max_drafts = max(0, min(num_wanted, room))
                 if request.params.num_speculative_tokens is None:
                     scheduled.least_chance = self._least_chance
         return scheduled

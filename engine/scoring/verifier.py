@@ -14,12 +14,11 @@ from outrider.kernels.verify.verify import verify
 
 from ..api import MAX_LOGPROBS
 from ..logit_edits import LogitEdits, RequestRows
-from ..proposers.base import SAMPLING_KINDS, DraftDistributions, sampling_kind
-from ..scheduling.plan import Plan, slots_of
+from ..scheduling.plan import SAMPLING_KINDS, Plan, sampling_kind, slots_of
 from ..state.host_copy import on_host, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
-from ..state.slots import Slots
+from ..state.slots import DraftDistributions, Slots
 from .prompt_logprobs import read_prompt_logprobs, to_entries
 
 

@@ -5,6 +5,8 @@ A step works on an index map `batch_idx -> slot`. The first `num_tokens[slot]` e
 verifier read the same array, and after a sequence is seated the host sends no more tokens.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,6 +20,18 @@ from .host_copy import uploaded
 from .ragged import aligned, ragged_arange
 
 RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
+
+
+class DraftDistributions(NamedTuple):
+    """The distributions that the drafts in each slot were drawn from; undefined from row k_i on.
+
+    Drafts are one-hot where the log_z of their state is NaN.
+    """
+
+    # [num_slots, K, V'] raw logits, in the draft's dtype
+    logits: Tensor
+    # [num_slots, K, 4] row states of the draft sampler
+    state: Tensor
 
 
 class Slots:

@@ -12,7 +12,7 @@ from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.compiled_decoder import CompiledDecoder
-from outrider.engine.proposers.top1 import Top1Proposer
+from outrider.engine.proposers.draft_model import DraftModel
 from outrider.kernels.cpu.layers import compiled
 
 K = 3
@@ -131,10 +131,10 @@ def test_drafts_of_one_call_are_those_drawn_in_turn(
     told = []
     for is_one_call in (True, False):
         engine = Engine(config)
-        proposer = engine.worker.proposer
-        assert isinstance(proposer, Top1Proposer)
-        assert proposer._is_compiled
-        proposer._is_compiled = is_one_call
+        source = engine.worker.proposer.sources[-1]
+        assert isinstance(source, DraftModel)
+        assert source._is_compiled
+        source._is_compiled = is_one_call
         engine.scheduler._least_chance = 0.01
         outputs = run(engine, params, tellers=(0, 1, 2))
         told.append([(o.token_ids, o.draft_token_ids) for each in outputs for o in each])

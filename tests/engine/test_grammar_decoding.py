@@ -167,15 +167,16 @@ def test_masks_behind_the_drafts_of_a_void_step_count_no_more(
     truth, other = tokens(plain), {a: b, b: a, one: one, two: two}
     slots, is_void = engine.worker.slots, True
 
-    def propose(plan: Plan) -> None:
+    def propose(plan: Plan) -> list[int]:
         """The truth, but other letters in a step that will be void."""
         for scheduled in plan.sampled:
-            if scheduled.num_drafts:
-                drafts = truth[scheduled.request.num_output_tokens :][: scheduled.num_drafts]
+            if scheduled.max_drafts:
+                drafts = truth[scheduled.request.num_output_tokens :][: scheduled.max_drafts]
                 drafts = [other[draft] if is_void else draft for draft in drafts]
                 slots.write_drafts([(scheduled.request, drafts)])
+        return [scheduled.max_drafts for scheduled in plan.scheduled]
 
-    monkeypatch.setattr(engine.worker.proposer, "_propose", propose)
+    monkeypatch.setattr(engine.worker.proposer, "propose", propose)
     engine.submit([NewRequest(request_id="0", prompt_token_ids=PROMPT, params=params)])
     outputs: list[RequestOutput] = []
     while engine.has_work():

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.models.heads.config import head_kind
+from outrider.engine.models.heads.eagle3 import Eagle3Head
 from outrider.engine.proposers import block
-from outrider.engine.proposers.block import BlockProposer
-from outrider.engine.proposers.head import HeadProposer
+from outrider.engine.proposers.block import BlockByBlock
+from outrider.engine.proposers.head import HeadSource
 
 K = 3
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -123,30 +124,38 @@ class Truth:
         ]
 
 
+def source_of(engine: Engine) -> HeadSource:
+    source = engine.worker.proposer.sources[-1]
+    assert isinstance(source, HeadSource)
+    return source
+
+
 def check_drafts(engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on hold what every draft is drawn from to the formulas; returns k_i of each."""
-    proposer = engine.worker.proposer
-    assert isinstance(proposer, HeadProposer)
-    propose = proposer.propose  # what it raises would be taken for a failure to draft
+    proposer, distributions = engine.worker.proposer, source_of(engine).draws.distributions
+    propose = proposer.propose  # what a source raises would be taken for a failure to draft
     checked: list[int] = []
 
-    def checking(plan: Any) -> None:
-        propose(plan)
+    def checking(plan: Any) -> list[int]:
+        counts = propose(plan)
         slots = engine.worker.slots
         got, sequences, drafts = [], [], []
-        for scheduled in plan.sampled:
-            slot, k = scheduled.slot, scheduled.num_drafts
+        for scheduled, k in zip(plan.scheduled, counts, strict=True):
+            if not scheduled.samples:
+                continue
+            slot = scheduled.slot
             checked.append(k)
             if k == 0:
                 continue
             n = int(slots.num_tokens[slot])  # of which the host may not have read the last ones
             token_ids = slots.token_ids[slot].tolist()
-            got.append(proposer.distributions.logits[slot, :k].cpu())
+            got.append(distributions.logits[slot, :k].cpu())
             sequences.append(token_ids[:n])
             drafts.append(token_ids[n : n + k])
         if got:
             expected = truth.draft_logits(sequences, drafts)
             torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+        return counts
 
     monkeypatch.setattr(proposer, "propose", checking)
     return checked
@@ -273,13 +282,14 @@ def test_a_head_that_fails_once_costs_drafts_alone(
     engine = Engine(engine_config(target, path, k=K))
     expected = generate(target, HIT, 24)
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
-    read = engine.worker.proposer._reads
+    source = source_of(engine)
+    read = source._reads
 
     def fail(*args: Any) -> Any:
-        monkeypatch.setattr(engine.worker.proposer, "_reads", read)
+        monkeypatch.setattr(source, "_reads", read)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(engine.worker.proposer, "_reads", fail)
+    monkeypatch.setattr(source, "_reads", fail)
     assert tokens(run(engine, [HIT], GREEDY)[0]) == expected
     assert not any(checked)
     run(engine, prompts([7], VOCAB, seed=3), SAMPLED)
@@ -291,8 +301,10 @@ def test_a_bad_row_of_the_head_is_no_draft(
 ) -> None:
     path = head()
     engine = Engine(engine_config(target, path, k=K))
-    logits = engine.worker.proposer._head.logits
-    monkeypatch.setattr(engine.worker.proposer._head, "logits", lambda y: logits(y) * torch.nan)
+    loaded = engine.worker.pair.head
+    assert isinstance(loaded, Eagle3Head)
+    logits = loaded.logits
+    monkeypatch.setattr(loaded, "logits", lambda y: logits(y) * torch.nan)
     mixed = prompts([5, 9], VOCAB)
     expected = [generate(target, prompt, 24) for prompt in mixed]
     assert [tokens(o) for o in run(engine, mixed, GREEDY)] == expected
@@ -378,26 +390,27 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
     """A draft is made while the chance that all of them stand is large enough, as the head says."""
     path = save_tiny_block_head(tmp_path, target, markov="gated", confidence=confidence)
     engine, truth = Engine(engine_config(target, path, k=K)), Truth(target, path)
-    proposer, slots = engine.worker.proposer, engine.worker.slots
-    assert isinstance(proposer, BlockProposer)
+    proposer, source, slots = engine.worker.proposer, source_of(engine), engine.worker.slots
+    assert isinstance(source._drafter, BlockByBlock)
     assert isinstance(truth.head, PlainBlockHead)
     plain, propose, cut = truth.head, proposer.propose, []
-    proposer.stops_early = True  # a GPU would look at large batches only
+    source.draws.stops_early = True  # a GPU would look at large batches only
     engine.scheduler._least_chance = 0.3
 
-    def checking(plan: Any) -> None:
-        wanted = [s.num_drafts for s in plan.sampled]
-        n = [int(slots.num_tokens[s.slot]) for s in plan.sampled]
-        propose(plan)
-        for scheduled, k, known in zip(plan.sampled, wanted, n, strict=True):
-            if k == 0 or scheduled.request not in proposer._epochs:
+    def checking(plan: Any) -> list[int]:
+        n = [int(slots.num_tokens[s.slot]) for s in plan.scheduled]
+        counts = propose(plan)
+        for scheduled, num_drafts, known in zip(plan.scheduled, counts, n, strict=True):
+            k = scheduled.max_drafts
+            if k == 0 or scheduled.request not in source._epochs:
                 continue
             ids = slots.token_ids[scheduled.slot].tolist()
             tokens, drafts = ids[:known], ids[known : known + k]
             (states,) = truth.states([tokens])
             chance = plain.confidence(states, tokens, drafts).cumprod(0)
-            assert scheduled.num_drafts == int((chance >= 0.3).sum())
-            cut.append(scheduled.num_drafts < k)
+            assert num_drafts == int((chance >= 0.3).sum())
+            cut.append(num_drafts < k)
+        return counts
 
     monkeypatch.setattr(proposer, "propose", checking)
     run(engine, prompts([21, 3, 9], VOCAB), SAMPLED)
@@ -415,7 +428,7 @@ def test_confidence_cuts_what_was_drawn_at_once(
     counts = []
     for least_chance in (0.0, 0.3):
         engine = Engine(engine_config(target, path, k=K))
-        engine.worker.proposer.stops_early = False
+        source_of(engine).draws.stops_early = False
         engine.scheduler._least_chance = least_chance
         assert [tokens(o) for o in run(engine, [HIT, HIT[:5]], GREEDY)] == expected
         counts.append(engine.stats().drafted_per_position)

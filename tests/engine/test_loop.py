@@ -226,7 +226,8 @@ def test_a_draft_that_fails_costs_nobody_the_request(
     def fail(batch: object) -> None:
         raise RuntimeError("no draft today")
 
-    monkeypatch.setattr(engine.worker.proposer._draft, "forward", fail)  # type: ignore[attr-defined]
+    assert engine.worker.pair.draft is not None
+    monkeypatch.setattr(engine.worker.pair.draft, "forward", fail)
     assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
 
 
@@ -356,12 +357,13 @@ def test_a_draft_that_makes_the_target_nan_costs_nobody_the_request(
     engine.scheduler.lag = lag
     slots = engine.worker.slots
 
-    def propose(plan: Plan) -> None:
+    def propose(plan: Plan) -> list[int]:
         for each in plan.sampled:
-            if each.num_drafts:
+            if each.max_drafts:
                 slots.token_ids[each.slot, slots.num_tokens[each.slot]] = poison
+        return [each.max_drafts for each in plan.scheduled]
 
-    monkeypatch.setattr(engine.worker.proposer, "_propose", propose)
+    monkeypatch.setattr(engine.worker.proposer, "propose", propose)
     text = MIXED[1] + truth[1]
     # In the lagging engine drafts come after the first token. Either way the token before the draft
     # fills a page.

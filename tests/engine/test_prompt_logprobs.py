@@ -148,12 +148,13 @@ def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
     engine.scheduler.lag = 1
     slots, sequences = engine.worker.slots, engine.sequences
 
-    def propose(plan: Plan) -> None:
+    def propose(plan: Plan) -> list[int]:
         for each in plan.sampled:
-            if each.num_drafts:
+            if each.max_drafts:
                 slots.token_ids[each.slot, slots.num_tokens[each.slot]] = poison
+        return [each.max_drafts for each in plan.scheduled]
 
-    monkeypatch.setattr(engine.worker.proposer, "_propose", propose)
+    monkeypatch.setattr(engine.worker.proposer, "propose", propose)
 
     def submit(name: str, prompt: list[int], params: SamplingParams, priority: int) -> Request:
         new = NewRequest(request_id=name, prompt_token_ids=prompt, params=params, priority=priority)

@@ -232,14 +232,15 @@ def test_a_match_sequence_gets_the_same_tokens_whatever_cuts_its_drafts(
     assert proposer == "ngram" or len(drafted) > 1
 
     engine = Engine(config)
-    propose, counted = engine.worker.proposer._propose, iter(range(10**6))
+    source = engine.worker.proposer.sources[-1]
+    propose, counted = source.propose, iter(range(10**6))
 
-    def failing(plan: Plan) -> None:
+    def failing(plan: Plan, wanted: dict[int, int]) -> dict[int, int]:
         if next(counted) % 2 == 0:
             raise RuntimeError("no drafts")
-        propose(plan)
+        return propose(plan, wanted)
 
-    monkeypatch.setattr(engine.worker.proposer, "_propose", failing)
+    monkeypatch.setattr(source, "propose", failing)
     [outputs] = run(engine, [SHORT], seeded)
     assert tokens(outputs) == tokens(alone)
 

@@ -1,10 +1,8 @@
-"""Drafts token by token with a head whose row for a draft reads the output of the row before.
+"""Heads whose row for a draft reads the output of the row before: EAGLE and MTP.
 
 The drafts of a step start from the row of the sequence's last accepted token, which the device
 finds by itself.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,36 +12,45 @@ from outrider.kernels.model.rows import keep_last_rows
 
 from ..models.attention import ForwardBatch
 from ..models.heads.head import AutoregressiveHead
+from ..models.network import Network
 from ..state.batch import BatchRows, HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
-from .draws import LogitsOf
-from .head import HeadProposer
+from ..state.slots import Slots
+from .draws import Draws, LogitsOf
+from .head import Drafter
 
 
-class AutoregressiveReading(HeadProposer):
-    """What the head makes of the target's passes, however it drafts after them."""
+class LastRows:
+    """What such a head makes of the target's passes: of each sequence, the output of its last row,
+    from which its drafts start.
+    """
 
-    _head: AutoregressiveHead
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        # [num_slots, hidden] output y of each sequence's last row
-        self._last_rows = torch.zeros(
-            self._slots.max_num_seqs + 1,
-            self._head.hidden_size,
-            dtype=self._head.dtype,
-            device=self._slots.device,
+    def __init__(self, head: AutoregressiveHead, target: Network, slots: Slots) -> None:
+        self._head = head
+        self._target = target
+        self._slots = slots
+        # [num_slots, hidden]
+        self._y = torch.zeros(
+            slots.max_num_seqs + 1, head.hidden_size, dtype=head.dtype, device=slots.device
         )
 
-    def _read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
-        """Compute the rows, and keep each sequence's last one, from which its drafts start."""
-        batch = ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots)
-        y = self._head(self._head.fused(taps), batch.input_ids, self._as_target(batch))
+    def read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
+        """Compute the head's rows for a pass of the target, and keep each sequence's last one."""
+        batch = self._as_target(ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots))
+        y = self._head(self._head.fused(taps), batch.input_ids, batch)
         slots, seq_lens, bounds = batch.rows.slots, batch.rows.seq_lens, batch.rows.cu_seqlens_q
-        keep_last_rows(self._last_rows, y, slots, seq_lens, bounds, self._slots.num_tokens)
+        keep_last_rows(self._y, y, slots, seq_lens, bounds, self._slots.num_tokens)
         return y
+
+    def of(self, slots: Tensor) -> Tensor:
+        """Shape: [N] -> [N, hidden]."""
+        return self._y[slots]
+
+    def unpack(self, packed: Tensor, shape: Shape, ahead: int = 0) -> ForwardBatch:
+        """A batch of the head's own rows."""
+        return self._as_target(ForwardBatch.unpack(packed, shape, self._slots, ahead))
 
     def _as_target(self, batch: ForwardBatch) -> ForwardBatch:
         """The head attends as its target does, so that the target's kernels serve both."""
@@ -51,10 +58,16 @@ class AutoregressiveReading(HeadProposer):
         return batch
 
 
-class AutoregressiveProposer(AutoregressiveReading):
+class TokenByToken(Drafter):
     """Computes one row for each sequence and draft."""
 
-    def _draft(self, integers: Tensor, shape: Shape) -> Tensor:
+    def __init__(
+        self, head: AutoregressiveHead, last_rows: LastRows, draws: Draws, slots: Slots
+    ) -> None:
+        self._head, self._last_rows, self._draws = head, last_rows, draws
+        self._slots = slots
+
+    def draft(self, integers: Tensor, shape: Shape) -> Tensor:
         size, k, filters, samples = shape
         batch_shape = (size, size, size)
         batch_len, draws_len = packed_len(batch_shape), 2 * aligned(size)
@@ -62,14 +75,14 @@ class AutoregressiveProposer(AutoregressiveReading):
         for j in range(k):
             draws, integers = integers[:draws_len].view(2, -1), integers[draws_len:]
             if j == 0:
-                y = self._last_rows[draws[0, :size]]
+                y = self._last_rows.of(draws[0, :size])
             else:
                 y = self._advance(integers[:batch_len], batch_shape, y)
                 integers = integers[batch_len:]
-            drawn = self._draw(draws, (size, filters, samples), self._logits(y))
+            drawn = self._draws.draw(draws, (size, filters, samples), self._logits(y))
         return drawn
 
-    def _pack(
+    def pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
     ) -> np.ndarray:
         """For each of k drafts: the rows before it (except for the first) and its draws, for the
@@ -78,15 +91,15 @@ class AutoregressiveProposer(AutoregressiveReading):
         parts = []
         for j in range(k):
             slots_np = slots_np[: np.count_nonzero(num_drafts_np > j)]
-            parts.append(self._pack_draws(slots_np, j, size).ravel())
+            parts.append(self._draws.pack(slots_np, j, size).ravel())
             if j > 0:
                 batch = self._rows_of(slots_np, j)
                 parts.append(batch.packed((size, size, size), self._slots.dummy))
         return np.concatenate(parts)
 
-    def _line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
+    def line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
         device = self._slots.device
-        y = self._last_rows[uploaded(slots_np, device)]
+        y = self._last_rows.of(uploaded(slots_np, device))
 
         def logits_of(j: int, slots_np: np.ndarray, kept_np: np.ndarray) -> tuple[Tensor, None]:
             nonlocal y
@@ -111,8 +124,8 @@ class AutoregressiveProposer(AutoregressiveReading):
 
         Shape: y [N, hidden] -> [N, hidden].
         """
-        batch = ForwardBatch.unpack(packed, shape, self._slots, ahead=1)
-        return self._head(self._head.recycled(y), batch.input_ids, self._as_target(batch))
+        batch = self._last_rows.unpack(packed, shape, ahead=1)
+        return self._head(self._head.recycled(y), batch.input_ids, batch)
 
     def _logits(self, y: Tensor) -> Tensor:
         """Shape: [N, hidden] -> [N, V]."""

@@ -1,6 +1,7 @@
 """Drafts with a draft model, one token a pass, k_i drafts for each sequence."""
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,16 +13,23 @@ from ..logit_edits import LogitEdits
 from ..models.compiled_decoder import CompiledDecoder
 from ..models.network import Network, Pass
 from ..request import Request
-from ..scheduling.plan import Plan, ScheduledRequest, slots_of
+from ..scheduling.plan import Plan, ScheduledRequest, sampling_kind, slots_of
 from ..state.batch import HostBatch
-from ..state.phase import padded_sizes
-from ..state.ragged import NONE_NP
 from ..state.slots import Slots
-from .base import SAMPLING_KINDS, sampling_kind
-from .draws import DrawingProposer
+from .base import Counts, Source
+from .draws import Draws
 
 
-class Top1Proposer(DrawingProposer):
+class _Reading(NamedTuple):
+    """What the draft model computes of a sequence before it drafts for it."""
+
+    scheduled: ScheduledRequest
+    start: int  # relative to the end of the known tokens
+    num_rows: int
+    num_drafts: int  # 0: it only reads
+
+
+class DraftModel(Source):
     """Drafts with a model of its own.
 
     Sequences that would outgrow the draft's context, or that need no drafts, decode plainly in the
@@ -29,13 +37,18 @@ class Top1Proposer(DrawingProposer):
     fully accepted step, a prompt in chunks, a long gap after plain decoding.
     """
 
+    name = "draft_model"
+    draws: Draws
+
     def __init__(
         self, draft: Network, slots: Slots, edits: LogitEdits, max_num_batched_tokens: int
     ) -> None:
-        super().__init__(slots, edits, draft)
+        self.draws = Draws(slots, edits, draft)
+        self._slots = slots
+        self._edits = edits
         self._draft = draft
         self._is_compiled = isinstance(draft, CompiledDecoder) and cpu.takes(
-            self.distributions.logits
+            self.draws.distributions.logits
         )
         # Rows of one pass: those of a step, and two that each slot may have missed.
         self._most_rows = max_num_batched_tokens + 2 * slots.max_num_seqs
@@ -50,63 +63,66 @@ class Top1Proposer(DrawingProposer):
     def capture(self, report: ReportProgress) -> None:
         """Capture the draft's passes of one or two rows a sequence, and its draws."""
         progress = partial(report, "capturing the draft's graphs")
-        logits = self._draft.capture(2, self._most_rows, False, progress)
-        for size in padded_sizes(self._slots.max_num_seqs):
-            for kind in SAMPLING_KINDS:
-                integers_np = self._pack_draws(NONE_NP, 0, size)
-                self._draws.capture(integers_np, (size, *kind), (logits[:size],))
+        self.draws.capture(self._draft.capture(2, self._most_rows, False, progress))
 
-    def _propose(self, plan: Plan) -> None:
+    def propose(self, plan: Plan, wanted: Counts) -> Counts:
         """Compute, in one ragged batch, what the draft has not computed yet, and then draft."""
-        reading, starts, lens = self._missed(plan)
+        reading = self._missed(plan, wanted)
         if not reading:
-            return
-        drafting = [scheduled for scheduled in reading if scheduled.num_drafts > 0]
+            return {}
+        counts_np = np.array([each.num_drafts for each in reading])
         batch = HostBatch.build(
-            slots_of(reading),
-            np.array(starts),
-            np.array(lens),
-            np.array([int(scheduled.num_drafts > 0) for scheduled in reading]),
+            slots_of([each.scheduled for each in reading]),
+            np.array([each.start for each in reading]),
+            np.array([each.num_rows for each in reading]),
+            (counts_np > 0).astype(np.int64),
         )
+        drafting = [each.scheduled for each in reading if each.num_drafts > 0]
+        counts_np = counts_np[counts_np > 0]
         if not drafting:
             self._draft.forward(batch)
         elif self._is_compiled and not self._edits.asked_by(slots_of(drafting)).any():
-            self._draft_in_one_call(drafting, batch)
+            counts_np = self._draft_in_one_call(drafting, counts_np, batch)
         else:
-            self._draft_pass_by_pass(drafting, batch)
-        for scheduled, first, num_unseen in zip(reading, starts, lens, strict=True):
-            request = scheduled.request
-            if not request.num_drafts_in_flight:  # otherwise it depends on how many of them stand
-                request.num_draft_computed_tokens = request.least_tokens + first + num_unseen
+            counts_np = self._draft_pass_by_pass(drafting, counts_np, batch)
+        for each in reading:
+            request = each.scheduled.request
+            if not request.num_drafts_in_flight:  # else it depends on how many are accepted
+                num_seen = request.least_tokens + each.start + each.num_rows
+                request.num_draft_computed_tokens = num_seen
+        return dict(zip((each.slot for each in drafting), counts_np.tolist(), strict=True))
 
-    def _missed(self, plan: Plan) -> tuple[list[ScheduledRequest], list[int], list[int]]:
-        """The sequences to read, where they go on, and how many tokens of each fit into a pass.
+    def _missed(self, plan: Plan, wanted: Counts) -> list[_Reading]:
+        """The sequences to read, as far as their tokens fit into a pass.
 
-        Lowers `num_drafts` to what the draft's context has room for; 0 if tokens do not fit.
+        No drafts if not all of them fit; no more than the draft's context has room for.
         """
         num_rows_left = self._most_rows
-        reading, starts, lens = [], [], []
+        reading = []
         for scheduled in plan.scheduled:
             # The last draft is never computed: k drafts need k - 1 positions after known tokens.
             room = self._draft.max_positions - scheduled.request.most_tokens + 1
-            scheduled.num_drafts = max(0, min(scheduled.num_drafts, room))
+            num_drafts = max(0, min(wanted.get(scheduled.slot, 0), room))
             reads_prompt = scheduled.is_drafted_for and not scheduled.samples and room > 0
-            if scheduled.num_drafts == 0 and not reads_prompt:
+            if num_drafts == 0 and not reads_prompt:
                 continue
             first = _first_unseen(scheduled.request)
             num_wanted = scheduled.start + scheduled.num_new_tokens - first
             num_unseen = min(num_wanted, num_rows_left)
             num_rows_left -= num_unseen
             if num_unseen < num_wanted:
-                scheduled.num_drafts = 0
+                num_drafts = 0
             if num_unseen > 0:
-                reading.append(scheduled)
-                starts.append(first)
-                lens.append(num_unseen)
-        return reading, starts, lens
+                reading.append(_Reading(scheduled, first, num_unseen, num_drafts))
+        return reading
 
-    def _draft_pass_by_pass(self, drafting: list[ScheduledRequest], batch: HostBatch) -> None:
-        """Compute the batch, which ends with a row of logits for each sequence, and draft."""
+    def _draft_pass_by_pass(
+        self, drafting: list[ScheduledRequest], counts_np: np.ndarray, batch: HostBatch
+    ) -> np.ndarray:
+        """Compute the batch, which ends with a row of logits for each sequence, and draft.
+
+        Shape: counts_np, how many drafts are wanted and how many are made: [N] -> [N].
+        """
 
         def logits_of(j: int, slots_np: np.ndarray, _: np.ndarray) -> tuple[Tensor, None]:
             rows = batch
@@ -115,9 +131,11 @@ class Top1Proposer(DrawingProposer):
                 rows = HostBatch.build(slots_np, (j - 1) * ones_np, ones_np, ones_np)
             return self._draft.forward(rows).logits, None
 
-        self._draw_in_turn(drafting, logits_of)
+        return self.draws.in_turn(drafting, counts_np, logits_of)
 
-    def _draft_in_one_call(self, drafting: list[ScheduledRequest], batch: HostBatch) -> None:
+    def _draft_in_one_call(
+        self, drafting: list[ScheduledRequest], counts_np: np.ndarray, batch: HostBatch
+    ) -> np.ndarray:
         """The same without the time that Python takes around each small pass. Compiled code alone
         does it, which knows no logit edits.
         """
@@ -126,14 +144,13 @@ class Top1Proposer(DrawingProposer):
         drafts = cpu.LinesOfDrafts(
             self._slots.state,
             slots_of(drafting),
-            np.array([scheduled.num_drafts for scheduled in drafting]),
+            counts_np,
             np.array([scheduled.least_chance for scheduled in drafting]),
             self._slots.vocab_size,
-            self._kept(samples),
+            self.draws.kept(samples),
         )
         self._draft.draft_in_slots(batch, drafts)
-        for scheduled, num_drawn in zip(drafting, drafts.counts_np.tolist(), strict=True):
-            scheduled.num_drafts = num_drawn
+        return drafts.counts_np
 
 
 def _first_unseen(request: Request) -> int:

@@ -1,0 +1,104 @@
+"""The chain of sources that draft for a plan, and what it does when one of them fails."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.verify.sampling import STATE_LOG_Z
+
+from ..api import ReportProgress
+from ..models.network import Pass
+from ..scheduling.plan import Plan
+from ..state.host_copy import uploaded
+from ..state.slots import DraftDistributions
+from .base import Counts, Source
+from .draws import Draws
+
+log = logging.getLogger(__name__)
+
+
+class Proposer:
+    """Each sequence is drafted for by the first source that knows something of it.
+
+    At most one source draws its drafts. `distributions` holds what they were drawn from.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self._draws: Draws | None = next((s.draws for s in sources if s.draws), None)
+
+    @property
+    def distributions(self) -> DraftDistributions | None:
+        return self._draws.distributions if self._draws else None
+
+    @property
+    def needs_host(self) -> bool:
+        return any(source.needs_host for source in self.sources)
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether it heeds the plan's `least_chance`."""
+        return self._draws is not None and self._draws.stops_early
+
+    def propose(self, plan: Plan) -> list[int]:
+        """Draft up to `max_drafts` tokens for each sampled sequence of a plan.
+
+        Returns k_i of every sequence: that many drafts lie in its slot, after the known tokens.
+        What a source that fails should have drafted for is left to the next ones; without drafts
+        a sequence decodes plainly in the same step.
+        """
+        left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.sampled}
+        drafted: Counts = {}
+        for source in self.sources:
+            try:
+                counts = source.propose(plan, left)
+                if source.draws is None:
+                    self._mark_one_hot([slot for slot, k in counts.items() if k > 0])
+            except Exception:
+                log.exception("the source %s failed to draft", source.name)
+                continue
+            drafted |= counts
+            left = {slot: k for slot, k in left.items() if slot not in counts}
+            for scheduled in plan.sampled:
+                if counts.get(scheduled.slot, 0) > 0:
+                    scheduled.source = source.name
+        return [drafted.get(scheduled.slot, 0) for scheduled in plan.scheduled]
+
+    def _mark_one_hot(self, slots: list[int]) -> None:
+        """The drafts of these slots were not drawn from what is kept there."""
+        if self._draws is not None and slots:
+            log_z = self._draws.distributions.state[..., STATE_LOG_Z]
+            log_z.index_fill_(0, uploaded(torch.tensor(slots).numpy(), log_z.device), torch.nan)
+
+    def follow(self, plan: Plan, scored: Pass) -> None:
+        """Called with the target's pass after a step is verified, and before the next sequence is
+        seated. If a source fails, the plan's sequences decode plainly from then on.
+        """
+        try:
+            for source in self.sources:
+                source.follow(plan, scored)
+        except Exception:
+            log.exception("drafting could not follow this step; its sequences decode plainly")
+            for scheduled in plan.scheduled:
+                scheduled.request.speculates = False
+
+    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
+        """Dummy draws that together launch every sampling kernel."""
+        return self._draws.warm_ups() if self._draws else iter(())
+
+    def rehearse(self, scored: Pass) -> None:
+        """Run the largest passes that drafting may need over padding, after the target's."""
+        for source in self.sources:
+            source.rehearse(scored)
+
+    def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
+        """Draft for dummy sequences of `num_rows` rows each, after the target's pass over them."""
+        for source in self.sources:
+            source.rehearse_short(num_seqs, num_rows, scored)
+
+    def capture(self, report: ReportProgress) -> None:
+        """Capture all passes that draft as CUDA graphs."""
+        for source in self.sources:
+            source.capture(report)
