@@ -191,7 +191,9 @@ async def chat_prompt(
         text = await off_loop(body.num_chars, render)
     except ChatTemplateError as error:
         raise invalid_value(
-            "messages", f"The model's chat template refuses these messages: {error}"
+            "messages",
+            f"The model's chat template refuses these messages: {error}",
+            reason="the model's chat template refuses the messages",
         ) from None
     (ids,) = await service.tokenize(
         [text],

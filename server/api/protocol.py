@@ -293,11 +293,20 @@ class Model(APIResponse):
     owned_by: str
     root: str
     max_model_len: int | None
+    # The same, as Anthropic's clients read it.
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
 
 
 class ModelList(APIResponse):
     object: Literal["list"]
     data: list[Model]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class Health(APIResponse):

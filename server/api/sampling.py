@@ -92,7 +92,11 @@ def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...
             for text in (said or word, f" {said}")
         )
         if not bare:
-            raise invalid_value("bad_words", f"The bad word {cut(word)!r} has no tokens.")
+            raise invalid_value(
+                "bad_words",
+                f"The bad word {cut(word)!r} has no tokens.",
+                reason="a bad word has no tokens",
+            )
         sequences[bare] = None
         if said and spaced[-len(bare) :] != bare:  # otherwise the first form bans it already
             sequences[spaced] = None

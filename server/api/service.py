@@ -50,6 +50,7 @@ class Service:
     grammars: GrammarChecker
     model_names: tuple[str, ...]  # names that requests may use; answers use the first
     unlisted_name: str | None  # another, which may say where the model is
+    takes_any_name: bool
     settings: ServerSettings
     sampling_defaults: SamplingDefaults
     priority_keys: frozenset[str] | None  # digests of keys that may set `priority`; None: no keys
@@ -79,7 +80,7 @@ class Service:
 
     def check_model(self, given: str) -> None:
         """Raise APIError unless it is a name of the model."""
-        if given not in self.model_names and given != self.unlisted_name:
+        if not (self.takes_any_name or given in self.model_names or given == self.unlisted_name):
             raise model_not_found(given, self.model_name)
 
     def check_fields(self, body: Body, http: Request) -> None:

@@ -107,6 +107,6 @@ class EventStream(Response):
             answer = from_exception(error)
             if answer.status_code == 500 and answer is not error:
                 log.exception("a stream failed")
-            scope["state"]["outcome"] = "error"
+            scope["state"] |= {"outcome": "error", "reason": answer.reason}
             await send_event(await self._failed(answer))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

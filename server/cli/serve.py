@@ -71,7 +71,8 @@ def serve_command(
         list[str] | None,
         _http(
             metavar="NAME",
-            help="Name by which clients ask for the model; repeatable: answers carry the first. "
+            help="Name by which clients ask for the model; repeatable: answers carry the first; "
+            "'*' takes any name. "
             "\\[default: the model's own]",
         ),
     ] = None,

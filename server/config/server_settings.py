@@ -13,6 +13,7 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2**17
 MAX_BAD_WORDS = 1024
+ANY_NAME = "*"  # as a served_model_name
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
@@ -57,8 +58,8 @@ class ServerSettings(Section):
     ] = Field(
         default=(),
         description="Names that requests may give as `model`. /v1/models lists them, and answers "
-        "carry the first. Empty: target.model, or the last part of its path; requests may also "
-        "give the whole path.",
+        "carry the first. *: requests may give any name. Empty: target.model, or the last part "
+        "of its path; requests may also give the whole path.",
     )
     generation_config: str = Field(
         default="auto",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from .server_settings import Section, ServerSettings
+from .server_settings import ANY_NAME, Section, ServerSettings
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
@@ -310,5 +310,6 @@ class Settings(Section):
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
-        """Names that requests may give; answers carry the first."""
-        return self.server.served_model_name or (name_of(self.target.model),)
+        """The model's own names; answers carry the first."""
+        named = tuple(name for name in self.server.served_model_name if name != ANY_NAME)
+        return named or (name_of(self.target.model),)

@@ -1,7 +1,6 @@
 """The HTTP application over one engine."""
 
 import json
-import time
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal
 
@@ -32,8 +31,6 @@ from ..api.protocol import (
     CompletionRequest,
     ErrorResponse,
     Health,
-    Model,
-    ModelList,
 )
 from ..api.response_store import ResponseStore
 from ..api.responses import (
@@ -62,6 +59,7 @@ from ..api.tokenization import (
     tokenizer_info,
 )
 from ..api.unknown_fields import IGNORED
+from ..config.server_settings import ANY_NAME
 from ..config.settings import Settings
 from ..grammar.structured_outputs import GrammarChecker
 from ..observe.metrics import Metrics
@@ -69,8 +67,9 @@ from ..observe.tracing import make_trace
 from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
 from ..text.tokenizer import Tokenizer
-from . import errors
+from . import errors, unmet
 from .api_keys import ApiKeys, key_digest, request_key
+from .head import Head
 from .hosts import Hosts
 from .info import add_info_route
 from .loads import add_load_routes
@@ -83,6 +82,7 @@ from .middleware import (
     RequestId,
     RootPath,
 )
+from .models import model_routes
 from .stats import add_stats_route
 from .ui import add_ui
 
@@ -133,6 +133,7 @@ def create_app(
         ),
         model_names=pair.served_model_names,
         unlisted_name=None if settings.served_model_name else pair.target.model,
+        takes_any_name=ANY_NAME in settings.served_model_name,
         settings=settings,
         sampling_defaults=sampling_defaults,
         priority_keys=priority_keys if keys else None,
@@ -147,16 +148,21 @@ def create_app(
         "is named in the header `x-unknown-fields`, or refused (`server.unknown_fields`).",
     )
     errors.install(api)
+    unmet.install(api)
     store = ResponseStore(settings.response_store_bytes if settings.api_workers == 1 else 0)
     openai, anthropic = _openai_routes(service, store), _anthropic_routes(service)
+    models = model_routes(service, _ERRORS)
     api.include_router(openai)
+    api.include_router(models, prefix="/v1")
+    api.include_router(models, include_in_schema=False)  # for base URLs without /v1
     api.include_router(anthropic)
     api.include_router(_tokenizer_routes(service))
     api.include_router(_status_routes(service, gate, pair))
     if settings.ui:
         add_ui(api)
 
-    app: ASGIApp = BodyLimit(api, settings.max_body_bytes, settings.body_timeout_s or None)
+    served = Head(api)
+    app: ASGIApp = BodyLimit(served, settings.max_body_bytes, settings.body_timeout_s or None)
     if keys:
         app = ApiKeys(app, keys, service.metrics)
     app = Drain(app, gate)
@@ -172,7 +178,7 @@ def create_app(
         )
     app = Hosts(app, settings)
     if settings.metrics_port is not None:
-        app = MetricsPort(app, api, settings.metrics_port)
+        app = MetricsPort(app, served, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_name)
     app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic), trace)
     for_http = RootPath(RequestId(app), settings.root_path)
@@ -220,7 +226,6 @@ class _JSONRoute(APIRoute):
 
 def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
     router = APIRouter(route_class=_JSONRoute, prefix="/v1", responses=_ERRORS)
-    started = int(time.time())
 
     @router.post("/completions", response_model=Completion, responses=_STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -233,19 +238,6 @@ def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
         return await create_chat_completion(service, body, request)
 
     _add_responses_routes(router, service, store)
-
-    @router.head("/models", include_in_schema=False)
-    @router.get("/models")
-    async def models() -> ModelList:
-        """The model that is served, by each of its names."""
-        data = [_model(service, name, started) for name in service.model_names]
-        return ModelList(object="list", data=data)
-
-    @router.get("/models/{model:path}")
-    async def model(model: str) -> Model:
-        service.check_model(model)
-        return _model(service, model, started)
-
     return router
 
 
@@ -303,18 +295,6 @@ def _anthropic_routes(service: Service) -> APIRouter:
     return router
 
 
-def _model(service: Service, name: str, started: int) -> Model:
-    info = service.client.info
-    return Model(
-        id=name,
-        object="model",
-        created=started,
-        owned_by="outrider",
-        root=service.model_name,
-        max_model_len=info.max_model_len if info else None,
-    )
-
-
 def _tokenizer_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=_JSONRoute, responses=_ERRORS)
 
@@ -340,8 +320,6 @@ def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
     router = APIRouter(responses=_ERRORS)
     client = service.client
 
-    @router.head("/ready", include_in_schema=False)
-    @router.head("/health", include_in_schema=False)
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health(request: Request) -> JSONResponse:
@@ -355,7 +333,6 @@ def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
             told["reason"] = client.status_reason or ""
         return JSONResponse(told, 503)
 
-    @router.head("/live", include_in_schema=False)
     @router.get("/live", response_model=Health, responses={503: {"model": Health}})
     async def live() -> JSONResponse:
         """200 unless only a new start of the server could help: not while it loads or drains."""

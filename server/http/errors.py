@@ -49,9 +49,12 @@ class APIError(HTTPException):
         code: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        reason: str | None = None,
     ) -> None:
+        """`reason` is what the log says, if the message quotes text of the client."""
         super().__init__(status, message, headers)
         self.message = message
+        self.reason = reason or message
         self.code = code
         self.param = param
 
@@ -79,7 +82,8 @@ class APIError(HTTPException):
         return self.message
 
     def response(self, scope: Scope) -> JSONResponse:
-        """The answer, in the form of the API that was called."""
+        """The answer, in the form of the API that was called; the log gets the reason."""
+        scope.setdefault("state", {})["reason"] = self.reason
         is_anthropic = route_path(scope).startswith(ANTHROPIC_PATH)
         body = self.anthropic_body() if is_anthropic else self.body()
         return JSONResponse(body, self.status_code, self.headers)
@@ -124,9 +128,9 @@ class ContextLengthError(APIError):
         )
 
 
-def invalid_value(param: str | None, message: str) -> APIError:
-    """400: a field has a value that cannot be served."""
-    return APIError(400, message, code="invalid_value", param=param)
+def invalid_value(param: str | None, message: str, *, reason: str | None = None) -> APIError:
+    """400: a field has a value that cannot be served; `reason` as for APIError."""
+    return APIError(400, message, code="invalid_value", param=param, reason=reason)
 
 
 def unsupported(param: str, message: str) -> APIError:
@@ -238,18 +242,19 @@ def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
             400, f"The body is not valid JSON: {first['ctx']['error']}", code="invalid_json"
         )
     lines = [_describe(problem) for problem in problems[:MAX_PROBLEMS]]
-    if len(problems) > MAX_PROBLEMS:
-        lines.append(f"and {len(problems) - MAX_PROBLEMS} more problems")
+    more = [f"and {len(problems) - MAX_PROBLEMS} more problems"] * (len(problems) > MAX_PROBLEMS)
     missing = first["type"] == "missing"
     return APIError(
         400,
-        "; ".join(lines),
+        "; ".join([line + given for line, given in lines] + more),
         code="missing_required_parameter" if missing else "invalid_value",
         param=next((str(part) for part in _path(first)), None),
+        reason="; ".join([line for line, _ in lines] + more),
     )
 
 
-def _describe(problem: Mapping[str, Any]) -> str:
+def _describe(problem: Mapping[str, Any]) -> tuple[str, str]:
+    """What is wrong, and what was given."""
     message = cut(problem["msg"].removeprefix("Value error, "), MAX_REASON_CHARS)
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem))
     if problem["type"] == "dict_type":
@@ -259,9 +264,8 @@ def _describe(problem: Mapping[str, Any]) -> str:
     where = f"{cut(path.removeprefix('.'))}: " if path else ""
     given = problem.get("input")
     shown = isinstance(given, str | int | float) and problem["type"] != "missing"
-    return f"{where}{message}" + (
-        f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
-    )
+    told = f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
+    return f"{where}{message}", told
 
 
 def _path(problem: Mapping[str, Any]) -> list[int | str]:
@@ -274,13 +278,6 @@ def _path(problem: Mapping[str, Any]) -> list[int | str]:
 
 
 def _from_http(error: HTTPException) -> APIError:
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    message = str(error.detail)
-    if error.status_code == 404:  # most often a base URL without /v1, or with it twice
-        message = "There is no such route. The APIs are below /v1; /openapi.json lists all routes."
     return APIError(
-        error.status_code,
-        message,
-        code=codes.get(error.status_code, "invalid_request"),
-        headers=error.headers,
+        error.status_code, str(error.detail), code="invalid_request", headers=error.headers
     )

@@ -24,6 +24,7 @@ log = logging.getLogger("outrider.server.requests")
 
 LINGER_S = 1.0
 LINGER_BYTES = 4 * 1024 * 1024
+MAX_REASON_CHARS = 500
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -81,7 +82,8 @@ class Observe:
     """Count each API request by its outcome, time it, log it, and trace it.
 
     A route whose outcome differs from its status sets `outcome` in the scope's state. A route that
-    generates sets `facts`, which is called at the end for the contents of the log line.
+    generates sets `facts`, which is called at the end for the contents of the log line. An error
+    leaves its `reason` there.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class Observe:
                 "outcome": outcome,
                 "duration_s": round(duration_s, 6),
             }
+            if reason := scope["state"].get("reason"):
+                facts["reason"] = cut(reason, MAX_REASON_CHARS)
             if tell := scope["state"].get("facts"):
                 facts |= tell()
                 self._metrics.observe(facts)
@@ -320,4 +324,5 @@ def access_line(facts: Mapping[str, Any]) -> str:
         parts.append(f"the first after {facts['first_token_s']:.3f} s")
     if facts.get("draft_tokens"):
         parts.append(f"{facts['accepted_tokens']} of {facts['draft_tokens']} drafts accepted")
-    return ", ".join([*parts, str(facts["request_id"])])
+    line = ", ".join([*parts, str(facts["request_id"])])
+    return f"{line}: {facts['reason']}" if "reason" in facts else line

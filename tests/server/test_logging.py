@@ -15,6 +15,7 @@ from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
 
+from outrider.engine.processes.client import EngineUnavailableError
 from outrider.server.cli.console import configure_logging
 
 Serve = Callable[..., Served]
@@ -68,6 +69,38 @@ def test_refused_requests_are_lines_without_tokens(
     post(serve().app, {"prompt": 1})
     assert (facts_of(caplog)["status"], facts_of(caplog)["outcome"]) == (400, "invalid")
     assert "completion_tokens" not in facts_of(caplog)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt": None}, "prompt: Field required"),
+        ({"temperature": "secret"}, "temperature: Input should be a valid number"),
+        ({"max_tokens": 5000}, "This model's maximum context length is 1000 tokens."),
+        ({"mirostat": 2}, "mirostat"),
+        ({"bad_words": [""]}, "bad_words[0]: String should have at least 1 character"),
+        ({"model": "gpt-5"}, "The model 'gpt-5' does not exist"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_line_of_a_refused_request_says_why(
+    serve: Serve, caplog: pytest.LogCaptureFixture, fields: Any, reason: str, stream: bool
+) -> None:
+    caplog.set_level(logging.INFO, "outrider.server")
+    served = serve(unknown_fields="refuse")
+    assert post(served.app, {"prompt": "my secret", "stream": stream} | fields).status >= 400
+    assert reason in facts_of(caplog)["reason"]
+    assert f": {facts_of(caplog)['reason']}" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_the_line_of_a_stream_that_broke_says_why(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "outrider.server")
+    served = serve(lambda request: [EngineUnavailableError("the engine died")])
+    post(served.app, {"prompt": "Hi", "stream": True})
+    assert (facts_of(caplog)["outcome"], facts_of(caplog)["reason"]) == ("error", "the engine died")
 
 
 def test_health_checks_are_no_lines(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

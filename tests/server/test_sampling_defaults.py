@@ -85,3 +85,14 @@ def test_a_model_goes_by_all_of_its_names(serve: Serve) -> None:
         reply = post(served.app, {"prompt": "Hi", "model": name})
         assert reply.json()["model"] == "first"
     assert post(served.app, {"prompt": "Hi", "model": "third"}).status == 404
+
+
+@pytest.mark.parametrize(
+    ("names", "own"), [(("*",), "smollm2-135m-instruct"), (("*", "first"), "first")]
+)
+def test_a_model_can_go_by_any_name(serve: Serve, names: tuple[str, ...], own: str) -> None:
+    served = serve(served_model_name=names)
+    assert [model["id"] for model in get(served.app, "/v1/models").json()["data"]] == [own]
+    assert get(served.app, "/v1/models/gpt-5").json()["root"] == own
+    reply = post(served.app, {"prompt": "Hi", "model": "gpt-5"})
+    assert (reply.status, reply.json()["model"]) == (200, own)
