@@ -15,6 +15,7 @@ log = logging.getLogger("outrider.server.requests")
 
 OPEN_PATHS = ("/health", "/live", "/ready")  # for probes, which send no key
 OPEN_FOLDER = "/ui"  # files without secrets: a browser sends no key when it loads a page
+_OPEN = (*OPEN_PATHS, OPEN_FOLDER, "/")  # the last leads to the folder
 
 
 def key_digest(key: str) -> str:
@@ -45,7 +46,7 @@ class ApiKeys:
         header = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
         digest = self._match(_given_key(headers))
         path = route_path(scope)
-        is_open = path in (*OPEN_PATHS, OPEN_FOLDER) or path.startswith(f"{OPEN_FOLDER}/")
+        is_open = path in _OPEN or path.startswith(f"{OPEN_FOLDER}/")
         if digest is not None:
             scope.setdefault("state", {})["key_digest"] = digest
         elif header or not is_open:

@@ -1,4 +1,4 @@
-"""The page at /ui: a playground over this server, from files beside this code."""
+"""The page at /ui, where / leads too, from files beside this code."""
 
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class _Files(StaticFiles):
 def add_ui(api: FastAPI) -> None:
     """Serve the page. It holds no secrets, and asks its reader for a key if one is needed."""
 
+    @api.get("/", include_in_schema=False)
     @api.get("/ui", include_in_schema=False)
     async def ui() -> Response:
         return RedirectResponse("ui/")  # relative, because a proxy may add a prefix

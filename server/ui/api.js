@@ -36,19 +36,20 @@ async function ask(path, { body, signal } = {}) {
     throw new Problem("The server cannot be reached. Is it running?");
   }
   if (response.ok) return response;
-  let told;
+  let reason;
   try {
-    told = (await response.json()).error.message;
+    reason = (await response.json()).error.message;
   } catch {
-    told = `The server answered ${response.status} ${response.statusText}.`;
+    reason = `The server answered ${response.status} ${response.statusText}.`;
   }
   if (response.status === 401) document.dispatchEvent(new Event("key-refused"));
-  throw new Problem(told, response.status);
+  throw new Problem(reason, response.status);
 }
 
 export const getJSON = async (path) => (await ask(path)).json();
 
-/** The data of each server-sent event, parsed; throws if the stream breaks off before its end. */
+/** The data of each server-sent event, parsed; comments, which keep a connection open, are passed
+ * over. Throws if the stream breaks off before its end. */
 export async function* events(path, { body, signal } = {}) {
   const response = await ask(path, { body, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -61,7 +62,9 @@ export async function* events(path, { body, signal } = {}) {
       const parts = text.split("\n\n");
       text = parts.pop();
       for (const part of parts) {
-        const data = part.replace(/^data: /, "");
+        const data = part.split("\n").filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).trimStart()).join("\n");
+        if (!data) continue;
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
         if (event.error) throw new Problem(event.error.message, 500);
@@ -76,33 +79,37 @@ export async function* events(path, { body, signal } = {}) {
   }
 }
 
-/** The steps of one answer as they come: {step, source, drafts, num_accepted, tokens, atS}, each
- * token with its logprob and the most likely ones beside it. Returns {text, finishReason}. */
+/** An answer as it comes, in parts: {text, reasoning, steps, finishReason, progress}. A step is
+ * {step, source, drafts, num_accepted, tokens, atS}, each token with its logprob and the most likely
+ * ones beside it. `progress` is {processed, total}, in tokens of the prompt. */
 export async function* answer(mode, body, signal) {
   const path = mode === "chat" ? "v1/chat/completions" : "v1/completions";
   const startS = performance.now() / 1000;
-  const end = { text: "", finishReason: null };
   for await (const chunk of events(path, { body, signal })) {
-    const choice = chunk.choices[0];
-    if (!choice) continue;
-    end.text += choice.delta?.content ?? choice.text ?? "";
-    end.finishReason = choice.finish_reason ?? end.finishReason;
+    const choice = chunk.choices?.[0] ?? {};
     const odds = logprobs(choice.logprobs);
     let position = 0;
-    for (const step of choice.trace ?? []) {
-      const tokens = step.tokens.map((token) => ({ ...token, ...odds[position++] }));
-      yield { ...step, tokens, atS: performance.now() / 1000 - startS };
-    }
+    const steps = (choice.trace ?? []).map((step) => ({
+      ...step,
+      tokens: step.tokens.map((token) => ({ ...token, ...odds[position++] })),
+      atS: performance.now() / 1000 - startS,
+    }));
+    yield {
+      text: choice.delta?.content ?? choice.text ?? "",
+      reasoning: choice.delta?.reasoning ?? "",
+      steps,
+      finishReason: choice.finish_reason ?? null,
+      progress: chunk.prompt_progress ?? null,
+    };
   }
-  return end;
 }
 
-function logprobs(told) {
-  if (!told) return [];
-  if (told.content) return told.content.map(({ logprob, top_logprobs: top }) => ({ logprob, top }));
-  return told.token_logprobs.map((logprob, i) => ({
+function logprobs(given) {
+  if (!given) return [];
+  if (given.content) return given.content.map(({ logprob, top_logprobs: top }) => ({ logprob, top }));
+  return given.token_logprobs.map((logprob, i) => ({
     logprob,
-    top: Object.entries(told.top_logprobs[i] ?? {})
+    top: Object.entries(given.top_logprobs[i] ?? {})
       .map(([token, own]) => ({ token, logprob: own }))
       .sort((a, b) => b.logprob - a.logprob),
   }));

@@ -2,7 +2,7 @@
 
 import { getJSON, key } from "./api.js";
 import { code } from "./code.js";
-import { byId, make, showProblem } from "./format.js";
+import { byId, copyText, make, showProblem } from "./format.js";
 import * as live from "./live.js";
 import * as pair from "./pair.js";
 import * as playground from "./playground.js";
@@ -69,18 +69,12 @@ let request = null;
 function showCode() {
   const language = codeDialog.querySelector("[name=language]:checked").value;
   byId("code").textContent = code(language, request);
-  byId("code-told").textContent = "";
+  byId("code-state").textContent = "";
 }
 
 async function copy() {
-  const text = byId("code").textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch { // only pages on this machine, or over HTTPS, may use the clipboard
-    getSelection().selectAllChildren(byId("code"));
-    document.execCommand("copy");
-  }
-  byId("code-told").textContent = "Copied.";
+  await copyText(byId("code").textContent);
+  byId("code-state").textContent = "Copied.";
 }
 
 byId("copy-as").addEventListener("click", () => {

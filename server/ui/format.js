@@ -37,3 +37,16 @@ export function showProblem(element, error) {
   element.hidden = !error;
   element.textContent = error ? error.message : "";
 }
+
+/** Copy a text to the clipboard. */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // only pages on this machine, or over HTTPS, may use the clipboard
+    const area = make("textarea", { className: "unseen", value: text });
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}

@@ -41,7 +41,7 @@ function setState(state) {
 }
 
 function take(stats) {
-  // Counters that went back are those of a server that was started anew.
+  // Counters went back: the server has restarted.
   if (kept.length && stats.steps < kept.at(-1).steps) kept = [];
   kept.push(stats);
   while (stats.time_s - kept[0].time_s > KEPT_S) kept.shift();

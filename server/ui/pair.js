@@ -30,9 +30,9 @@ export function draw(info) {
       ? "In each step the target checks all guesses at once, and keeps those that it accepts."
       : "Off.", k ? [
       ["Source of drafts", speculation.proposer],
-      ["Most drafts a step", k],
+      ["Max drafts a step", k],
       ["Fewer if that pays more", yes(speculation.adaptive)],
-      ["Rule of verification", speculation.verification ?? "–"],
+      ["Verification rule", speculation.verification ?? "–"],
     ] : []),
     card("Memory", "Pages of the cache hold what both models computed of each sequence.", [
       ["Pages", count(cache.num_pages)],

@@ -103,8 +103,8 @@ async function runLane(lane, ask, most) {
   tick();
   text.classList.add("waiting");
   try {
-    for await (const step of answer(info?.chats ? "chat" : "completion", ask, running.signal)) {
-      lane.add(step);
+    for await (const { steps } of answer(info?.chats ? "chat" : "completion", ask, running.signal)) {
+      for (const step of steps) lane.add(step);
       drawText(Infinity);
     }
   } finally {

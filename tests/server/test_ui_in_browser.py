@@ -59,6 +59,7 @@ def page(driver: Any, server: RunningServer) -> Page:
     page = Page(driver, server.url)
     page.driver.get_log("browser")
     page.open()
+    page.script("localStorage.clear(); location.reload()")  # what the test before has left
     page.wait_for("#state", "ready")
     page.wait(lambda: len(page.all("#ask [name=drafts] option")) > 2, "the choices of k")
     return page
@@ -88,7 +89,7 @@ def test_tokens_have_the_text_and_the_kind_that_the_server_tells(
     page: Page, server: RunningServer
 ) -> None:
     ask(page, mode="completion", max_tokens=40)
-    assert finished(page).startswith("Cut off at the most tokens: 40 tokens in ")
+    assert finished(page).startswith("Cut off at the maximum number of tokens: 40 tokens in ")
     trace = told(server)
     shown = page.script(
         "return [...document.querySelectorAll('.answer .token')].map(t =>"
@@ -111,6 +112,112 @@ def test_a_chat_goes_on_with_what_was_said(page: Page) -> None:
     page.one("#copy-as").click()
     code = page.text("#code")
     assert code.index(PROMPT) < code.index('"assistant"') < code.index("And then?")
+
+
+def test_a_stopped_turn_stays_in_the_conversation_also_after_a_reload(page: Page) -> None:
+    ask(page, max_tokens=3000, temperature=0)
+    page.wait(lambda: len(page.all(".answer .token")) > 10, "tokens")
+    page.press("\ue00c")  # Escape
+    finished(page)
+    text = page.script("return document.querySelector('.as-text > .prose').textContent").strip()
+    num_tokens = len(page.all(".answer .token"))
+    page.open()
+    page.wait_for("#state", "ready")
+    assert len(page.all(".answer .token")) == num_tokens > 10
+    assert page.text(".turn > .note") == "Stopped."
+    assert page.one("[name=max_tokens]").get_attribute("value") == "3000"
+    page.fill(prompt="And then?", max_tokens=3)
+    page.one("#copy-as").click()
+    code = page.text("#code")
+    assert code.index(PROMPT) < code.index('"assistant"') < code.index("And then?")
+    assert text[:5] in code
+    page.one("#code-close").click()
+    page.one("#clear").click()
+    page.open()
+    assert page.all(".turn") == []
+
+
+def test_only_the_selected_answer_has_marks(page: Page) -> None:
+    for _ in range(2):
+        ask(page, mode="completion", max_tokens=30)
+        finished(page)
+        page.all(".turn:last-child .answer .token")[1].click()
+    assert page.all(".turn:first-of-type .answer .now") == []
+    assert page.all(".turn:first-of-type .answer .later") == []
+    assert page.all(".turn:last-child .answer .now")
+    page.script("document.querySelector('.answer .token').click()")
+    assert page.all(".turn:last-child .answer .now, .turn:last-child .answer .later") == []
+    assert page.all(".turn:first-of-type .answer .now")
+
+
+def test_the_last_answer_can_be_continued_made_again_and_asked_otherwise(
+    page: Page, server: RunningServer
+) -> None:
+    def tokens() -> list[str]:
+        return [each.text for each in page.all(".turn:last-child .answer .token")]
+
+    def click(button: str) -> None:
+        page.script(
+            "for (const b of document.querySelectorAll('.turn:last-child button'))"
+            " if (b.textContent === arguments[0]) b.click()",
+            button,
+        )
+        page.wait(lambda: page.one("#send").is_enabled(), "the answer")
+
+    ask(page, mode="completion", max_tokens=8, temperature=0)
+    finished(page)
+    first = tokens()
+    click("Continue")
+    assert tokens()[:8] == first
+    assert len(tokens()) == 16
+    assert len(page.all(".turn")) == 1
+    click("Regenerate")
+    assert tokens() == first
+    click("Edit")
+    assert page.one("[name=prompt]").get_attribute("value") == PROMPT
+    page.press("\ue00c")  # Escape keeps the question
+    assert page.one("[name=prompt]").get_attribute("value") == ""
+    click("Edit")
+    ask(page, mode="completion", prompt="Another", max_tokens=8, temperature=0)
+    finished(page)
+    assert len(page.all(".turn")) == 1
+    assert page.text(".said") == "Another"
+
+
+def test_text_is_markdown_without_html_or_images(page: Page) -> None:
+    ask(page, mode="completion", max_tokens=4)
+    finished(page)
+    page.one("#views [value=text]").click()
+    assert not page.one(".answer").is_displayed()
+    page.driver.set_script_timeout(10)
+    page.driver.execute_async_script(
+        "const [text, done] = arguments;"
+        "import(new URL('markdown.js', location.href)).then(({showMarkdown}) => {"
+        " showMarkdown(document.querySelector('.as-text > .prose'), text); done(); })",
+        "**bold**\n\n```\nx = 1\n```\n<script>x</script> <img src=x> ![i](//e.test/i.png)"
+        " [link](javascript:alert(1)) [other](https://e.test/)",
+    )
+    shown = page.script("return document.querySelector('.as-text > .prose').innerHTML")
+    assert "<strong>bold</strong>" in shown
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert 'href="javascript' not in shown
+    assert 'rel="noopener noreferrer"' in shown
+    assert page.one(".code button").text == "Copy"
+    assert page.one(".as-text").is_displayed()
+    assert page.complaints() == []
+
+
+def test_a_schema_binds_the_answer_and_a_wrong_one_is_not_sent(page: Page) -> None:
+    page.script("document.querySelector('#ask details').open = true")
+    page.fill(schema="{")
+    ask(page, mode="completion", max_tokens=20, temperature=0)
+    assert page.script("return document.querySelector('#ask').schema.validationMessage")
+    assert page.all(".turn") == []
+    page.fill(schema='{"type": "boolean"}')
+    ask(page, mode="completion", max_tokens=20, temperature=0)
+    finished(page)
+    assert page.text(".as-text > .prose").strip() in ("true", "false")
 
 
 def test_pointing_at_a_token_tells_all_that_is_known_of_it(
@@ -136,11 +243,13 @@ def test_pointing_at_a_token_tells_all_that_is_known_of_it(
 
 
 def test_everything_can_be_reached_with_the_keyboard(page: Page) -> None:
+    page.fill(mode="completion", prompt="a", max_tokens=30, temperature=0, drafts=3)
     page.script("document.querySelector('#ask').prompt.focus()")
-    page.fill(mode="completion", max_tokens=30, temperature=0, drafts=3)
-    page.press("\ue009\ue007")  # Ctrl+Enter
+    page.press("\ue010", "\ue008\ue007", "b")  # End, Shift+Enter
+    page.press("\ue007")  # Enter
     finished(page)
-    page.script("document.querySelector('#clear').focus()")
+    assert page.text(".said") == "a\nb"
+    page.script("document.querySelector('#views input:checked').focus()")
     page.press("\ue004")  # Tab
     assert page.driver.switch_to.active_element.get_attribute("role") == "listbox"
 
@@ -223,7 +332,7 @@ def test_the_strip_shows_what_the_server_does(page: Page) -> None:
 
 def test_the_pairs_card_says_what_info_says(page: Page, server: RunningServer) -> None:
     page.open("pair")
-    page.wait_for("#pair-card", "Rule of verification")
+    page.wait_for("#pair-card", "Verification rule")
     card = page.text("#pair-card")
     assert "Modeltarget" in card
     assert f"{server.url}/v1" in card
@@ -304,6 +413,14 @@ def test_it_fits_and_can_be_read(server: RunningServer, width: int, scheme: str)
             assert page.script("return document.documentElement.scrollWidth") <= width
             weak = page.script(CONTRASTS, 4.5)
             assert weak == [], (view, weak)
+        page.script("location.hash = 'playground'")
+        above, below = (
+            page.script(
+                "return document.querySelector(arguments[0]).getBoundingClientRect().top", each
+            )
+            for each in ("#transcript", ".composer")
+        )
+        assert above < below
         assert page.complaints() == []
 
 

@@ -38,8 +38,9 @@ def test_every_file_of_the_page_is_part_of_the_package() -> None:
     assert [name for name in names if not any(fnmatch(name, each) for each in patterns)] == []
 
 
-def test_its_address_may_be_written_without_the_slash(serve: Serve) -> None:
-    reply = get(serve(api_keys=("one",)).app, "/ui")
+@pytest.mark.parametrize("path", ["/", "/ui"])
+def test_a_shorter_address_leads_to_it_without_a_key(serve: Serve, path: str) -> None:
+    reply = get(serve(api_keys=("one",)).app, path)
     assert (reply.status, reply.headers["location"]) == (307, "ui/")
 
 
@@ -53,7 +54,7 @@ def test_numbers_need_a_key(serve: Serve, path: str) -> None:
     assert get(serve(api_keys=("one",)).app, path).status == 401
 
 
-@pytest.mark.parametrize("path", ["/ui", *FILES])
+@pytest.mark.parametrize("path", ["/", "/ui", *FILES])
 def test_it_can_be_turned_off(serve: Serve, path: str) -> None:
     assert get(serve(ui=False).app, path).status == 404
 
