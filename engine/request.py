@@ -98,9 +98,8 @@ class Request:
     @property
     def bans(self) -> list[str]:
         """Names of its parameters that together may ban every token."""
-        names = ("allowed_token_ids", "bad_words", "logits_processors", "min_tokens", "grammar")
-        bans = [name for name in names if getattr(self.params, name)]
-        return [] if bans == ["min_tokens"] else bans
+        names = ("allowed_token_ids", "bad_words", "logits_processors", "grammar")
+        return [name for name in names if getattr(self.params, name)]
 
     @property
     def draws_are_fixed(self) -> bool:

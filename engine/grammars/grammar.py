@@ -40,6 +40,11 @@ class Grammar:
         error = self.process.begun.exception() if self.process.begun.done() else None
         return None if error is None else f"{type(error).__name__}: {error}"
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the known tokens are a whole text; the step must have asked what follows them."""
+        return bool((self.masks[0] & self._eos_mask).any())
+
     def leave(self) -> None:
         """The sequence has ended. A compilation that nobody waits for any more is stopped."""
         self.process.end_sequence(self._sequence)

@@ -26,8 +26,8 @@ class LogitEdits:
 
     1. grammar and allowed_token_ids ban every other token (-inf).
     2. bad_words bans the last token of a word if it would complete the word in the output.
-    3. min_tokens bans eos and stop_token_ids until the output has that many tokens; logit_bias
-       is added.
+    3. min_tokens bans eos and stop_token_ids until the output has that many tokens, unless
+       nothing else is left; logit_bias is added.
     4. logits_processors, the custom ones, run in the order of the request.
     5. repetition_penalty counts prompt and output; then frequency_penalty and presence_penalty
        count the output.

@@ -1,4 +1,7 @@
-"""logit_bias; and min_tokens, which bans the tokens that would end the sequence too early."""
+"""logit_bias; and min_tokens, which bans the tokens that would end the sequence too early.
+
+Where grammar, allowed_token_ids and bad_words leave nothing but such tokens, one of them is drawn.
+"""
 
 import numpy as np
 import torch
@@ -42,4 +45,4 @@ class TokenBias(LogitEdit):
         self._state.num_entries[request.slot].fill_(len(token_ids))
 
     def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        apply_token_bias(logits, at, self._state)
+        apply_token_bias(logits, at, self._state, self._slots.vocab_size)

@@ -1,5 +1,7 @@
 """Updates the sequences: when a step is launched, and when the host has read it."""
 
+from typing import Any
+
 from ..api import RequestOutput
 from ..request import Request
 from .adaptive_speculation import times_decoding
@@ -75,7 +77,7 @@ class Committer:
         request = scheduled.request
         if scheduled.has_nan:
             if not request.speculates:
-                return self._commit_bad(request, may_be_its_edits=False)
+                return self._commit_undrawn(scheduled, may_be_its_edits=False)
             self._start_over(request)
             return None
         if scheduled.prompt_logprobs is None:
@@ -91,7 +93,7 @@ class Committer:
         if is_bad := scheduled.is_bad or scheduled.has_nan:
             may_be_its_edits = bool(request.bans) and not scheduled.has_nan
             if num_drafts == 0 and (may_be_its_edits or not request.speculates):
-                return self._commit_bad(request, may_be_its_edits=may_be_its_edits)
+                return self._commit_undrawn(scheduled, may_be_its_edits=may_be_its_edits)
             if num_accepted == 0 or request.draws_are_fixed or scheduled.has_nan:
                 self._start_over(request)
                 return request.output([])
@@ -143,20 +145,22 @@ class Committer:
         self._kv_cache.forget(request)
         self._sequences.preempt(request)
 
-    def _commit_bad(self, request: Request, *, may_be_its_edits: bool) -> RequestOutput:
-        request.finish_reason = "error"
-        is_dead_end = may_be_its_edits
-        if not may_be_its_edits:
-            reason = "the target produced no finite logits for this sequence"
-        elif request.edit_error is not None:
-            reason = request.edit_error
-            is_dead_end = request.grammar is not None and request.grammar.error is not None
+    def _commit_undrawn(
+        self, scheduled: ScheduledRequest, *, may_be_its_edits: bool
+    ) -> RequestOutput:
+        """End a sequence that no token could be drawn for: an error, unless it needs none."""
+        request = scheduled.request
+        error: dict[str, Any] = {}
+        if may_be_its_edits and request.params.max_tokens == 0:
+            request.finish_reason = "length"
+        elif may_be_its_edits and _is_complete(request):
+            request.finish_reason = "stop"
         else:
-            first, *others = request.bans
-            reason = f"{first}: it left no token to go on with"
-            if others:
-                reason += f", together with {' and '.join(others)}"
-        output = request.output([], error=reason, is_dead_end=is_dead_end)
+            request.finish_reason = "error"
+            reason, is_dead_end = _why_undrawn(request, may_be_its_edits=may_be_its_edits)
+            error = {"error": reason, "is_dead_end": is_dead_end}
+        told = None if scheduled.has_nan else scheduled.prompt_logprobs
+        output = request.output([], prompt_logprobs=told, **error)
         self._sequences.finish(request)
         return output
 
@@ -174,3 +178,22 @@ class Committer:
         if len(drawn) >= room:
             request.finish_reason = "length"
         return drawn[:room]
+
+
+def _is_complete(request: Request) -> bool:
+    """Whether its text is whole by its grammar, and other edits ban what would end it or go on."""
+    if request.grammar is None or request.bans == ["grammar"] or request.edit_error is not None:
+        return False
+    return request.grammar.may_end
+
+
+def _why_undrawn(request: Request, *, may_be_its_edits: bool) -> tuple[str, bool]:
+    """The reason, and whether the request's own parameters left no token."""
+    if not may_be_its_edits:
+        return "the target produced no finite logits for this sequence", False
+    if request.edit_error is not None:
+        is_grammar = request.grammar is not None and request.grammar.error is not None
+        return request.edit_error, is_grammar
+    first, *others = request.bans
+    together = f", together with {' and '.join(others)}" if others else ""
+    return f"{first}: it left no token to go on with{together}", True

@@ -57,14 +57,25 @@ PUBLIC void outrider_bitmask(
     }
 }
 
-PUBLIC void outrider_token_bias(const Rows* rows, const TokenBias* state, int64_t most) {
+PUBLIC void outrider_token_bias(
+    const Rows* rows, const TokenBias* state, int64_t most, int64_t vocab_size
+) {
     for (int64_t i = 0; i < rows->count; i++) {
         float* logits = rows->logits_of(i);
         const int64_t slot = rows->slot[i], first = slot * most;
-        for (int64_t at = first; at < first + state->num_entries[slot]; at++) {
+        const int64_t end = first + state->num_entries[slot];
+        const auto is_banned = [&](int64_t at) {
+            return rows->position[i] < state->banned_until[at] && state->token_ids[at] < vocab_size;
+        };
+        int64_t num_left = 0;  // other tokens, counted until there is one; before, less the banned
+        for (int64_t at = first; at < end; at++)
+            num_left -= is_banned(at) && logits[state->token_ids[at]] != BANNED;
+        for (int64_t token = 0; num_left <= 0 && token < vocab_size; token++)
+            num_left += logits[token] != BANNED;
+        for (int64_t at = first; at < end; at++) {
             const int32_t token = state->token_ids[at];
-            const bool is_banned = rows->position[i] < state->banned_until[at];
-            if (token < rows->width) logits[token] += is_banned ? BANNED : state->bias[at];
+            if (token < vocab_size)
+                logits[token] += is_banned(at) && num_left > 0 ? BANNED : state->bias[at];
         }
     }
 }

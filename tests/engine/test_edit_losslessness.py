@@ -25,6 +25,10 @@ EDITS = {
     "allowed": replace(PLAIN, allowed_token_ids=(0, 2, 3)),
     "bad_words": replace(PLAIN, bad_words=((0, 2), (3, 3, 1), (1, 1), (3, 0))),
     "min_tokens": replace(PLAIN, min_tokens=2, stop_token_ids=(3, 0)),
+    # After 1 and 2 nothing is left but the ends.
+    "min_tokens_alone": replace(
+        PLAIN, min_tokens=3, stop_token_ids=(3, 0), bad_words=((1, 1), (1, 2), (2, 1), (2, 2))
+    ),
     "processor": replace(PLAIN, logits_processors=(ProcessorChoice("parity", {"bias": 1.5}),)),
 }
 EDITS["all"] = replace(
@@ -45,6 +49,8 @@ RULES: tuple[Verification, ...] = ("token", "block", "match")
 SOME = [("all", rule, "draft_model") for rule in RULES] + [
     ("bad_words", "match", "draft_model"),
     ("min_tokens", "token", "draft_model"),
+    ("min_tokens_alone", "block", "draft_model"),
+    ("min_tokens_alone", "token", "ngram"),
     ("frequency", "block", "ngram"),
     ("all", "token", "ngram"),
 ]

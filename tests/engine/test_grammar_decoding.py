@@ -296,8 +296,8 @@ def test_a_compilation_that_ends_in_an_exception_ends_its_own_sequence(
 
 @pytest.mark.parametrize(
     "edit",
-    [{"min_tokens": 5}, {"allowed_token_ids": (EOS,)}, {"bad_words": ((Q,),)}],
-    ids=["min_tokens", "allowed_token_ids", "bad_words"],
+    [{"allowed_token_ids": (EOS,)}, {"bad_words": ((Q,),)}],
+    ids=["allowed_token_ids", "bad_words"],
 )
 def test_edits_that_leave_a_grammar_no_token_fail_their_own_sequence(
     tiny_model: Callable[..., Path], edit: dict[str, Any]
@@ -309,6 +309,63 @@ def test_edits_that_leave_a_grammar_no_token_fail_their_own_sequence(
     (name,) = edit
     assert bad[-1].error == f"{name}: it left no token to go on with, together with grammar"
     assert tokens(other) == [Q, EOS]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_min_tokens_does_not_hold_up_a_text_that_is_complete(
+    tiny_model: Callable[..., Path], lag: int, k: int
+) -> None:
+    engine = Engine(config(tiny_model))
+    engine.scheduler.lag = lag
+    (newline,) = TOKENIZER.encode("\n", add_special_tokens=False)
+    params = SamplingParams(max_tokens=40, min_tokens=30, num_speculative_tokens=k)
+    texts = {
+        'start: %json {"type": "boolean"}': ("true", "false"),
+        "start: /Q|qQ/": ("Q", "qQ"),
+        'start: "one" | "two three"': ("one", "two three"),
+        'start: a\na: "1" b\nb: "2" | "3"': ("12", "13"),
+    }
+    each = [
+        replace(params, grammar=grammar, seed=seed, temperature=[0.0, 1.0][seed % 2], **end)
+        for seed, (grammar, end) in enumerate(
+            (grammar, end) for grammar in texts for end in ({}, {"stop_token_ids": (newline,)})
+        )
+    ]
+    for outputs, p in zip(run(engine, [PROMPT] * len(each), each), each, strict=True):
+        assert outputs[-1].finish_reason == "stop", outputs[-1].error
+        assert outputs[-1].stop_token_id in (EOS, *p.stop_token_ids)
+        assert text_of(outputs).removesuffix("\n") in texts[p.grammar or ""]
+
+
+def test_min_tokens_makes_a_text_go_on_that_may(tiny_model: Callable[..., Path]) -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=6, grammar="start: /[Qq]*/", temperature=9.0)
+    each = [replace(params, seed=seed) for seed in range(12)]
+    lengths = {len(tokens(o)) for o in run(Engine(config(tiny_model)), [PROMPT] * 12, each)}
+    assert lengths <= {7, 8, 9}
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_complete_text_ends_even_if_other_edits_ban_its_end(
+    tiny_model: Callable[..., Path], k: int
+) -> None:
+    engine = Engine(config(tiny_model))
+    params = SamplingParams(max_tokens=40, seed=1, grammar='start: "Q"*', num_speculative_tokens=k)
+    once = replace(params, grammar='start: "Q"')
+    each = [replace(once, allowed_token_ids=(Q,)), replace(once, bad_words=((EOS,),))]
+    for outputs in run(engine, [PROMPT] * 2, each):
+        assert outputs[-1].finish_reason == "stop"
+        assert tokens(outputs) == [Q]
+    going_on, stuck = run(
+        engine,
+        [PROMPT] * 2,
+        [
+            replace(params, allowed_token_ids=(Q,)),
+            replace(params, grammar='start: "Q" "x"', allowed_token_ids=(Q,)),
+        ],
+    )
+    assert tokens(going_on) == [Q] * 40
+    assert stuck[-1].is_dead_end
 
 
 def test_ends_where_a_stop_id_may_end_it(tiny_model: Callable[..., Path]) -> None:

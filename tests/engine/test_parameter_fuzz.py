@@ -53,8 +53,10 @@ def assert_is_valid(new: NewRequest, outputs: list[RequestOutput]) -> None:
         assert any(words in (last.error or "") for words in DEAD_ENDS), (new, last)
         return
     if last.finish_reason == "stop":
-        assert num_tokens >= params.min_tokens
-        assert last.token_ids[-1] == last.stop_token_id
+        is_complete = params.grammar is not None and last.stop_token_id is None
+        assert is_complete or last.token_ids[-1] == last.stop_token_id
+        yields = params.grammar or params.allowed_token_ids or params.bad_words
+        assert yields or num_tokens >= params.min_tokens
     else:
         assert last.finish_reason == "length"
         room = min(params.max_tokens, MAX_MODEL_LEN - len(new.prompt_token_ids))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
+from grammars import stands_for
 from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 
@@ -199,3 +200,29 @@ def test_a_prompt_is_scored_even_if_its_first_drafts_come_to_nothing(
     assert_are_the_targets_own(target, MIXED[1], told(outputs))
     assert tokens(outputs) == [5]
     assert outputs[-1].is_dead_end
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_prompt_is_scored_even_if_no_token_may_follow_it(
+    target: Path, draft: Path, k: int, max_tokens: int
+) -> None:
+    params = replace(
+        SCORED,
+        max_tokens=max_tokens,
+        grammar='start: "a"',
+        allowed_token_ids=(5,),
+        num_speculative_tokens=k,
+    )
+    config = replace(
+        engine_config(target, draft),
+        token_table=stands_for("a", *("b" * i for i in range(1, VOCAB - 1))),
+        eos_token_ids=(VOCAB - 1,),
+    )
+    [outputs] = run(Engine(config), MIXED[1:2], params)
+    assert_are_the_targets_own(target, MIXED[1], told(outputs))
+    assert tokens(outputs) == []
+    last = outputs[-1]
+    assert (last.finish_reason, last.is_dead_end) == (
+        ("length", False) if max_tokens == 0 else ("error", True)
+    )

@@ -66,7 +66,7 @@ def test_edits_of_logits() -> None:
     allowed = torch.full((1, num_words(VOCAB)), 0x0FFFFFFF, dtype=torch.int32, device=DEVICE)
     for logits in (near, far):
         apply_penalties(logits, rows, penalties, token_ids)
-        apply_token_bias(logits, rows, bias)
+        apply_token_bias(logits, rows, bias, VOCAB)
         apply_bad_words(logits, rows, words, token_ids)
         apply_bitmask(logits, EditRows(ints(2), ints(0), ints(0)), allowed, VOCAB)
     assert torch.equal(near, far)

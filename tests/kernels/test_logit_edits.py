@@ -133,14 +133,49 @@ def test_biases_are_added_and_early_ends_are_banned(
     )
     truth = case.logits.clone()
     for row, slot, prefix in prefixes(case):
-        for entry in range(num_entries[slot]):
-            if (token := int(token_ids[slot, entry])) < width:
-                banned = len(prefix) < int(banned_until[slot, entry])
-                truth[row, token] = -torch.inf if banned else truth[row, token] + bias[slot, entry]
+        own = [e for e in range(num_entries[slot]) if int(token_ids[slot, e]) < min(vocab, width)]
+        banned = [e for e in own if len(prefix) < int(banned_until[slot, e])]
+        if len(banned) == min(vocab, width):
+            banned = []
+        for entry in own:
+            added = -torch.inf if entry in banned else bias[slot, entry]
+            truth[row, int(token_ids[slot, entry])] += added
     found = case.logits.clone()
     with on_road(road):
-        apply_token_bias(found, case.rows, token_bias)
+        apply_token_bias(found, case.rows, token_bias, vocab)
     assert_equal(found, truth, case)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], DRAWING_ROADS))
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_a_ban_of_early_ends_never_takes_the_last_token(
+    num_others: int, shape: tuple[int, int], dtype: torch.dtype, road: str
+) -> None:
+    """Earlier edits may have left nothing but the ends: a grammar whose text is complete."""
+    vocab, width = shape
+    case = make_case(vocab, width, dtype)
+    shared = min(vocab, width)
+    ends, other = [shared - 1, 1, 0], shared - 2  # the last end is banned already
+    left = [*ends[:2], *[other] * num_others]
+    found = torch.full_like(case.logits, -torch.inf)
+    found[:, shared:] = case.logits[:, shared:]  # padding, which is no token
+    found[:, left] = case.logits[:, left]
+    entries = [*ends, other]
+    token_bias = BiasState(
+        table(*entries).int().expand(4, 4).contiguous(),
+        table(0.5, 0.0, 1.0, -0.25).expand(4, 4).contiguous(),
+        table(*[WIDTH] * 3, 0, dtype=torch.int64).expand(4, 4).contiguous(),
+        table(4, 4, 4, 4, dtype=torch.int32),
+    )
+    truth = found.clone()
+    for row, *_ in prefixes(case):
+        truth[row, ends[0]] += -torch.inf if num_others else 0.5
+        truth[row, ends[1]] += -torch.inf if num_others else 0.0
+        truth[row, other] += -0.25
+    before = found.clone()
+    with on_road(road):
+        apply_token_bias(found, case.rows, token_bias, vocab)
+    assert_equal(found, truth, case._replace(logits=before))
 
 
 def test_neither_a_bias_nor_a_ban_hides_nan(road: str) -> None:
@@ -152,7 +187,7 @@ def test_neither_a_bias_nor_a_ban_hides_nan(road: str) -> None:
     )
     found = torch.full_like(case.logits, torch.nan)
     with on_road(road):
-        apply_token_bias(found, case.rows, token_bias)
+        apply_token_bias(found, case.rows, token_bias, 40)
     assert bool(found.isnan().all())
 
 

@@ -189,6 +189,55 @@ def test_json_mode_gives_objects(tiny: Serve) -> None:
             assert isinstance(json.loads(choice["text"]), dict)
 
 
+def test_an_answer_that_is_complete_before_min_tokens_is_an_answer_in_every_api(
+    tiny: Serve,
+) -> None:
+    base = {
+        "temperature": 0,
+        "min_tokens": 20,
+        "structured_outputs": {"json": {"type": "boolean"}},
+    }
+    messages = [{"role": "user", "content": "Answer:"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/completions": {"prompt": "Answer:", "max_tokens": 40},
+        "/chat/completions": {"messages": messages, "max_tokens": 40},
+        "/responses": {"input": "Answer:", "max_output_tokens": 40},
+        "/messages": {"messages": messages, "max_tokens": 40, "model": "tiny"},
+    }
+
+    async def run() -> None:
+        async with tiny() as http:
+            for path, body in bodies.items():
+                reply = await http.post(path, json=base | body)
+                assert reply.status_code == 200, (path, reply.text)
+                assert re.search(r'"(true|false)"', reply.text), (path, reply.text)
+                reply = await http.post(path, json=base | body | {"stream": True})
+                events = [
+                    json.loads(line.removeprefix("data: "))
+                    for line in reply.text.splitlines()
+                    if line.startswith("data: {")
+                ]
+                assert len(events) > 1, (path, reply.text)
+                assert not any(event.get("error") for event in events), (path, events)
+                assert not any(event.get("type") == "error" for event in events), (path, events)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_scored_though_no_token_could_follow_it(tiny: Serve) -> None:
+    body = {
+        "prompt": "Hello",
+        "max_tokens": 0,
+        "structured_outputs": {"choice": ["Q"]},
+        "allowed_token_ids": [5],
+    }
+    scored, echoed = answers(
+        tiny, [body | {"prompt_logprobs": 1}, body | {"echo": True, "logprobs": 1}]
+    )
+    assert len(scored["choices"][0]["prompt_logprobs"]) > 1
+    assert len(echoed["choices"][0]["logprobs"]["tokens"]) > 1
+
+
 def test_what_is_cut_off_says_so(tiny: Serve) -> None:
     body = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": "[ab]{50}"}}
     (reply,) = answers(tiny, [body])

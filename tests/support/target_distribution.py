@@ -32,7 +32,9 @@ def edited(
         if len(before) <= len(output) and output[len(output) - len(before) :] == before:
             logits[last] = -torch.inf
     if len(output) < params.min_tokens:
-        logits[list(params.stop_token_ids)] = -torch.inf
+        late = logits.clone()
+        late[list(params.stop_token_ids)] = -torch.inf
+        logits = late if late.isfinite().any() else logits
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     for choice in params.logits_processors:
@@ -99,10 +101,9 @@ def joint(
         rows = next_logits(path, [[*prompt, *output] for output in going_on]) if going_on else ()
         outputs, going_on = going_on, {}
         for (output, chance), row in zip(outputs.items(), rows, strict=True):
-            logits = edited(row, prompt, list(output), params)
             if mask is not None:
-                logits = logits.masked_fill(~torch.tensor(mask(list(output))), -torch.inf)
-            p = filtered(logits, params)
+                row = row.masked_fill(~torch.tensor(mask(list(output))), -torch.inf)
+            p = filtered(edited(row, prompt, list(output), params), params)
             if not p.any():
                 ended[*output, DEAD_END] = chance
             for token in p.nonzero().squeeze(1).tolist():
