@@ -26,12 +26,12 @@ from .api import (
 )
 from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
-from .memory import measure_pages, naming_what_to_lower
+from .measuring import measure_pages, naming_what_to_lower
+from .memory.device_memory import DeviceMemory, PageEvent
 from .models.network import PagedLayers
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation, batch_sizes
 from .scheduling.commit import Committer
-from .scheduling.kv_cache import KVCacheManager, PageEvent
 from .scheduling.pace import Pace
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequences import Sequences
@@ -78,7 +78,7 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        worker, pair, kv_cache = self.worker, self.worker.pair, self.sequences.kv_cache
+        worker, pair, memory = self.worker, self.worker.pair, self.sequences.memory
         k = worker.slots.max_drafts
         proposer = pair.head.kind if pair.head else self._config.speculation.proposer
         draft = pair.draft or pair.head
@@ -89,9 +89,9 @@ class Engine:
             draft_dtype=_dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
             max_model_len=self.sequences.max_model_len,
-            num_pages=kv_cache.num_usable_pages,
+            num_pages=memory.num_usable_pages,
             page_size_tokens=pair.page_size,
-            cache_bytes=kv_cache.num_pages * pair.page_bytes,
+            cache_bytes=memory.num_pages * pair.page_bytes,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_speculative_tokens=k,
             proposer=proposer if k > 0 else None,
@@ -112,7 +112,7 @@ class Engine:
         """Schedule from nothing, over empty pages; `learning` as in AdaptiveSpeculation."""
         config, k, pair = self._config, self.worker.slots.max_drafts, self.worker.pair
         self._in_flight = None
-        kv_cache = KVCacheManager(
+        memory = DeviceMemory(
             num_pages,
             pair.page_size,
             config.cache.prefix_caching,
@@ -123,7 +123,7 @@ class Engine:
         if k > 0 and config.speculation.adaptive:
             stops_early = self.worker.proposer.stops_early
             adaptive = AdaptiveSpeculation(k, stops_early=stops_early, **learning)
-        self.sequences = Sequences(config.scheduler, kv_cache, self.worker, max_model_len, adaptive)
+        self.sequences = Sequences(config.scheduler, memory, self.worker, max_model_len, adaptive)
         self.scheduler = Scheduler(self.sequences)
         self.committer = Committer(self.sequences)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
@@ -138,7 +138,7 @@ class Engine:
         # A proposer that reads the text may find nothing to propose in this one.
         if self.sequences.adaptive is None or self.worker.proposer.needs_host:
             return
-        num_pages, max_model_len = self.sequences.kv_cache.num_pages, self.sequences.max_model_len
+        num_pages, max_model_len = self.sequences.memory.num_pages, self.sequences.max_model_len
         self._begin(num_pages, max_model_len, first_ks=range(self.worker.slots.max_drafts + 1))
         start_s = time.perf_counter()
         end_s = start_s + _LEARNING_S
@@ -253,27 +253,28 @@ class Engine:
         return bool(self.sequences.by_id)
 
     def stats(self) -> EngineStats:
-        kv_cache, stats = self.sequences.kv_cache, self.sequences.stats
+        memory, stats = self.sequences.memory, self.sequences.stats
         return replace(
             stats,
             num_running=len(self.sequences.running),
             num_waiting=len(self.sequences.waiting),
-            pages_used=kv_cache.num_usable_pages - kv_cache.num_free_pages,
-            pages_total=kv_cache.num_usable_pages,
+            pages_used=memory.num_usable_pages - memory.num_free_pages,
+            pages_total=memory.num_usable_pages,
             drafted_per_position=list(stats.drafted_per_position),
             accepted_per_position=list(stats.accepted_per_position),
         )
 
     def take_page_events(self) -> list[PageEvent]:
         """Pages that the prefix cache gained and lost since the last call, if configured."""
-        kv_cache = self.sequences.kv_cache
-        events, kv_cache.events = kv_cache.events, []
+        memory = self.sequences.memory
+        events, memory.events = memory.events, []
         return events
 
     def check_integrity(self) -> None:
         """Account for every page and slot; raises RuntimeError on a leak. Cheap; run when idle."""
-        self.sequences.kv_cache.check_integrity(self.sequences.running)
-        self.worker.slots.check_integrity(self.sequences.running)
+        running = self.sequences.running
+        self.sequences.memory.check_integrity(request.memory for request in running)
+        self.worker.slots.check_integrity(running)
 
 
 def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":

@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from .api import FinishReason, NewRequest, RequestOutput, SamplingParams, Verification
+from .memory.sequence import SequenceMemory
 
 if TYPE_CHECKING:
     from .grammars.grammar import Grammar
@@ -11,12 +12,7 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """One sequence: its tokens, how many of them have KV, and the pages that hold it.
-
-    The first `num_computed_tokens` tokens have KV of the target, the first
-    `num_draft_computed_tokens` KV of the draft. The draft falls behind while a sequence decodes
-    plainly; the proposer computes what it missed before it drafts again.
-    """
+    """One sequence: its tokens, its parameters, and what a step in flight may do to it."""
 
     def __init__(
         self,
@@ -40,21 +36,14 @@ class Request:
         self.edit_error: str | None = None  # why its logits could not be edited
         self.slot: int | None = None  # its row of the device state, while it runs
 
-        self.pages: list[int] = []
-        self.num_computed_tokens = 0
+        self.memory = SequenceMemory(self.token_ids, new.cache_salt)
         # Leading tokens that need no (more) logits for prompt_logprobs.
         scores_prompt = new.params.prompt_logprobs is not None
         self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
-        self.num_draft_computed_tokens = 0
         # Drafts of the step in flight that samples for it; None if there is no such step.
         self.num_drafts_in_flight: int | None = None
-        self.epoch = 0  # incremented to make void what is in flight
-        self.page_hashes: list[bytes] = []  # of the leading full pages; kept through preemption
-        self.cache_salt = new.cache_salt
         self.tells_drafts = new.tells_drafts
         self.predicted_token_ids = new.predicted_token_ids
-        self.num_recorded_pages = 0  # leading pages that the prefix cache knows
-        self.num_recorded_draft_pages = 0
 
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step
 
@@ -112,7 +101,7 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) - self.memory.num_computed_tokens
 
     @property
     def num_reusable_tokens(self) -> int:
@@ -142,11 +131,8 @@ class Request:
         if self.grammar is not None:
             self.grammar.follow(token_ids)
 
-    def forget_computed(self) -> None:
+    def start_over(self) -> None:
         """Its pages are gone: everything must be computed again from its tokens."""
-        self.pages.clear()
-        self.num_computed_tokens = self.num_draft_computed_tokens = 0
-        self.num_recorded_pages = self.num_recorded_draft_pages = 0
+        self.memory = self.memory.emptied()  # makes void what is in flight
         self.num_drafts_in_flight = None
         self.learn([])  # the drafts of a step in flight are void
-        self.epoch += 1

@@ -89,7 +89,7 @@ class DraftModel(Source):
             request = each.scheduled.request
             if not request.num_drafts_in_flight:  # else it depends on how many are accepted
                 num_seen = request.least_tokens + each.start + each.num_rows
-                request.num_draft_computed_tokens = num_seen
+                request.memory.num_draft_computed_tokens = num_seen
         return dict(zip((each.slot for each in drafting), counts_np.tolist(), strict=True))
 
     def _missed(self, plan: Plan, wanted: Counts) -> list[_Reading]:
@@ -160,4 +160,4 @@ def _first_unseen(request: Request) -> int:
     """
     if request.num_drafts_in_flight:
         return -2
-    return request.num_draft_computed_tokens - request.least_tokens
+    return request.memory.num_draft_computed_tokens - request.least_tokens

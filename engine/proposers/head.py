@@ -11,16 +11,16 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import numpy as np
 from torch import Tensor
 
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
+from ..memory.sequence import SequenceMemory
 from ..models.heads.head import Head
 from ..models.network import Network, Pass
-from ..request import Request
 from ..scheduling.plan import SAMPLING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
@@ -90,8 +90,8 @@ class HeadSource(Source):
         self._head = head
         self._target = target
         self._drafter = drafter
-        # Of each sequence that the head has read, the epoch in which it did.
-        self._epochs: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        # Of the sequences that the head has read.
+        self._has_read: WeakSet[SequenceMemory] = WeakSet()
         self._reads = Phase(read, slots.device)
         self._drafts = Phase(drafter.draft, slots.device)
 
@@ -131,7 +131,7 @@ class HeadSource(Source):
         one_by_one: list[ScheduledRequest] = []
         edited_np = self._edits.asked_by(slots_of(plan.scheduled))
         for scheduled, is_edited in zip(plan.scheduled, edited_np.tolist(), strict=True):
-            if self._epochs.get(scheduled.request) != scheduled.epoch:
+            if scheduled.memory not in self._has_read:
                 continue
             if wanted.get(scheduled.slot, 0) > 0:
                 alone = is_edited or (self.draws.stops_early and scheduled.least_chance > 0)
@@ -161,7 +161,7 @@ class HeadSource(Source):
         """Compute the head's rows for all rows that the target computed in this step."""
         self._read_pass(scored)
         for scheduled in plan.sampled:
-            self._epochs[scheduled.request] = scheduled.epoch
+            self._has_read.add(scheduled.memory)
 
     def _read_pass(self, scored: Pass) -> None:
         assert scored.shape is not None

@@ -19,7 +19,7 @@ class Committer:
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
-        self._kv_cache, self._stats = sequences.kv_cache, sequences.stats
+        self._memory, self._stats = sequences.memory, sequences.stats
         self._max_model_len = sequences.max_model_len
 
     def launched(self, plan: Plan) -> None:
@@ -32,12 +32,12 @@ class Committer:
                 continue
             if scheduled.samples:
                 request.num_drafts_in_flight = scheduled.num_drafts
-                request.num_computed_tokens = request.num_tokens
+                request.memory.num_computed_tokens = request.num_tokens
             else:
-                request.num_computed_tokens = scheduled.end
+                request.memory.num_computed_tokens = scheduled.end
             # Pages may be shared at once: whoever finds them runs later on the device, and starts
             # over if they turn out to hold NaN.
-            self._kv_cache.record_computed(request)
+            self._memory.record_computed(request.memory)
 
     def commit(self, plan: Plan, elapsed_s: float) -> list[RequestOutput]:
         """Advance every sequence by what a step drew; ends those that are done, skips void ones.
@@ -50,7 +50,7 @@ class Committer:
         for scheduled in plan.scheduled:
             if scheduled.is_void:
                 if scheduled.has_nan:  # others may find its pages
-                    self._kv_cache.forget(scheduled.request)
+                    self._memory.forget(scheduled.memory)
             elif scheduled.samples:
                 outputs.append(self._commit_drawn(scheduled))
             elif output := self._commit_chunk(scheduled):
@@ -106,7 +106,7 @@ class Committer:
                 self._stats.accepted_per_position[j] += j < num_accepted
             if scheduled.source == "draft_model":  # otherwise it has computed nothing
                 num_seen = request.num_tokens + min(num_accepted, num_drafts - 1)
-                request.num_draft_computed_tokens = num_seen
+                request.memory.num_draft_computed_tokens = num_seen
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         # KV is right for all known tokens and the accepted drafts. The rest will be overwritten.
@@ -117,9 +117,10 @@ class Committer:
         request.learn(kept)
         self._stats.generation_tokens += len(kept)
         num_valid = min(num_valid, request.num_tokens - 1)
-        request.num_computed_tokens = num_valid
-        request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, num_valid)
-        self._kv_cache.record_computed(request)
+        memory = request.memory
+        memory.num_computed_tokens = num_valid
+        memory.num_draft_computed_tokens = min(memory.num_draft_computed_tokens, num_valid)
+        self._memory.record_computed(request.memory)
 
         logprobs = scheduled.logprobs
         output = request.output(
@@ -142,7 +143,7 @@ class Committer:
         attention). Another sequence may have found the page already.
         """
         request.speculates = False
-        self._kv_cache.forget(request)
+        self._memory.forget(request.memory)
         self._sequences.preempt(request)
 
     def _commit_undrawn(

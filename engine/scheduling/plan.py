@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ..api import TokenLogprobs
+from ..memory.sequence import SequenceMemory
 from ..request import Request
 
 SourceName = Literal["prediction", "ngram", "draft_model"]  # a head's drafts count as a model's
@@ -42,7 +43,7 @@ class ScheduledRequest:
     logprobs: list[TokenLogprobs] | None = None  # those of `token_ids`, if the request wants them
     draft_token_ids: list[int] | None = None  # None unless the request `tells_drafts`
     slot: int = field(init=False)
-    epoch: int = field(init=False)
+    memory: SequenceMemory = field(init=False)  # that the step computes in
     # First token to compute, relative to the end of the known tokens: the last one is at -1.
     start: int = field(init=False)
     # Absolute end of the known tokens that this step computes: at most, if one is in flight.
@@ -54,13 +55,13 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         request = self.request
         assert request.slot is not None
-        self.slot, self.epoch = request.slot, request.epoch
+        self.slot, self.memory = request.slot, request.memory
         self.start = (
-            -1 if request.is_in_flight else request.num_computed_tokens - request.num_tokens
+            -1 if request.is_in_flight else self.memory.num_computed_tokens - request.num_tokens
         )
         self.end = request.most_tokens + self.start + self.num_new_tokens
         self.samples = self.start + self.num_new_tokens == 0
-        first = max(request.num_computed_tokens, request.num_scored_tokens)
+        first = max(self.memory.num_computed_tokens, request.num_scored_tokens)
         last = min(self.end, request.num_prompt_tokens - 1)
         self.num_prompt_logits = 0 if request.is_in_flight else max(0, last - first)
 
@@ -75,7 +76,7 @@ class ScheduledRequest:
     @property
     def is_void(self) -> bool:
         """Whether the sequence has lost its slot since this was planned."""
-        return self.epoch != self.request.epoch
+        return self.memory is not self.request.memory
 
     @property
     def has_nan(self) -> bool:

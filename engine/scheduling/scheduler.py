@@ -20,7 +20,7 @@ class Scheduler:
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
-        self._kv_cache, self._worker = sequences.kv_cache, sequences.worker
+        self._memory, self._worker = sequences.memory, sequences.worker
         self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
         # For requests that leave k open.
         self._num_speculative_tokens, self._least_chance = self._slots.max_drafts, 0.0
@@ -106,10 +106,10 @@ class Scheduler:
     def _allocate(self, scheduled: ScheduledRequest) -> bool:
         """Get its pages; if there are too few, for no drafts: they are not worth a preemption."""
         request, end = scheduled.request, scheduled.end
-        if self._kv_cache.allocate(request, end + scheduled.max_drafts):
+        if self._memory.allocate(request.memory, end + scheduled.max_drafts):
             return True
         scheduled.max_drafts = 0
-        return self._kv_cache.allocate(request, end)
+        return self._memory.allocate(request.memory, end)
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether the sequence may be in the next step: not if the step in flight is sure to end
@@ -134,8 +134,8 @@ class Scheduler:
                 break
             if (
                 wanted <= most
-                and self._kv_cache.pages_for(wanted + 1) <= self._kv_cache.num_free_pages
-                and not self._kv_cache.prefix_is_coming(request, prefilling)
+                and self._memory.pages_for(wanted + 1) <= self._memory.num_free_pages
+                and not self._prefix_is_coming(request, prefilling)
             ):
                 num_rows, num_seats = wanted, num_seats - 1
         return num_rows
@@ -145,7 +145,12 @@ class Scheduler:
         scores_prompt = request.params.prompt_logprobs is not None
         if scores_prompt and plan.num_prompt_logits >= MAX_PROMPT_LOGITS:
             return True
-        return self._kv_cache.prefix_is_coming(request, prefilling)
+        return self._prefix_is_coming(request, prefilling)
+
+    def _prefix_is_coming(self, request: Request, prefilling: list[Request]) -> bool:
+        return self._memory.prefix_is_coming(
+            request.memory, request.num_reusable_tokens, (other.memory for other in prefilling)
+        )
 
     def _admit(self, request: Request, budget: int, plan: Plan) -> int:
         """Seat a waiting sequence if there are pages for all its known tokens.
@@ -154,14 +159,17 @@ class Scheduler:
         """
         if not self._fits(request):
             return 0
-        self._sequences.admit(request, self._kv_cache.attach_prefix(request))
+        num_cached = self._memory.attach_prefix(request.memory, request.num_reusable_tokens)
+        self._sequences.admit(request, num_cached)
         scheduled = self._share(request, budget, plan)
         self._allocate(scheduled)
         plan.scheduled.append(scheduled)
         return scheduled.max_rows
 
     def _fits(self, request: Request) -> bool:
-        return self._kv_cache.fits(request, request.num_tokens + 1)
+        return self._memory.fits(
+            request.memory, request.num_tokens + 1, request.num_reusable_tokens
+        )
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = 1 if request.is_in_flight else min(request.num_uncomputed_tokens, budget)
@@ -169,7 +177,7 @@ class Scheduler:
         if scheduled.num_prompt_logits:
             num_left = MAX_PROMPT_LOGITS - plan.num_prompt_logits
             if scheduled.num_prompt_logits > num_left:
-                num_told = max(0, request.num_scored_tokens - request.num_computed_tokens)
+                num_told = max(0, request.num_scored_tokens - request.memory.num_computed_tokens)
                 num_new = num_told + num_left
                 scheduled = ScheduledRequest(request, num_new)
         num_wanted = self._num_drafts_wanted(request)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutput
 from ..config import SchedulerConfig
+from ..memory.device_memory import DeviceMemory
 from ..request import Request
 from .adaptive_speculation import AdaptiveSpeculation
-from .kv_cache import KVCacheManager
 
 if TYPE_CHECKING:
     from ..worker import Worker
@@ -23,20 +23,20 @@ class Sequences:
     """The waiting sequences, in the order of their turns, and the running ones.
 
     A running sequence has a slot and pages; a waiting one has neither. Ended ones are removed.
-    This also holds what scheduler and committer share: cache, worker, limits, statistics, and the
+    This also holds what scheduler and committer share: memory, worker, limits, statistics, and the
     choice of k.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        kv_cache: KVCacheManager,
+        memory: DeviceMemory,
         worker: "Worker",
         max_model_len: int,
         adaptive: AdaptiveSpeculation | None,
     ) -> None:
         self.config = config
-        self.kv_cache = kv_cache
+        self.memory = memory
         self.worker = worker
         self.max_model_len = max_model_len
         self.adaptive = adaptive  # None: k is what the configuration says
@@ -124,4 +124,5 @@ class Sequences:
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
         self.worker.unseat(request)
-        self.kv_cache.release(request)
+        self.memory.release(request.memory)
+        request.start_over()

@@ -65,7 +65,7 @@ def to_entries(
 def _score(scheduled: ScheduledRequest, logits: Tensor) -> list[np.ndarray]:
     """Logprobs and ranks of the prompt tokens that follow these rows; logits: [N, V]."""
     request = scheduled.request
-    first = max(request.num_computed_tokens, request.num_scored_tokens) + 1
+    first = max(request.memory.num_computed_tokens, request.num_scored_tokens) + 1
     token_ids_np = np.array(request.token_ids[first : first + len(logits)])
     num_top = min(request.params.prompt_logprobs or 0, logits.shape[1])
     return on_host(*gather(logits, uploaded(token_ids_np, logits.device), num_top))

@@ -79,7 +79,7 @@ class Slots:
         self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
         self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
         self.requests: dict[int, Request] = {}  # by slot
-        self._num_pages = [0] * max_num_seqs  # of each slot's request; those that the device knows
+        self._seated: list[Request] = []  # since the last step
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -90,21 +90,18 @@ class Slots:
         """Give the request a slot; `fill` comes before the next step."""
         request.slot = self._free.pop()
         self.requests[request.slot] = request
-        self._num_pages[request.slot] = 0
+        self._seated.append(request)
 
     def fill(self) -> list[Request]:
         """Tell the device of the requests seated since the last call, which are returned, and of
         all new pages.
         """
-        seated, entries = [], []
+        seated, self._seated = self._seated, []
+        entries = []
         for slot, request in self.requests.items():
-            num_known, num_pages = self._num_pages[slot], len(request.pages)
-            if num_known == 0:
-                seated.append(request)
-            if num_known < num_pages:
-                columns = range(num_known, num_pages)
-                entries += [(slot, column, request.pages[column]) for column in columns]
-                self._num_pages[slot] = num_pages
+            if new_pages := request.memory.new_pages:
+                entries += [(slot, column, page) for column, page in new_pages]
+                new_pages.clear()
         if seated:
             self._write_requests(seated)
         if entries:
@@ -134,6 +131,8 @@ class Slots:
         assert request.slot is not None
         self._free.append(request.slot)
         del self.requests[request.slot]
+        if request in self._seated:
+            self._seated.remove(request)
         request.slot = None
 
     def write_drafts(self, drafts: list[tuple[Request, list[int]]]) -> None:

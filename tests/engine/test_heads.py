@@ -402,7 +402,7 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
         counts = propose(plan)
         for scheduled, num_drafts, known in zip(plan.scheduled, counts, n, strict=True):
             k = scheduled.max_drafts
-            if k == 0 or scheduled.request not in source._epochs:
+            if k == 0 or scheduled.memory not in source._has_read:
                 continue
             ids = slots.token_ids[scheduled.slot].tolist()
             tokens, drafts = ids[:known], ids[known : known + k]

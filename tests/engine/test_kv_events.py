@@ -15,6 +15,8 @@ from tiny_models import save_tiny_model
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import CacheConfig, EngineConfig
 from outrider.engine.engine import Engine
+from outrider.engine.memory.device_memory import DeviceMemory, PageRemoved, PageStored
+from outrider.engine.memory.sequence import SequenceMemory
 from outrider.engine.processes.messages import (
     FromEngine,
     Hello,
@@ -24,8 +26,6 @@ from outrider.engine.processes.messages import (
     ToEngine,
 )
 from outrider.engine.processes.process import load_engine, run
-from outrider.engine.request import Request
-from outrider.engine.scheduling.kv_cache import KVCacheManager, PageRemoved, PageStored
 from outrider.engine.scheduling.kv_events import Publisher, to_messages
 
 PAGE = 4
@@ -40,48 +40,48 @@ def request(token_ids: list[int], cache_salt: str = "", max_tokens: int = 1) -> 
     )
 
 
-def compute(cache: KVCacheManager, token_ids: list[int], cache_salt: str = "") -> Request:
-    one = Request(request(token_ids, cache_salt))
-    cache.attach_prefix(one)
-    assert cache.allocate(one, one.num_tokens)
-    one.num_computed_tokens = one.num_tokens
-    cache.record_computed(one)
+def compute(memory: DeviceMemory, token_ids: list[int], cache_salt: str = "") -> SequenceMemory:
+    one = SequenceMemory(token_ids, cache_salt)
+    memory.attach_prefix(one, len(token_ids) - 1)
+    assert memory.allocate(one, len(token_ids))
+    one.num_computed_tokens = len(token_ids)
+    memory.record_computed(one)
     return one
 
 
 def test_each_page_is_told_once_behind_the_page_before_it() -> None:
-    cache = KVCacheManager(10, PAGE, keeps_events=True)
-    one = compute(cache, list(range(9)))
-    assert cache.events == [
+    memory = DeviceMemory(10, PAGE, keeps_events=True)
+    one = compute(memory, list(range(9)))
+    assert memory.events == [
         PageStored(one.page_hashes[0], None, [0, 1, 2, 3]),
         PageStored(one.page_hashes[1], one.page_hashes[0], [4, 5, 6, 7]),
     ]
-    other = compute(cache, [*range(4), 9, 9, 9, 9, 9])
-    assert cache.events[2:] == [PageStored(other.page_hashes[1], one.page_hashes[0], [9] * 4)]
+    other = compute(memory, [*range(4), 9, 9, 9, 9, 9])
+    assert memory.events[2:] == [PageStored(other.page_hashes[1], one.page_hashes[0], [9] * 4)]
 
 
 def test_what_is_told_is_what_can_be_found() -> None:
-    cache = KVCacheManager(5, PAGE, keeps_events=True)
+    memory = DeviceMemory(5, PAGE, keeps_events=True)
     told: set[bytes] = set()
     for start in range(0, 90, 9):
-        cache.release(compute(cache, list(range(start, start + 9))))
-        for event in cache.events:
+        memory.release(compute(memory, list(range(start, start + 9))))
+        for event in memory.events:
             if isinstance(event, PageStored):
                 assert event.page_hash not in told
                 told.add(event.page_hash)
             else:
                 told.remove(event.page_hash)
-        cache.events.clear()
-        assert told == set(cache._page_of_hash)
+        memory.events.clear()
+        assert told == set(memory._pages._page_of_hash)
     assert told
 
 
 def test_nothing_is_told_of_a_salted_prefix_or_unless_asked() -> None:
-    cache = KVCacheManager(5, PAGE, keeps_events=True)
+    memory = DeviceMemory(5, PAGE, keeps_events=True)
     for start in range(0, 90, 9):
-        cache.release(compute(cache, list(range(start, start + 9)), "salt"))
-    assert cache.events == []
-    silent = KVCacheManager(10, PAGE)
+        memory.release(compute(memory, list(range(start, start + 9)), "salt"))
+    assert memory.events == []
+    silent = DeviceMemory(10, PAGE)
     compute(silent, list(range(9)))
     assert silent.events == []
 

@@ -65,7 +65,7 @@ def test_the_draft_reads_no_prompt_that_it_is_not_to_draft_for(target: Path, dra
         params = replace(GREEDY, num_speculative_tokens=k)
         engine.submit([NewRequest(request_id="0", prompt_token_ids=prompt, params=params)])
         engine.step()
-        read[k] = engine.sequences.running[0].num_draft_computed_tokens
+        read[k] = engine.sequences.running[0].memory.num_draft_computed_tokens
         engine.abort(["0"])
     assert read == {0: 0, 3: 16}
 

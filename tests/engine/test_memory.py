@@ -11,7 +11,7 @@ from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.memory import (
+from outrider.engine.measuring import (
     OutOfDeviceMemoryError,
     left_bytes,
     naming_what_to_lower,

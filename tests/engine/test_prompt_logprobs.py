@@ -164,7 +164,7 @@ def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
 
     scored = submit("scored", prompt, replace(SCORED, max_tokens=1), 1)
     outputs = engine.step() + engine._commit()
-    sequences.kv_cache.forget(scored)  # as if others had taken its pages
+    sequences.memory.forget(scored.memory)  # as if others had taken its pages
     sequences.preempt(scored)
     submit("spoils", begin, replace(GREEDY, max_tokens=4), 0)
     submit("has the other slot until then", [1], replace(GREEDY, max_tokens=1), 0)

@@ -21,6 +21,7 @@ from outrider.engine.api import (
     SamplingParams,
 )
 from outrider.engine.engine import Engine
+from outrider.engine.memory.sequence import SequenceMemory
 from outrider.engine.models.network import Pass
 from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
@@ -87,14 +88,14 @@ def test_a_prompt_that_does_not_fit_yet_takes_no_pages(
     for _ in range(40):
         engine.step()
     engine.submit([new("waiting", LONG)])
-    attached: list[Request] = []
-    attach = engine.sequences.kv_cache.attach_prefix
+    attached: list[SequenceMemory] = []
+    attach = engine.sequences.memory.attach_prefix
 
-    def watched(request: Request) -> int:
-        attached.append(request)
-        return attach(request)
+    def watched(memory: SequenceMemory, num_reusable: int) -> int:
+        attached.append(memory)
+        return attach(memory, num_reusable)
 
-    monkeypatch.setattr(engine.sequences.kv_cache, "attach_prefix", watched)
+    monkeypatch.setattr(engine.sequences.memory, "attach_prefix", watched)
     first = steps_until_first_token(engine, {"waiting"})
     assert first["waiting"] > 10
     assert len(attached) == 1

@@ -1,0 +1,1 @@
+"""What sequences leave on the device, and how far target and draft have come in it."""

@@ -1,0 +1,88 @@
+"""Pages: who holds them, and which of them can be found by their tokens."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+DUMMY_PAGE = 0  # padding rows read and write it; no sequence ever holds it
+
+
+class Pages:
+    """Page ids with reference counts.
+
+    A full page can be found by the hash of its tokens, also after its sequence has ended, until its
+    room is needed (least recently used first).
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._ref_count = [0] * num_pages
+        self._hash: list[bytes | None] = [None] * num_pages
+        self._page_of_hash: dict[bytes, int] = {}
+        # Unreferenced pages, the next to be reused first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def find(self, page_hash: bytes) -> int | None:
+        return self._page_of_hash.get(page_hash)
+
+    def is_free(self, page: int) -> bool:
+        return self._ref_count[page] == 0
+
+    def take_next(self) -> int:
+        """Hold the free page that is next to be reused; it may still be findable."""
+        page, _ = self._free.popitem(last=False)
+        self._ref_count[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Hold a page that was found."""
+        if self._ref_count[page] == 0:
+            del self._free[page]
+        self._ref_count[page] += 1
+
+    def give_back(self, page: int) -> None:
+        self._ref_count[page] -= 1
+        if self._ref_count[page] == 0:
+            self._free[page] = None
+            if self._hash[page] is None:
+                self._free.move_to_end(page, last=False)
+
+    def reuse_last(self, pages: Iterable[int]) -> None:
+        """Reuse these free pages after all others, and the last of these at the very end."""
+        for page in pages:
+            self._free.move_to_end(page)
+
+    def record(self, page: int, page_hash: bytes) -> bool:
+        """Let a page be found by this hash; False if another one is."""
+        if page_hash in self._page_of_hash:
+            return False
+        self._hash[page] = page_hash
+        self._page_of_hash[page_hash] = page
+        return True
+
+    def forget(self, page: int) -> bytes | None:
+        """Let nobody find a page any more; returns the hash that it had, if any."""
+        page_hash = self._hash[page]
+        if page_hash is not None:
+            del self._page_of_hash[page_hash]
+            self._hash[page] = None
+        return page_hash
+
+    def check_integrity(self, held: Sequence[Iterable[int]]) -> None:
+        """Account for every page of those that each sequence holds; raises RuntimeError naming the
+        first that is wrong.
+        """
+        num_held = [0] * len(self._ref_count)
+        for pages in held:
+            for page in pages:
+                num_held[page] += 1
+        for page, (count, found) in enumerate(zip(self._ref_count, num_held, strict=True)):
+            if found != count:
+                raise RuntimeError(f"page {page} is held by {found} sequences, counted {count}")
+            if page != DUMMY_PAGE and (found == 0) != (page in self._free):
+                raise RuntimeError(f"page {page}: held by {found} sequences, yet free or lost")
+        for page_hash, page in self._page_of_hash.items():
+            if self._hash[page] != page_hash:
+                raise RuntimeError(f"page {page} is findable by a hash that is not its own")

@@ -1,0 +1,58 @@
+"""What one sequence leaves on the device while it runs."""
+
+import hashlib
+from array import array
+
+
+class SequenceMemory:
+    """The pages of one sequence, and how far target and draft have come in them.
+
+    The first `num_computed_tokens` tokens have KV of the target, the first
+    `num_draft_computed_tokens` KV of the draft. The draft falls behind while a sequence decodes
+    plainly; the proposer computes what it missed before it drafts again.
+
+    A sequence that gives its pages back gets a new object, which makes void what is in flight.
+    """
+
+    def __init__(
+        self, token_ids: list[int], cache_salt: str = "", page_hashes: list[bytes] | None = None
+    ) -> None:
+        """`token_ids` is the sequence's own list, which grows; `page_hashes` are those known."""
+        self.token_ids = token_ids
+        self.cache_salt = cache_salt
+        self.page_hashes = page_hashes or []  # of the leading full pages
+        self.pages: list[int] = []
+        self.new_pages: list[tuple[int, int]] = []  # (column, page) that the device must be told
+        self.num_computed_tokens = 0
+        self.num_draft_computed_tokens = 0
+        self.num_recorded_pages = 0  # leading pages that can be found by their hashes
+        self.num_recorded_draft_pages = 0
+
+    def emptied(self) -> "SequenceMemory":
+        """The memory of the same tokens without any pages."""
+        return SequenceMemory(self.token_ids, self.cache_salt, self.page_hashes)
+
+    def add_page(self, page: int) -> None:
+        self.new_pages.append((len(self.pages), page))
+        self.pages.append(page)
+
+    def hash_pages(self, num_pages: int, page_size: int, lookahead: int) -> list[bytes]:
+        """The hashes of at least the first `num_pages` pages.
+
+        A page's hash begins with that of the page before, and covers `lookahead` tokens after it.
+        """
+        hashes = self.page_hashes
+        for i in range(len(hashes), num_pages):
+            parent = hashes[-1] if hashes else _salt_hash(self.cache_salt)
+            end = (i + 1) * page_size + lookahead
+            tokens = array("q", self.token_ids[i * page_size : end]).tobytes()
+            # Cryptographic, so that no tenant can construct two prefixes with the same hash.
+            hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+        return hashes
+
+
+def _salt_hash(cache_salt: str) -> bytes:
+    """Empty without a salt; otherwise as long as a page's hash, but never equal to one."""
+    if not cache_salt:
+        return b""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()

@@ -1,0 +1,226 @@
+"""Pages: shared by hash, evicted least recently used first, never lost."""
+
+import random
+
+import pytest
+
+from outrider.engine.memory.device_memory import DeviceMemory
+from outrider.engine.memory.sequence import SequenceMemory
+
+PAGE = 4
+
+
+def sequence(token_ids: list[int], cache_salt: str = "") -> SequenceMemory:
+    return SequenceMemory(token_ids, cache_salt)
+
+
+def attach(memory: DeviceMemory, one: SequenceMemory) -> int:
+    """All but the last token may be shared."""
+    return memory.attach_prefix(one, len(one.token_ids) - 1)
+
+
+def compute(memory: DeviceMemory, one: SequenceMemory, draft: bool = False) -> None:
+    assert memory.allocate(one, len(one.token_ids))
+    one.num_computed_tokens = len(one.token_ids)
+    if draft:
+        one.num_draft_computed_tokens = len(one.token_ids)
+    memory.record_computed(one)
+
+
+def test_a_prefix_is_shared_without_a_copy() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    first = sequence(list(range(10)))
+    compute(memory, first)
+    second = sequence([*range(8), 77, 78])
+    assert attach(memory, second) == 8
+    assert second.pages == first.pages[:2]
+    memory.check_integrity([first, second])
+
+
+def test_forgotten_pages_are_found_no_more_even_if_given_back() -> None:
+    for is_given_back in (False, True):
+        memory = DeviceMemory(num_pages=10, page_size=PAGE)
+        first = sequence(list(range(10)))
+        compute(memory, first)
+        if is_given_back:
+            memory.release(first)
+        memory.forget(first)
+        assert attach(memory, sequence(list(range(10)))) == 0
+        memory.check_integrity([] if is_given_back else [first])
+
+
+def test_forgotten_pages_are_found_no_more_through_those_who_share_them() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    first, sharer = sequence(list(range(10))), sequence(list(range(10)))
+    compute(memory, first)
+    assert attach(memory, sharer) == 8
+    memory.forget(first)
+    compute(memory, sharer)
+    assert attach(memory, sequence(list(range(10)))) == 0
+    memory.check_integrity([first, sharer])
+
+
+def test_a_page_that_is_filled_in_part_is_allocated() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    for num_tokens, num_pages in ((1, 1), (4, 1), (5, 2)):
+        one = sequence(list(range(num_tokens)))
+        assert memory.allocate(one, num_tokens)
+        assert len(one.pages) == num_pages
+
+
+def test_the_last_token_is_always_left_to_compute() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    compute(memory, sequence(list(range(8))))
+    again = sequence(list(range(8)))
+    assert attach(memory, again) == 4
+
+
+def test_the_same_page_behind_another_prefix_is_another_page() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    compute(memory, sequence([1, 2, 3, 4, 9, 9, 9, 9, 0]))
+    other = sequence([5, 6, 7, 8, 9, 9, 9, 9, 0])
+    assert attach(memory, other) == 0
+
+
+def test_pages_are_shared_only_under_the_same_salt() -> None:
+    memory = DeviceMemory(num_pages=20, page_size=PAGE)
+    for salt in ("", "a", "b"):
+        compute(memory, sequence(list(range(8)), salt))
+    pages = []
+    for salt in ("", "a", "b"):
+        again = sequence(list(range(8)), salt)
+        assert attach(memory, again) == 4
+        pages += again.pages
+    assert len(set(pages)) == 3
+    assert attach(memory, sequence(list(range(8)), "c")) == 0
+
+
+def test_a_prefix_is_coming_while_another_computes_the_next_page_of_it() -> None:
+    memory = DeviceMemory(num_pages=20, page_size=PAGE)
+    other = sequence(list(range(13)))
+    assert attach(memory, other) == 0
+    assert memory.allocate(other, 13)
+    same, diverging = sequence(list(range(13))), sequence([*range(5), 77, 78, 79, 80])
+    salted = sequence(list(range(13)), "a")
+    assert memory.prefix_is_coming(same, 12, [other])
+    assert memory.prefix_is_coming(diverging, 8, [other])
+    assert not memory.prefix_is_coming(salted, 12, [other])
+    other.num_computed_tokens = 5  # in two chunks
+    memory.record_computed(other)
+    assert memory.prefix_is_coming(same, 12, [other])
+    assert not memory.prefix_is_coming(diverging, 8, [other])
+    other.num_computed_tokens = 13
+    memory.record_computed(other)
+    assert not memory.prefix_is_coming(same, 12, [other])
+
+
+def test_pages_without_draft_kv_are_found_but_leave_the_draft_to_catch_up() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    compute(memory, sequence(list(range(8))), draft=False)
+    follower = sequence([*range(8), 99])
+    attach(memory, follower)
+    assert (follower.num_computed_tokens, follower.num_draft_computed_tokens) == (8, 0)
+    compute(memory, follower, draft=True)  # its draft writes into the shared pages
+    third = sequence([*range(8), 100])
+    attach(memory, third)
+    assert third.num_draft_computed_tokens == 8
+
+
+def test_a_page_that_changes_hands_loses_the_drafts_mark() -> None:
+    memory = DeviceMemory(num_pages=3, page_size=PAGE)
+    for token_id, draft in ((1, True), (2, False)):
+        owner = sequence([token_id] * 8)
+        compute(memory, owner, draft)
+        memory.release(owner)
+    follower = sequence([2] * 9)
+    assert attach(memory, follower) == 8
+    assert follower.num_draft_computed_tokens == 0
+
+
+def test_the_least_recently_released_prefix_is_evicted_first() -> None:
+    memory = DeviceMemory(num_pages=5, page_size=PAGE)  # 4 usable
+    old, young = sequence([1] * 8), sequence([2] * 8)
+    compute(memory, old)
+    compute(memory, young)
+    memory.release(old)
+    memory.release(young)
+    newcomer = sequence([3] * 8)
+    assert memory.allocate(newcomer, 8)
+    assert attach(memory, sequence([1] * 9)) == 0
+    assert attach(memory, sequence([2] * 9)) == 8
+
+
+def test_the_head_of_a_prefix_outlives_its_tail() -> None:
+    memory = DeviceMemory(num_pages=5, page_size=PAGE)
+    old = sequence(list(range(16)))
+    compute(memory, old)
+    memory.release(old)
+    assert memory.allocate(sequence([50] * 8), 8)
+    assert attach(memory, sequence(list(range(17)))) == 8
+
+
+def test_a_prompt_fits_with_the_pages_that_others_hold_and_those_that_are_free() -> None:
+    memory = DeviceMemory(num_pages=7, page_size=PAGE)  # 6 usable
+    held, released = sequence([1] * 8), sequence([2] * 8)
+    compute(memory, held)
+    compute(memory, released)
+    memory.release(released)
+    assert memory.num_free_pages == 4
+    assert memory.fits(sequence([1] * 24), 24, 24 - 1)  # 2 pages are held, 4 free
+    assert not memory.fits(sequence([1] * 25), 25, 25 - 1)
+    assert memory.fits(sequence([2] * 16), 16, 16 - 1)
+    assert not memory.fits(sequence([2] * 17), 17, 17 - 1)  # 2 of the 4 free ones are its own
+    memory.check_integrity([held])
+
+
+def test_the_prefix_of_a_prompt_that_does_not_fit_yet_is_evicted_last() -> None:
+    memory = DeviceMemory(num_pages=8, page_size=PAGE)  # 7 usable
+    mine, younger = sequence([1] * 8), sequence([2] * 8)
+    for r in (mine, younger):
+        compute(memory, r)
+        memory.release(r)
+    waiting = sequence([1] * 32)
+    assert not memory.fits(waiting, 32, 31)
+    assert memory.allocate(sequence([3] * 24), 24)
+    assert attach(memory, waiting) == 4  # the head of it
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    memory = DeviceMemory(num_pages=4, page_size=PAGE)
+    big = sequence([1] * 20)
+    assert not memory.allocate(big, 20)
+    assert big.pages == []
+    assert memory.num_free_pages == 3
+
+
+def test_a_leaked_page_is_reported() -> None:
+    memory = DeviceMemory(num_pages=4, page_size=PAGE)
+    r = sequence([1] * 4)
+    memory.allocate(r, 4)
+    with pytest.raises(RuntimeError, match="page 1 is held by 0 sequences, counted 1"):
+        memory.check_integrity([])
+
+
+def test_any_history_leaves_every_page_accounted_for() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        memory = DeviceMemory(num_pages=12, page_size=PAGE)
+        live: list[SequenceMemory] = []
+        for _ in range(100):
+            if live and rng.random() < 0.4:
+                memory.release(live.pop(rng.randrange(len(live))))
+                continue
+            r = sequence([rng.randrange(2) for _ in range(rng.randrange(1, 24))])
+            fits = memory.fits(r, len(r.token_ids), len(r.token_ids) - 1)
+            attach(memory, r)
+            assert memory.allocate(r, len(r.token_ids)) is fits
+            if fits:
+                compute(memory, r, draft=rng.random() < 0.5)
+                live.append(r)
+            else:
+                memory.release(r)
+            memory.check_integrity(live)
+        for r in live:
+            memory.release(r)
+        memory.check_integrity([])
+        assert memory.num_free_pages == memory.num_usable_pages
