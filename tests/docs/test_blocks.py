@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.model, pytest.mark.timeout(TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docker/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:curl|docker|helm|make|outrider|pip|serve|smg|hf) "
+PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:curl|docker|helm|make|outrider|pip|serve|smg|hf) "
 NOT_RUN = re.compile(r"<!-- not run(?: \((?P<only>.*?)\))?: (?P<why>.*?) -->")
 START = "make serve"  # what the pages begin with
 A_FREE_PORT = {"OUTRIDER_SERVER__PORT": "0"}
