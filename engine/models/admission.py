@@ -15,12 +15,12 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 REFUSED_MODEL_TYPES = {
     "llama4": "its chunked attention lives in the mask",
     "llama4_text": "its chunked attention lives in the mask",
-    "phimoe": "its sliding window lives in the mask",
-    "qwen2_moe": "its sliding window lives in the mask",
     "doge": "it builds a dynamic mask of its own",
     "diffllama": "it calls attention twice a layer",
     "stablelm": "it drops attention arguments",
 }
+# These have a sliding window in their mask alone, if it is on.
+WINDOW_IN_MASK = {"moshi", "phimoe", "qwen2_moe"}
 
 
 class UnsupportedModelError(ConfigError):
@@ -53,8 +53,13 @@ def check_config(hf_config: PreTrainedConfig) -> None:
     if reason := REFUSED_MODEL_TYPES.get(hf_config.model_type):
         raise UnsupportedModelError(reason)
     text_config = hf_config.get_text_config()
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - LAYER_TYPES
-    if unknown:
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    has_window = getattr(text_config, "sliding_window", None) is not None
+    if layer_types:
+        has_window = "sliding_attention" in layer_types
+    if hf_config.model_type in WINDOW_IN_MASK and has_window:
+        raise UnsupportedModelError("its sliding window lives in the mask")
+    if unknown := layer_types - LAYER_TYPES:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:

@@ -61,6 +61,10 @@ class AnyCheckpoint(ABC):
     def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
         """The weights of layers, by name, stacked. Raises as `linear` does."""
 
+    @abstractmethod
+    def unread(self) -> set[str]:
+        """The names of tensors of which nothing was read, nor anything else of their layer."""
+
     def linear(self, num_inputs: int, **num_outputs: int) -> Linear:
         """Linear layers that read the same input, as one; `num_outputs` of each, by its name.
 
@@ -139,6 +143,11 @@ class Checkpoint(AnyCheckpoint):
             first += len(view)
             self._count(name)
         return out
+
+    def unread(self) -> set[str]:
+        # A quantised layer may have tensors that say nothing more, such as zero points of zero.
+        layers = {name.rpartition(".")[0] for name in self._names_read}
+        return {name for name in self._file_of if name.rpartition(".")[0] not in layers}
 
     def integers(self, name: str) -> Tensor:
         """A tensor of integers or booleans, on the CPU."""

@@ -108,6 +108,10 @@ class GgufCheckpoint(AnyCheckpoint):
     def tensor(self, *names: str) -> Tensor:
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
+    def unread(self) -> set[str]:
+        read = {_gguf_name(name) for name in self._names_read}
+        return {*self._file.names} - read - _ROPE_FACTORS
+
     def tied(self, embedding: Tensor) -> Linear:
         if not self._keeps_width:
             return Linear(Dense(embedding), None)

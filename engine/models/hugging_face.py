@@ -55,7 +55,7 @@ class HuggingFaceModel(Network):
         self._num_calls = 0
         name = _NAME.format(next(_numbers))
         AttentionInterface.register(name, self._attend)
-        with _weights_counted(progress):
+        with _weights_counted(progress), _own_attention_explained(name):
             model = load_pretrained(
                 Path(config.path),
                 hf_config,
@@ -70,6 +70,8 @@ class HuggingFaceModel(Network):
         self._dry_run()
         if device.type == "cpu":
             pack_linears(self.model, rounds=rounds)
+            self._run_tiny()
+            unpack_read(self.model)
 
     @property
     def attentions(self) -> list[PagedAttention]:
@@ -178,6 +180,10 @@ class HuggingFaceModel(Network):
         return attention(query[0].transpose(0, 1), self._batch)[None], None
 
     @torch.inference_mode()
+    def _run_tiny(self) -> None:
+        positions = torch.arange(4, device=self.device)
+        self._run(torch.zeros_like(positions), positions, positions[3:])
+
     def _dry_run(self) -> None:
         """Run one tiny forward: every layer must call our attention once, with known arguments."""
         model = self.model
@@ -187,8 +193,7 @@ class HuggingFaceModel(Network):
             raise UnsupportedModelError("it keeps recurrent state, which cannot be rolled back")
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise UnsupportedModelError("its forward takes no logits_to_keep")
-        positions = torch.arange(4, device=self.device)
-        self._run(torch.zeros_like(positions), positions, positions[3:])
+        self._run_tiny()
         text_config = model.config.get_text_config()
         for part in (text_config, *self._attention_of):
             if not getattr(part, "is_causal", True):
@@ -207,6 +212,17 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.linear = linear
+        self.is_read = False  # whether the model's own code reads the weight or bias itself
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix, which takes long to unpack. Shape: [N, K]."""
+        self.is_read = True
+        return self.linear.weight.dequantised()
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
@@ -225,6 +241,33 @@ def pack_linears(model: nn.Module, *, rounds: bool = False) -> None:
             fast = packed(plain, rounds=rounds)
             if fast is not plain:
                 setattr(parent, name, PackedLinear(fast))
+
+
+@torch.inference_mode()
+def unpack_read(model: nn.Module) -> None:
+    """Make those packed layers plain again whose weight a pass has read."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not (isinstance(child, PackedLinear) and child.is_read):
+                continue
+            matrix = child.weight
+            num_out, num_in = matrix.shape
+            plain = nn.Linear(num_in, num_out, bias=False, device="meta")
+            plain.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
+            if child.bias is not None:
+                plain.bias = nn.Parameter(child.bias, requires_grad=False)
+            setattr(parent, name, plain)
+
+
+@contextmanager
+def _own_attention_explained(name: str) -> Iterator[None]:
+    """Of models that look for their attention in a table of their own."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (name,):
+            raise
+        raise UnsupportedModelError("it does not dispatch its attention to a backend") from None
 
 
 @contextmanager

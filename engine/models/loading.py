@@ -33,6 +33,7 @@ from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .proof import CHECKED_LENGTHS, Original, why_different
+from .unread import warn_of_unread
 from .weights import Dense, Tiles, packed
 
 log = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ class _Loader:
             return None, str(error)
         except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
             return None, f"its checkpoint is not as expected: {error}"
+        ignored = original.model._keys_to_ignore_on_load_unexpected
         is_cpu = self.device.type == "cpu"
         if not is_cpu:
             self._set_up(decoder)
@@ -166,6 +168,7 @@ class _Loader:
         del original  # it holds views of weights, which could not be freed when they are packed
         if reason is not None:
             return None, f"our decoder computes {reason} differently"
+        warn_of_unread(self.config.path, checkpoint.unread(), self.hf_config, ignored)
         if is_cpu:
             decoder = self._packed(decoder)
             self._set_up(decoder)
@@ -186,14 +189,21 @@ class _Loader:
 
     def whole_model(self) -> Network:
         """The model as transformers has it."""
-        network = HuggingFaceModel(
-            self.config,
-            self.hf_config,
-            self.dtype,
-            self.device,
-            self.progress,
-            rounds=rounds_weights(self.config, self.is_draft),
-        )
+        try:
+            network = HuggingFaceModel(
+                self.config,
+                self.hf_config,
+                self.dtype,
+                self.device,
+                self.progress,
+                rounds=rounds_weights(self.config, self.is_draft),
+            )
+        except (UnsupportedModelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # code that nobody has tried here may raise anything
+            log.debug("transformers' code fails", exc_info=True)
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise UnsupportedModelError(f"transformers' code fails ({reason})") from error
         self._set_up(network)
         return network
 

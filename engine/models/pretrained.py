@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from .admission import UnsupportedModelError
 from .checkpoint import open_files
 from .gguf_file import FILE_NAME
+from .unread import warn_of_unread
 
 
 def load_pretrained(
@@ -44,6 +45,8 @@ def load_pretrained(
     )
     model: PreTrainedModel = loaded[0]
     _check_loaded(loaded[1])
+    ignored = model._keys_to_ignore_on_load_unexpected
+    warn_of_unread(str(path), loaded[1]["unexpected_keys"], model.config, ignored)
     return model
 
 

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from paged import check_against_eager
 from tiny_models import DEVICE, TINY
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import families
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.hugging_face import HuggingFaceModel
+from outrider.engine.models.hugging_face import HuggingFaceModel, PackedLinear
 from outrider.engine.models.loading import load_network
 
 OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
@@ -74,6 +76,68 @@ def test_a_model_that_never_calls_our_attention_is_refused(
     ).save_pretrained(tmp_path)
     with pytest.raises((UnsupportedModelError, ValueError), match=r"(?i)bloom"):
         load_network(ModelConfig(path=str(tmp_path)), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("falcon", {"num_hidden_layers": 2}),
+        ("gptj", {"n_layer": 2, "rotary_dim": 4}),
+        ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
+    ],
+)
+def test_a_model_that_picks_its_attention_from_a_table_is_refused(
+    architecture: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(architecture, **sizes, **settings)
+    )
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.* its attention to a backend"):
+        load_network(ModelConfig(path=str(tmp_path)), DEVICE)
+
+
+def test_code_that_fails_is_a_reason_to_refuse(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise AttributeError("no such thing\nand more")
+
+    monkeypatch.setattr(HuggingFaceModel, "_run", broken)
+    match = r"phi3.*transformers' code fails \(AttributeError: no such thing\)"
+    with pytest.raises(UnsupportedModelError, match=match):
+        load_network(ModelConfig(path=str(tiny_model("phi3"))), DEVICE)
+
+
+def test_code_that_reads_a_packed_weight_finds_it(tiny_model: Callable[..., Path]) -> None:
+    """HunYuan's router looks at its dtype."""
+    experts = {"num_experts": 4, "moe_topk": [2, 2], "num_key_value_heads": 2, "head_dim": 16}
+    path = tiny_model("hunyuan_v1_moe", **experts)
+    model = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    check_against_eager(model, path)
+    assert isinstance(model, HuggingFaceModel)
+    packed = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+    assert all(not layer.is_read for layer in packed)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "phimoe"])
+def test_a_window_in_the_mask_alone_is_refused_only_if_it_is_on(
+    architecture: str, tiny_model: Callable[..., Path]
+) -> None:
+    experts = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+    on: dict[str, Any] = {"sliding_window": 8}
+    if architecture == "qwen2_moe":
+        inner = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        experts |= inner | {"num_experts": 4}
+        on |= {"use_sliding_window": True}
+    else:
+        experts |= {"num_local_experts": 4}
+    path = tiny_model(architecture, **experts)
+    check_against_eager(load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE), path)
+    path = tiny_model(architecture, **experts, **on)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.*window lives in the mask"):
+        load_network(ModelConfig(path=str(path)), DEVICE)
 
 
 def test_dynamic_rope_is_refused_with_the_reason(tiny_model: Callable[..., Path]) -> None:

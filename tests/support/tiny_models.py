@@ -78,7 +78,7 @@ def save_tiny_model(
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": False,
-        **TINY[architecture],
+        **TINY.get(architecture, {}),
         **overrides,
     }
     torch.manual_seed(seed)
