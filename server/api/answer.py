@@ -13,7 +13,7 @@ from ..observe.acceptance import speculation_metrics
 from .generation import Delta, Generation, Sample
 from .protocol import ChoiceFields, RequestMetrics, TracedStep
 from .service import Service
-from .streaming import EventStream, while_connected
+from .streaming import COMMENT, EventStream, while_connected
 
 Event = tuple[str, dict[str, Any]]  # its name, and its fields
 
@@ -26,6 +26,8 @@ INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event lo
 
 class Answer(ABC):
     """One request's answer, and counts of it so far; a subclass writes it as its API does."""
+
+    _sign = COMMENT  # sent by a stream that would be silent otherwise
 
     def __init__(self, service: Service, body: ChoiceFields, samples: list[Sample]) -> None:
         self._service = service
@@ -69,7 +71,9 @@ class Answer(ABC):
         http.scope["state"]["facts"] = lambda: self._facts(generation)
         if self._stream:
             events = self._events(generation)
-            return EventStream(events, close=generation.aclose, failed=self._failed)
+            return EventStream(
+                events, close=generation.aclose, failed=self._failed, sign=self._sign
+            )
         try:
             whole = await while_connected(http.receive, self._whole(generation))
         except ClientDisconnect:

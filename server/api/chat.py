@@ -26,6 +26,9 @@ from .choices import ChoicesAnswer
 from .generation import Delta, Sample, Token
 from .service import Service
 
+# Of a chunk that is not the last of its delta.
+BARE: dict[str, Any] = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
+
 
 async def create_chat_completion(
     service: Service, body: ChatCompletionRequest, http: Request
@@ -56,6 +59,10 @@ class _ChatAnswer(ChoicesAnswer):
         self._head.pop("prompt_token_ids", None)  # sent only once
         return chunk
 
+    def _opening(self) -> Sequence[ChatChunkChoice]:
+        role = ChatDelta(role="assistant", content="")
+        return [ChatChunkChoice(index=i, delta=role, **BARE) for i in range(self._n)]
+
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[ChatChoice | ChatChunkChoice]:
         if first and self._body.prompt_logprobs is not None:
             told = self._prompt_logprobs(delta, self._body.prompt_logprobs)
@@ -80,19 +87,16 @@ class _ChatAnswer(ChoicesAnswer):
         if not self._body.stream:
             fields.setdefault("token_ids", None)  # vLLM's clients expect the field
             return [ChatChoice(message=_message(said), **fields)]
-        # One chunk for the role and one for each call: clients read only one of them from a chunk.
-        if first:
-            said.insert(0, {"role": "assistant", "content": ""})
+        # One chunk for each call: clients read only one of them from a chunk.
         last: list[dict[str, Any]] = []
-        if len(said) > first:
+        if said:
             last = [said.pop()]
         elif (
             fields["finish_reason"] or fields["logprobs"] or {"token_ids", "trace"} & fields.keys()
         ):
             last = [{}]
-        bare = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
         return [
-            *(ChatChunkChoice(index=delta.index, delta=ChatDelta(**each), **bare) for each in said),
+            *(ChatChunkChoice(index=delta.index, delta=ChatDelta(**each), **BARE) for each in said),
             *(ChatChunkChoice(delta=ChatDelta(**each), **fields) for each in last),
         ]
 

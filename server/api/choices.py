@@ -56,7 +56,13 @@ class ChoicesAnswer(Answer):
     def _answer(self, choices: list[Any]) -> GenerationResponse:
         """An answer, or one chunk of a stream."""
 
+    def _opening(self) -> Sequence[APIResponse]:
+        """Choices that a stream begins with, before there is any text."""
+        return ()
+
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
+        for choice in self._opening():
+            yield self._chunk(choice)
         async for delta in generation:
             # Each delta has the prompt's logprobs, but only a choice's first chunk tells them.
             num_logprobs = 0 if delta.index in self._begun else len(delta.prompt_logprobs)

@@ -62,6 +62,8 @@ async def count_tokens(
 
 
 class _MessagesAnswer(Answer):
+    _sign = server_sent('{"type": "ping"}', "ping")
+
     def __init__(
         self, service: Service, body: ChatCompletionRequest, samples: list[Sample]
     ) -> None:
@@ -73,14 +75,9 @@ class _MessagesAnswer(Answer):
         self._stop_sequence: str | None = None
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
-        begun = False
+        yield _event("message_start", message=self._message().model_dump(exclude_unset=True))
         async for delta in generation:
             self._count(delta)
-            if not begun:
-                begun = True
-                yield _event(
-                    "message_start", message=self._message().model_dump(exclude_unset=True)
-                )
             for name, fields in self._with_trace(delta, self._added(delta)):
                 yield _event(name, **fields)
         last: dict[str, Any] = {

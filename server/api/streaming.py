@@ -16,6 +16,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Agents give up a stream that is silent for minutes, proxies after one.
+SILENCE_S = 10.0
+COMMENT = ": the server is at work\n\n"  # clients pass over it
+
 OBFUSCATION_BLOCK_BYTES = 256  # sizes of obfuscated events are multiples of this
 
 # Many clients split a stream into lines as `str.splitlines` does, which breaks at these, too. In
@@ -64,7 +68,7 @@ def obfuscation(event: bytes) -> str:
 
 
 class EventStream(Response):
-    """Server-sent events.
+    """Server-sent events; `sign` is sent whenever there has been none for SILENCE_S.
 
     If the work fails, `failed` makes the last event; so an event that reports success must be one
     of `events`. `close` is always awaited at the end, even if the client disconnects before the
@@ -79,12 +83,14 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         *,
         failed: Callable[[APIError], Awaitable[str]],
+        sign: str = COMMENT,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
         self._failed = failed
+        self._sign = sign
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -95,11 +101,23 @@ class EventStream(Response):
             await self._close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
+        now_s = asyncio.get_running_loop().time
+        sent_s = now_s()
+
         async def send_event(event: str) -> None:
+            nonlocal sent_s
+            sent_s = now_s()
             message = {"type": "http.response.body", "body": event.encode(), "more_body": True}
             await send(message)
 
+        async def send_signs() -> None:  # a task beside the events: one for each would cost more
+            while True:
+                await asyncio.sleep(sent_s + SILENCE_S - now_s())
+                if now_s() >= sent_s + SILENCE_S:
+                    await send_event(self._sign)
+
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        signs = asyncio.create_task(send_signs())
         try:
             async for event in self._events:
                 await send_event(event)
@@ -109,4 +127,6 @@ class EventStream(Response):
                 log.exception("a stream failed")
             scope["state"] |= {"outcome": "error", "reason": answer.reason}
             await send_event(await self._failed(answer))
+        finally:
+            signs.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
