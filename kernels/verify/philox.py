@@ -3,9 +3,13 @@
 A draw's key is its request's seed. Its counter is (base, offset, purpose, index). For the rules
 `token` and `block`, (base, offset) is (anchor, position - anchor), where the anchor is the position
 of the step's first draft, and index is 0. For `match`, (base, offset) is (position, 0), and index
-is token // 4 or a pair of token groups. Anchors strictly increase, so no counter is used twice
-within a request; with the position alone, `block` would not be lossless over several steps. Batch
-row, slot, padding and k are never part of a counter.
+is token // 4 or a pair of token groups. Batch row, slot, padding and k are never part of a counter.
+
+Anchors strictly increase, so no counter is used twice within a request. With the position alone, a
+token that is rejected in one step would be drawn again from the same noise in the next. `block` is
+not lossless over several steps then. `token` alone would be, but not beside a choice that follows
+from earlier steps: how many drafts to make, or which of them to verify. That choice has seen the
+noise through what was accepted, and a redrawn token must not meet it.
 """
 
 from enum import IntEnum
